@@ -1,0 +1,74 @@
+"""compresskit: train, distil, prune and quantize small PyTorch models, and hand over ONNX files that are proved to run.
+
+    task = Task(train=train_loader, val=val_loader)
+    recipe = Recipe(Train(epochs=12), Prune(macs=0.5, finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
+    print(recipe.run(model, task, out="runs/first"))
+"""
+
+from compresskit import distill, export, mixed, prune, quant
+from compresskit.distill import Distill, imitate
+from compresskit.errors import (
+    CheckpointError,
+    CompressError,
+    DataError,
+    ExportError,
+    ModelError,
+    SettingError,
+    StageOrderError,
+    TrainingError,
+)
+from compresskit.export import audit, export_onnx, verify_onnx
+from compresskit.graph import capture
+from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
+from compresskit.prune import Prune
+from compresskit.quant import QAT, StaticQuant
+from compresskit.recipe import Recipe, Result
+from compresskit.store import load, save
+from compresskit.task import Objective, Stage, Task, accuracy
+from compresskit.train import Train, constant, cosine, fit_, one_cycle
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QAT",
+    "CheckpointError",
+    "CompressError",
+    "DataError",
+    "Distill",
+    "ExportError",
+    "ModelError",
+    "Objective",
+    "Prune",
+    "Recipe",
+    "Result",
+    "Row",
+    "SettingError",
+    "Stage",
+    "StageOrderError",
+    "StaticQuant",
+    "Task",
+    "Train",
+    "TrainingError",
+    "accuracy",
+    "audit",
+    "capture",
+    "constant",
+    "cosine",
+    "count_macs",
+    "count_nonzero",
+    "count_parameters",
+    "distill",
+    "evaluate",
+    "export",
+    "export_onnx",
+    "fit_",
+    "imitate",
+    "latency",
+    "load",
+    "mixed",
+    "one_cycle",
+    "prune",
+    "quant",
+    "save",
+    "verify_onnx",
+]

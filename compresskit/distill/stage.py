@@ -1,0 +1,57 @@
+"""The stage: train a student under a teacher."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from compresskit.distill.objective import imitate
+from compresskit.errors import SettingError
+from compresskit.task import Task
+from compresskit.train import Train, fit_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Train):
+    """Train with a teacher (Hinton et al., 1503.02531): weight * soft targets + task_weight * the task's loss.
+
+    student: a module, or a function that makes one; it takes the incoming model's place, which becomes its teacher. With
+        None the incoming model is trained itself.
+    teacher: None takes the incoming model where there is a student, else the task's reference.
+    temperature, weight, task_weight: see `imitate`.
+    """
+
+    student: nn.Module | Callable[[], nn.Module] | None = None
+    teacher: nn.Module | None = None
+    temperature: float = 4.0
+    weight: float = 0.9
+    task_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        imitate(temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
+        if self.objective is not None:
+            raise SettingError("Distill(objective=...): its objective is the teacher; use Train(objective=imitate(...)) for another")
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        teacher = self.teacher
+        if self.student is not None:
+            teacher = model if teacher is None else teacher
+            model = self.skeleton(model)
+        goal = imitate(teacher, temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
+        return fit_(model.to(task.device), task, self, objective=goal, label="distil")
+
+    def skeleton(self, model: nn.Module) -> nn.Module:
+        """The module that is trained, before it is."""
+        if self.student is None:
+            return model
+        if isinstance(self.student, nn.Module):
+            return copy.deepcopy(self.student)
+        made = self.student()
+        if not isinstance(made, nn.Module):
+            raise SettingError(f"Distill(student=...): wanted a module or a function that makes one, got {type(made).__name__}")
+        return made
+

@@ -1,0 +1,45 @@
+"""Every error that compresskit raises on purpose.
+
+    CompressError                 catch this one to catch them all
+    ├── SettingError              a setting is out of its range, or two settings contradict (also a ValueError)
+    ├── DataError                 a loader, a batch or a label is not what the task says it is
+    ├── ModelError                a model cannot be captured, pruned or quantized as asked; says where and why
+    ├── TrainingError             training cannot go on: the loss is not finite
+    ├── StageOrderError           stages in an order that would undo one another; names the legal order
+    ├── ExportError               an ONNX file could not be written, or it does not agree with its model
+    └── CheckpointError           a file of a run is damaged, foreign or newer than this library
+
+A message says what, where, wanted, got, and what to do.
+"""
+
+
+class CompressError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class SettingError(CompressError, ValueError):
+    """A setting is out of its range, or contradicts another."""
+
+
+class DataError(CompressError):
+    """A loader, a batch or a label is not what the task says."""
+
+
+class ModelError(CompressError):
+    """A model cannot be captured, pruned or quantized as asked."""
+
+
+class TrainingError(CompressError):
+    """Training cannot go on."""
+
+
+class StageOrderError(CompressError):
+    """Stages stand in an order that would undo one another."""
+
+
+class ExportError(CompressError):
+    """An ONNX file could not be written, or does not agree with its model."""
+
+
+class CheckpointError(CompressError):
+    """A file of a run is damaged, foreign or newer than this library."""

@@ -1,0 +1,154 @@
+"""Rewrites of an ONNX graph (onnx-ir) that let a runtime keep more of it in integers, and make the file smaller.
+
+    ReduceMean over all spatial axes       -> GlobalAveragePool, for which runtimes have an integer kernel
+    move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q stands directly behind its operator
+    DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
+    names of the exporter, metadata        -> dropped
+
+A *move* is an operator that only carries values from one place to another (Reshape, Transpose, Slice, Pad, Concat,
+MaxPool, ...): rounding commutes with it, so it may as well run on a quarter of the bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+MOVES = frozenset(
+    "Reshape Flatten Transpose Squeeze Unsqueeze Slice Split Expand Tile Gather Identity MaxPool Pad Concat DepthToSpace"
+    " SpaceToDepth".split()
+)
+
+
+def optimize_(model: ir.Model) -> None:
+    """Apply every rewrite of this module in place."""
+    for node in list(model.graph):
+        if node.op_type == "ReduceMean":
+            _global_average_pool(model.graph, node)
+    for node in list(model.graph):
+        if node.op_type == "QuantizeLinear":
+            _hoist_quantize(model.graph, node)
+    for node in list(model.graph):
+        if node.op_type in MOVES:
+            _sink_dequantize(model.graph, node)
+    _remove_dead(model.graph)
+    _forget_origins(model)
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The constant behind a value, or None."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def _replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
+    result = old.outputs[0]
+    output.shape, output.type = result.shape, result.type
+    ir.convenience.replace_nodes_and_values(graph, old, [old], nodes, [result], [output])
+
+
+def _global_average_pool(graph: ir.Graph, node: ir.Node) -> None:
+    x, axes = node.inputs[0], constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if x is None or x.shape is None or axes is None or len(x.shape) < 3:
+        return
+    rank = len(x.shape)
+    if sorted(int(a) % rank for a in axes) != list(range(2, rank)):
+        return
+    pool = ir.Node("", "GlobalAveragePool", [x], name=node.name)
+    pool.outputs[0].type = node.outputs[0].type
+    keep = node.attributes.get_int("keepdims", 1)
+    if keep:
+        _replace(graph, node, [pool], pool.outputs[0])
+        return
+    pool.outputs[0].shape = ir.Shape([*x.shape[:2], *[1] * (rank - 2)])
+    flat = ir.Node("", "Flatten", [pool.outputs[0]], {"axis": ir.AttrInt64("axis", 1)})
+    _replace(graph, node, [pool, flat], flat.outputs[0])
+
+
+def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:
+    """`move(x) -> Q` to `Q(x) -> move` while the moved value has no other reader."""
+    while True:
+        moved = quantize.inputs[0]
+        move = None if moved is None else moved.producer()
+        if move is None or move.op_type not in ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze"):
+            return
+        source = move.inputs[0]
+        if len(list(moved.uses())) != 1 or source is None or source.producer() is None or moved.is_graph_output():
+            return
+        early = ir.Node("", "QuantizeLinear", [source, *quantize.inputs[1:]], quantize.attributes)
+        early.outputs[0].shape, early.outputs[0].type = source.shape, quantize.outputs[0].type
+        late = ir.Node("", move.op_type, [early.outputs[0], *move.inputs[1:]], move.attributes)
+        _replace(graph, quantize, [early, late], late.outputs[0])
+        graph.remove(move, safe=True)
+        quantize = early
+
+
+def _dequantize_before(value: ir.Value | None) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" and _is_scalar(node.inputs[1]) else None
+
+
+def _is_scalar(value: ir.Value | None) -> bool:
+    array = constant(value)
+    return array is not None and array.ndim == 0
+
+
+def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
+    """`DQ -> move` to `move -> DQ`, on integers; a Concat moves if all its inputs share one scale and zero point."""
+    count = len(move.inputs) if move.op_type == "Concat" else 1
+    sources = [_dequantize_before(value) for value in move.inputs[:count]]
+    first = sources[0]
+    if first is None or any(s is None or not _same_numbers(first, s) for s in sources) or len(move.outputs) != 1:
+        return
+    scale, zero_point = first.inputs[1], first.inputs[2] if len(first.inputs) > 2 else None
+    if scale is None or zero_point is None:
+        return
+    others = list(move.inputs[count:])
+    if move.op_type == "Pad" and not _pad_with(graph, move, others, zero_point):
+        return
+    integers = [s.inputs[0] for s in sources if s is not None]
+    early = ir.Node("", move.op_type, [*integers, *others], move.attributes, name=move.name)
+    early.outputs[0].shape, early.outputs[0].type = move.outputs[0].shape, zero_point.type
+    late = ir.Node("", "DequantizeLinear", [early.outputs[0], scale, zero_point])
+    _replace(graph, move, [early, late], late.outputs[0])
+
+
+def _pad_with(graph: ir.Graph, pad: ir.Node, others: list[ir.Value | None], zero_point: ir.Value) -> bool:
+    """Make a zero-padding pad with the zero point; False for any other padding."""
+    if pad.attributes.get_string("mode", "constant") != "constant":
+        return True
+    fill = constant(others[1]) if len(others) > 1 and others[1] is not None else np.float32(0)
+    if fill is None or float(fill) != 0.0:
+        return False
+    others[1:2] = [zero_point]
+    return True
+
+
+def _same_numbers(a: ir.Node, b: ir.Node) -> bool:
+    return all(
+        x is y or (constant(x) is not None and np.array_equal(constant(x), constant(y)))  # type: ignore[arg-type]
+        for x, y in zip(a.inputs[1:], b.inputs[1:], strict=False)
+    )
+
+
+def _remove_dead(graph: ir.Graph) -> None:
+    for node in reversed(list(graph)):
+        if all(not list(o.uses()) and not o.is_graph_output() for o in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not list(value.uses()) and not value.is_graph_output():
+            del graph.initializers[name]
+
+
+def _forget_origins(model: ir.Model) -> None:
+    """Drop what the exporter notes about where each node came from: in a small model it outweighs the weights."""
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        values.extend(node.outputs)
+    for value in values:
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.functions.clear()

@@ -1,0 +1,142 @@
+"""Prove that an ONNX file does what its model does: run it on real batches at two optimization levels and compare.
+
+Errors are counted in *steps*: 1/255 of the range of the reference output, which is what one step of an 8-bit grid over
+it would be. Fused integer kernels may fall to the other side of a rounding tie (onnxruntime#32132), and a step that
+flips early moves everything behind it a little, so a quantized file is judged by how many values lie within a step and
+by agreement of the largest class; a float file by its largest error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from compresskit.errors import DataError, ExportError
+from compresskit.measure import numpy_inputs, session
+from compresskit.surgery import mode
+from compresskit.task import Inputs, call
+
+#: What a file must reach. A float file: its largest error in steps. A quantized one: share of samples whose largest class
+#: agrees, share of values within two steps, both with optimizations off and on.
+FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN = 0.1, 0.98, 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Agreement of the file with its model at one optimization level of ONNX Runtime.
+
+    agreement: share of samples with the same largest class; None where the output has no classes.
+    within_one, within_two: shares of output values at most that many steps off. largest: largest error, in steps.
+    """
+
+    agreement: float | None
+    within_one: float
+    within_two: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What `verify_onnx` found; prints as two lines. `reason` is empty where the file passed."""
+
+    samples: int
+    quantized: bool
+    plain: Level
+    optimized: Level
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the file may be handed over."""
+        return not self.reason
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        return asdict(self) | {"passed": self.passed}
+
+    def __str__(self) -> str:
+        lines = [f"{'agrees' if self.passed else 'DISAGREES'} with its model on {self.samples} samples {self.reason}".rstrip()]
+        for name, level in (("as written", self.plain), ("optimized", self.optimized)):
+            top = "" if level.agreement is None else f"same class {level.agreement:.2%}, "
+            lines.append(f"  {name:<10}  {top}within a step {level.within_one:.2%}, largest error {level.largest:.3g} steps")
+        return "\n".join(lines)
+
+
+def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *, label: str = "verify") -> Verification:
+    """Run a file and its model on the same inputs and compare all outputs.
+
+    Args:
+        path: of the ONNX file.
+        model: the PyTorch model it was written from, float or quantized.
+        batches: inputs (tuples or dicts), real data.
+
+    Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
+    """
+    try:
+        sessions = [session(path, optimize=False), session(path)]
+    except Exception as error:
+        raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
+    kept: list[list[list[np.ndarray]]] = [[], [], []]
+    samples = 0
+    with torch.no_grad(), mode(model, training=False):
+        for inputs in tqdm(batches, desc=label, disable=None, leave=False):
+            reference = [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor)]
+            kept[0].append([v.detach().float().cpu().numpy() for v in reference])
+            for store, run in zip(kept[1:], sessions, strict=True):
+                try:
+                    store.append(run.run(None, numpy_inputs(run, inputs)))
+                except DataError:
+                    raise
+                except Exception as error:
+                    raise ExportError(f"{path}: ONNX Runtime cannot run it: {_last_line(error)}") from error
+            samples += len(kept[0][-1][0])
+    if not samples:
+        raise DataError("verify_onnx: no batch was given")
+    columns = [[np.concatenate(output) for output in zip(*batched, strict=True)] for batched in kept]
+    quantized = hasattr(model, "deployed")
+    plain, optimized = compare(columns[0], columns[1]), compare(columns[0], columns[2])
+    return Verification(
+        samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=_verdict(plain, optimized, quantized)
+    )
+
+
+def compare(reference: list[np.ndarray], outputs: list[np.ndarray]) -> Level:
+    """Agreement of a file's outputs with the model's, over all samples at once."""
+    steps = []
+    for wanted, got in zip(reference, outputs, strict=True):
+        if wanted.shape != got.shape:
+            raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
+        span = float(wanted.max() - wanted.min()) or max(1.0, float(np.abs(wanted).max()))
+        steps.append(np.abs(wanted.astype(np.float64) - got).ravel() / (span / 255))
+    errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
+    first, other = reference[0], outputs[0]
+    classes = first.ndim > 1 and first.shape[1] > 1
+    return Level(
+        agreement=float((first.argmax(1) == other.argmax(1)).mean()) if classes else None,
+        within_one=float((errors <= 1).mean()),
+        within_two=float((errors <= 2).mean()),
+        largest=float(errors.max()),
+    )
+
+
+def _verdict(plain: Level, optimized: Level, quantized: bool) -> str:
+    for name, level in (("as written", plain), ("optimized", optimized)):
+        if not quantized and level.largest > FLOAT_STEPS:
+            return f"{name}: the largest error is {level.largest:.3g} steps, a float file may have {FLOAT_STEPS}"
+        if quantized and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
+            return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
+        if quantized and level.within_two < QUANTIZED_WITHIN:
+            return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {QUANTIZED_WITHIN:.0%}"
+    return ""
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -1,0 +1,158 @@
+"""What a model is and does, in numbers: parameters, non-zeros, MACs, bytes, latency, metric -> `Row`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from compresskit.errors import DataError, SettingError
+from compresskit.surgery import mode
+from compresskit.task import Inputs, Task, batch_size, call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a report: what a stage's model is.
+
+    metric: of the exported file in ONNX Runtime where there is one (`executed`), else of the PyTorch model.
+    parameters, nonzero: numbers of them. macs: multiply-accumulates for one sample. bytes: of the ONNX file.
+    latency_ms: median for one sample in ONNX Runtime, measured in turn with the files of the other rows.
+    verified: whether the file was proved to agree with the model; None where none was written.
+    """
+
+    stage: str
+    metric: float
+    parameters: int
+    nonzero: int
+    macs: int
+    seconds: float
+    bytes: int | None = None
+    latency_ms: float | None = None
+    executed: bool = False
+    verified: bool | None = None
+    note: str = ""
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of values in all parameters; a tied one counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def count_nonzero(model: nn.Module) -> int:
+    """Number of parameter values that are not zero."""
+    return sum(int(torch.count_nonzero(p)) for p in model.parameters())
+
+
+def count_macs(model: nn.Module, inputs: Inputs) -> int:
+    """Multiply-accumulates of one sample in eval mode, half of what torch's own flop counter says."""
+    with torch.no_grad(), mode(model, training=False), FlopCounterMode(display=False) as counter:
+        call(model, inputs)
+    return counter.get_total_flops() // 2 // batch_size(inputs)
+
+
+def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") -> float:
+    """The task's metric over its whole validation set.
+
+    model: a module (put in eval mode meanwhile), or any function of the inputs, such as an ONNX Runtime session.
+    """
+    total = task.length("val")
+    kept: list[tuple[Tensor, Any]] = []
+    running = task.metric if hasattr(task.metric, "update") and hasattr(task.metric, "compute") else None
+    if running is not None and hasattr(running, "reset"):
+        running.reset()
+    context = mode(model, training=False) if isinstance(model, nn.Module) else nullcontext()
+    with torch.no_grad(), context:
+        for batch in tqdm(task.batches("val"), total=total, desc=label, disable=None, leave=False):
+            inputs, target = task.split(batch)
+            predictions = task.predict(call(model, inputs)).float()
+            if running is not None:
+                running.update(predictions, target)
+            else:
+                kept.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
+    if running is not None:
+        return float(running.compute())
+    if not kept:
+        raise DataError("Task(val=...): the loader gave no batch")
+    targets = [target for _, target in kept]
+    joined = torch.cat(targets) if isinstance(targets[0], Tensor) and targets[0].ndim else targets
+    value = float(task.metric(torch.cat([p for p, _ in kept]), joined))
+    if value != value:
+        raise DataError("the metric is nan on the validation set; look at the predictions and at Task(metric=...)")
+    return value
+
+
+def numpy_inputs(session: Any, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Name the tensors among the inputs as the ONNX Runtime session wants them."""
+    names = [entry.name for entry in session.get_inputs()]
+    if isinstance(inputs, Mapping):
+        values = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        if set(names) <= set(values):
+            return {name: values[name].cpu().numpy() for name in names}
+        tensors = list(values.values())
+    else:
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if len(tensors) != len(names):
+        raise DataError(f"the file wants inputs {names}, got {len(tensors)} tensors")
+    return {name: value.detach().cpu().numpy() for name, value in zip(names, tensors, strict=True)}
+
+
+def one_sample(inputs: Inputs) -> Inputs:
+    """The first row of every tensor."""
+    def first(value: Any) -> Any:
+        return value[:1] if isinstance(value, Tensor) and value.ndim else value
+
+    return {k: first(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(first(v) for v in inputs)
+
+
+def session(path: str | Path, *, threads: int = 1, optimize: bool = True) -> Any:
+    """An ONNX Runtime session on the CPU; `optimize=False` runs the file as it is written."""
+    import onnxruntime as ort  # heavy, and only measuring and exporting need it
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def latency(
+    paths: Sequence[str | Path], inputs: Inputs, *, threads: int = 1, seconds: float = 1.0, rounds: int = 15
+) -> list[float]:
+    """Median milliseconds of each file for `inputs`, the files run in turn so that all see the same machine.
+
+    Each round runs every file often enough to fill its share of `seconds`; the order is reversed every other round.
+    The median of the rounds' means is robust against a neighbour that wakes up for a moment.
+    """
+    if rounds < 1 or seconds <= 0:
+        raise SettingError(f"latency: wanted rounds >= 1 and seconds > 0, got {rounds} and {seconds}")
+    sessions = [session(path, threads=threads) for path in paths]
+    feeds = [numpy_inputs(s, inputs) for s in sessions]
+    repeats = []
+    for s, feed in zip(sessions, feeds, strict=True):
+        for _ in range(3):
+            s.run(None, feed)
+        begin = time.perf_counter()
+        s.run(None, feed)
+        repeats.append(max(1, round(seconds / rounds / (time.perf_counter() - begin))))
+    times: list[list[float]] = [[] for _ in sessions]
+    order = list(range(len(sessions)))
+    for turn in range(rounds):
+        for i in order if turn % 2 == 0 else reversed(order):
+            begin = time.perf_counter()
+            for _ in range(repeats[i]):
+                sessions[i].run(None, feeds[i])
+            times[i].append((time.perf_counter() - begin) / repeats[i] * 1000)
+    return [statistics.median(t) for t in times]

@@ -1,0 +1,119 @@
+"""A plan: which indices of which tensors go. It prints, serializes, and replays on a fresh model of the same class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.errors import CheckpointError, ModelError
+from compresskit.surgery import get_tensor, owner, select_, sync_attributes_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What happens to one group: `title` is the layer that makes its channels."""
+
+    title: str
+    size: int
+    keep: int
+    along: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Channels to remove, not yet removed.
+
+    remove: tensor name -> dimension -> indices that go, sorted. sizes: tensor name -> its shape before.
+    macs, macs_before: multiply-accumulates of one sample. locked: why groups of channels stay, reason -> how many.
+    """
+
+    remove: dict[str, dict[int, tuple[int, ...]]]
+    sizes: dict[str, tuple[int, ...]]
+    lines: tuple[Line, ...]
+    macs: int
+    macs_before: int
+    locked: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay"
+        rows = [
+            f"  {line.title}: keep {line.keep} of {line.size}" + (f", with {', '.join(line.along)}" if line.along else "")
+            for line in self.lines
+        ]
+        kept = [f"  {count} channels stay: {reason}" for reason, count in self.locked.items()]
+        return "\n".join([head, *rows, *kept])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record; `from_json` reads it."""
+        return {
+            "format": 1,
+            "remove": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.remove.items()},
+            "sizes": {name: list(shape) for name, shape in self.sizes.items()},
+            "lines": [vars(line) | {"along": list(line.along)} for line in self.lines],
+            "macs": self.macs,
+            "macs_before": self.macs_before,
+            "locked": self.locked,
+        }
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Plan:
+        """A plan from what `to_json` gave; CheckpointError where it is not that."""
+        try:
+            return Plan(
+                remove={n: {int(d): tuple(map(int, i)) for d, i in dims.items()} for n, dims in record["remove"].items()},
+                sizes={n: tuple(map(int, shape)) for n, shape in record["sizes"].items()},
+                lines=tuple(Line(**{**line, "along": tuple(line["along"])}) for line in record["lines"]),
+                macs=int(record["macs"]),
+                macs_before=int(record["macs_before"]),
+                locked=dict(record["locked"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"not a pruning plan: {type(error).__name__} {error}") from None
+
+    def keep(self, name: str) -> dict[int, Tensor]:
+        """Indices of a tensor that stay, by dimension."""
+        kept = {}
+        for dim, gone in self.remove[name].items():
+            mask = torch.ones(self.sizes[name][dim], dtype=torch.bool)
+            mask[list(gone)] = False
+            kept[dim] = mask.nonzero().flatten()
+        return kept
+
+
+def apply_(model: nn.Module, plan: Plan) -> nn.Module:
+    """Remove the channels of a plan from a model, in place; the model is returned.
+
+    Parameters, buffers and the attributes that repeat their sizes change; device, dtype, requires_grad, ties, train or eval
+    mode and the class stay. Make the optimizer after it: an old one holds the old parameters.
+
+    Raises ModelError, the model untouched, where its tensors are not those that the plan was made for.
+    """
+    for name, shape in plan.sizes.items():
+        if tuple(get_tensor(model, name).shape) != shape:
+            raise ModelError(
+                f"{name}: the plan was made for shape {shape}, this {type(model).__name__} has"
+                f" {tuple(get_tensor(model, name).shape)}; replay a plan on a fresh model of the same class"
+            )
+    touched = set()
+    for name in plan.remove:
+        select_(model, name, plan.keep(name))
+        touched.add(owner(model, name)[0])
+    for module in model.modules():
+        # A tied parameter also changed where another module holds it.
+        if module in touched or any(p in touched for p in module.parameters(recurse=False)):
+            sync_attributes_(module)
+    return model
+
+
+def zero_(model: nn.Module, plan: Plan) -> nn.Module:
+    """Set to zero, in place, every value that the plan would remove: what the pruned model must equal."""
+    with torch.no_grad():
+        for name, dims in plan.remove.items():
+            for dim, gone in dims.items():
+                values = get_tensor(model, name)
+                values.index_fill_(dim, torch.tensor(gone, device=values.device), 0)
+    return model

@@ -1,0 +1,86 @@
+"""Fold BatchNorm into the convolution or linear layer before it, on a captured graph.
+
+    conv(x; W, b) -> batch_norm(mean, var, gamma, beta, eps)   =   conv(x; W * k, (b - mean) * k + beta),  k = gamma / sqrt(var + eps)
+
+It must come before quantizers are inserted: a BatchNorm behind a quantized convolution can be folded by nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from compresskit.graph import aten, parameter_name
+from compresskit.surgery import get_tensor
+
+CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
+TRANSPOSED = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
+
+
+def fold_batchnorm_(module: fx.GraphModule) -> int:
+    """Fold every BatchNorm that directly follows a convolution or linear layer; returns how many."""
+    count = 0
+    for norm in list(module.graph.nodes):
+        if norm.target is not aten.batch_norm.default:
+            continue
+        layer = norm.args[0]
+        foldable = layer.target in CONVS or layer.target is aten.linear.default
+        foldable = foldable or (layer.target in TRANSPOSED and (len(layer.args) < 7 or layer.args[6] == 1))
+        if foldable and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None:
+            _fold(module, layer, norm)
+            count += 1
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    module.delete_all_unused_submodules()
+    _drop_unused(module)
+    return count
+
+
+def _value(module: fx.GraphModule, node: fx.Node | None) -> Tensor | None:
+    name = parameter_name(node)
+    return None if name is None else get_tensor(module, name).detach()
+
+
+def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
+    gamma, beta, mean, var = (_value(module, node) for node in norm.args[1:5])
+    assert mean is not None and var is not None
+    weight_node, bias_node = layer.args[1], layer.args[2] if len(layer.args) > 2 else None
+    weight, bias = _value(module, weight_node), _value(module, bias_node)
+    assert weight is not None
+    factor = torch.rsqrt(var.double() + norm.args[7])  # in float64: done once, and exported as is
+    factor = factor if gamma is None else factor * gamma.double()
+    shape = [1] * weight.ndim
+    shape[1 if layer.target in TRANSPOSED else 0] = -1
+    folded_weight = (weight.double() * factor.view(shape)).to(weight.dtype)
+    shift = (0 if bias is None else bias.double()) - mean.double()
+    folded_bias = (shift * factor + (0 if beta is None else beta.double())).to(weight.dtype)
+    path = parameter_name(weight_node).rpartition(".")[0]  # type: ignore[union-attr]
+    with module.graph.inserting_before(layer):
+        new_weight = _new_parameter(module, f"{path}.weight", weight_node, folded_weight)
+        new_bias = _new_parameter(module, f"{path}.bias", bias_node, folded_bias)
+    rest = tuple(layer.args[3:])
+    layer.args = (layer.args[0], new_weight, new_bias, *rest)
+    norm.replace_all_uses_with(layer)
+    module.graph.erase_node(norm)
+
+
+def _new_parameter(module: fx.GraphModule, name: str, old: fx.Node | None, values: Tensor) -> fx.Node:
+    """A parameter called `name` with new values; a layer used twice gets a parameter of its own for each use."""
+    path, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(path)
+    shared = old is not None and len(old.users) > 1
+    count = 2
+    while shared and hasattr(holder, leaf):
+        leaf, count = f"{name.rpartition('.')[2]}_{count}", count + 1
+    setattr(holder, leaf, nn.Parameter(values))
+    return module.graph.get_attr(f"{path}.{leaf}" if path else leaf)
+
+
+def _drop_unused(module: fx.GraphModule) -> None:
+    """Delete parameters and buffers that no node reads any more, BatchNorm statistics above all."""
+    used = {parameter_name(node) for node in module.graph.nodes}
+    for path, part in list(module.named_modules()):
+        for store in (part._parameters, part._buffers):
+            for leaf in list(store):
+                if (f"{path}.{leaf}" if path else leaf) not in used and not hasattr(part, "keeps_fp32"):
+                    del store[leaf]

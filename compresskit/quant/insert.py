@@ -1,0 +1,211 @@
+"""Put quantizers where a placement says, and the quantized model that results: a trainable module and an exportable one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.errors import ModelError
+from compresskit.graph import Captured, capture, parameter_name
+from compresskit.quant.fold import fold_batchnorm_
+from compresskit.quant.observers import Observer
+from compresskit.quant.placement import Placement, Point, place
+from compresskit.quant.quantizer import (
+    ActivationQuantizer,
+    BiasQuantizer,
+    DeployedActivation,
+    WeightQuantizer,
+    deployed_bias,
+    deployed_weight,
+)
+from compresskit.quant.targets import Target
+from compresskit.surgery import get_tensor, structure
+from compresskit.task import Inputs, call
+
+
+class Quantized(nn.Module):
+    """A model whose activations, weights and biases are rounded as the target's runtime rounds them.
+
+    Called like the model it was made from; trains like any module (gradients pass straight through the rounding).
+    `placement` says what runs in integers; `deployed()` is the form that is exported, with integers stored.
+    """
+
+    def __init__(self, captured: Captured, target: Target, placement: Placement, origin: dict[str, Any]) -> None:
+        super().__init__()
+        self.body: fx.GraphModule = captured.module
+        self.target, self.placement, self.origin = target, placement, origin
+        self.example = captured.example
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(kwargs or args)
+        return self.body(*args, **kwargs)
+
+    def _check(self, inputs: Inputs) -> None:
+        """One clear error for a batch of another shape than the model was captured with."""
+        wanted = [v for v in pytree.tree_leaves(self.example) if isinstance(v, Tensor)]
+        given = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
+        if [tuple(v.shape[1:]) for v in wanted] != [tuple(v.shape[1:]) for v in given]:
+            raise ModelError(
+                f"quantized {self.origin['class']}: wanted inputs {[('N', *v.shape[1:]) for v in wanted]}, got"
+                f" {[tuple(v.shape) for v in given]}; it was captured with the shapes of the example"
+            )
+
+    def quantizers(self) -> Iterable[nn.Module]:
+        """All quantizers, each once."""
+        return self.body.quantizers.children()
+
+    def activation_quantizers(self) -> list[ActivationQuantizer]:
+        """Those of activations."""
+        return [q for q in self.quantizers() if isinstance(q, ActivationQuantizer)]
+
+    def calibrate_(self, batches: Iterable[Inputs]) -> None:
+        """Find the ranges: run batches unrounded while observers watch, then round from now on."""
+        for quantizer in self.quantizers():
+            quantizer.enabled = False
+        for quantizer in self.activation_quantizers():
+            quantizer.observing = True
+        with torch.no_grad():
+            for inputs in batches:
+                call(self, inputs)
+        for quantizer in self.activation_quantizers():
+            quantizer.observing = False
+            quantizer.freeze_range_()
+        self.enable_()
+
+    def enable_(self, on: bool = True) -> None:
+        """Round, or let everything pass in float."""
+        for quantizer in self.quantizers():
+            quantizer.enabled = on
+
+    def observe_(self, on: bool, observer: Callable[[], Observer] | None = None) -> None:
+        """Let the ranges of activations follow what passes, from a new observer where one is given, or hold still."""
+        for quantizer in self.activation_quantizers():
+            quantizer.observing = on
+            if observer is not None:
+                fresh = observer()
+                low = (0 - quantizer.zero_point + quantizer.scheme.low) * quantizer.scale
+                high = (quantizer.scheme.high - quantizer.zero_point) * quantizer.scale
+                fresh.update(torch.stack([low, high]).reshape(1, 2))
+                quantizer.observer = fresh
+
+    def deployed(self) -> fx.GraphModule:
+        """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
+        body = copy.deepcopy(self.body).eval()
+        for node in list(body.graph.nodes):
+            if node.op != "call_module":
+                continue
+            quantizer = body.get_submodule(node.target)
+            values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
+            if isinstance(quantizer, ActivationQuantizer):
+                name = f"{node.target}_deployed"
+                body.add_submodule(name, DeployedActivation(quantizer))
+                node.target = name
+            else:
+                make = deployed_weight if isinstance(quantizer, WeightQuantizer) else deployed_bias
+                name = f"{node.target}_{node.name}"
+                body.add_submodule(name, make(quantizer, *values))  # type: ignore[operator]
+                node.target, node.args = name, ()
+        body.graph.eliminate_dead_code()
+        for node in reversed(list(body.graph.nodes)):
+            if node.op == "get_attr" and not node.users:
+                body.graph.erase_node(node)
+        body.recompile()
+        body.delete_all_unused_submodules()
+        return body
+
+
+def build(
+    model: nn.Module, example: Inputs, target: Target, observer: Callable[[], Observer], *, skip: tuple[str, ...] = ()
+) -> Quantized:
+    """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
+
+    The result still computes in float: `calibrate_` gives the quantizers their ranges and switches them on.
+    """
+    if isinstance(model, Quantized):
+        raise ModelError("this model is quantized already; quantize the float model it came from")
+    origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
+    captured = capture(copy.deepcopy(model), example)
+    body = captured.module
+    fold_batchnorm_(body)
+    placement = place(body.graph, target, skip=skip)
+    if not placement.integer:
+        raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
+    insert_(body, placement, target, observer)
+    return Quantized(captured, target, placement, origin).train(model.training)
+
+
+def insert_(body: fx.GraphModule, placement: Placement, target: Target, observer: Callable[[], Observer]) -> None:
+    """Add quantizer modules to a captured graph."""
+    nodes = {node.name: node for node in body.graph.nodes}
+    body.add_submodule("quantizers", nn.Module())
+    integer = {nodes[name] for name in (*placement.integer, *placement.carried)}
+    shared: dict[int, tuple[str, ActivationQuantizer]] = {}
+    behind: dict[fx.Node, ActivationQuantizer] = {}
+    for point in placement.points:
+        if point.group not in shared:
+            name = f"quantizers.{point.node}"
+            clamp = _common_clamp([p for p in placement.points if p.group == point.group])
+            shared[point.group] = (name, ActivationQuantizer(target.activations, observer(), clamp))
+            body.add_submodule(name, shared[point.group][1])
+        name, quantizer = shared[point.group]
+        new = _insert_behind(body, nodes[point.node], name, point, quantizer, integer)
+        behind[new] = quantizer
+    for name, kind in placement.integer.items():
+        if kind in ("conv", "linear"):
+            _insert_weight(body, nodes[name], target, behind)
+    body.graph.lint()
+    body.recompile()
+
+
+def _common_clamp(points: list[Point]) -> tuple[float, float | None] | None:
+    clamps = {p.clamp for p in points}
+    return clamps.pop() if len(clamps) == 1 else None
+
+
+def _insert_behind(
+    body: fx.GraphModule, node: fx.Node, name: str, point: Point, quantizer: ActivationQuantizer, integer: set[fx.Node]
+) -> fx.Node:
+    readers = [user for user in node.users if point.everywhere or user in integer]
+    with body.graph.inserting_after(node):
+        new = body.graph.call_module(name, (node,))
+    new.meta = {key: node.meta[key] for key in ("val", "nn_module_stack") if key in node.meta}
+    for user in readers:
+        user.replace_input_with(node, new)
+    if point.clamp is not None and quantizer.clamp == point.clamp and len(node.users) == 1:
+        # The ends of the grid do the clamp's work.
+        new.replace_input_with(node, node.args[0])
+        body.graph.erase_node(node)
+    return new
+
+
+def _insert_weight(body: fx.GraphModule, node: fx.Node, target: Target, behind: dict[fx.Node, ActivationQuantizer]) -> None:
+    weight = node.args[1]
+    name = "quantizers.weight_" + str(parameter_name(weight)).replace(".", "_")
+    if not hasattr(body.quantizers, name.rpartition(".")[2]):
+        body.add_submodule(name, WeightQuantizer(target.weights, 0))
+    quantizer = body.get_submodule(name)
+    with body.graph.inserting_before(node):
+        rounded = body.graph.call_module(name, (weight,))
+    node.replace_input_with(weight, rounded)
+    bias = node.args[2] if len(node.args) > 2 else None
+    source = _quantizer_of(node.args[0], behind)
+    if bias is not None and parameter_name(bias) is not None and source is not None:
+        name = f"quantizers.bias_{node.name}"
+        body.add_submodule(name, BiasQuantizer(source, quantizer))  # type: ignore[arg-type]
+        with body.graph.inserting_before(node):
+            node.replace_input_with(bias, body.graph.call_module(name, (bias, weight)))
+
+
+def _quantizer_of(value: fx.Node, behind: dict[fx.Node, ActivationQuantizer]) -> ActivationQuantizer | None:
+    """The quantizer whose numbers a value has, looking back through what only moves it."""
+    while value not in behind:
+        first = value.args[0] if value.args else None
+        value = first[0] if isinstance(first, list | tuple) else first  # type: ignore[assignment]
+        if not isinstance(value, fx.Node):
+            return None
+    return behind[value]

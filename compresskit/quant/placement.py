@@ -1,0 +1,286 @@
+"""Decide, on a captured graph, which operators run in integers and where quantizers stand. Pure: nothing is changed.
+
+    kinds           each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown"
+    points          the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled)
+                    is rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it
+    groups          values that a concat joins must share their numbers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from compresskit.graph import aten, module_path, parameter_name
+from compresskit.quant.fold import CONVS, TRANSPOSED
+from compresskit.quant.targets import Target
+
+KINDS: dict[Any, str] = {
+    **dict.fromkeys(CONVS, "conv"),
+    **dict.fromkeys(TRANSPOSED, "conv_transpose"),
+    aten.linear.default: "linear",
+    aten.matmul.default: "matmul",
+    aten.bmm.default: "matmul",
+    aten.add.Tensor: "add",
+    aten.mul.Tensor: "mul",
+    aten.cat.default: "concat",
+    aten.relu.default: "clamp",
+    aten.hardtanh.default: "clamp",
+    aten.relu6.default: "clamp",
+    aten.clamp.default: "clamp",
+    aten.avg_pool1d.default: "avg_pool",
+    aten.avg_pool2d.default: "avg_pool",
+    aten.avg_pool3d.default: "avg_pool",
+    aten.adaptive_avg_pool1d.default: "mean",
+    aten.adaptive_avg_pool2d.default: "mean",
+    aten.adaptive_avg_pool3d.default: "mean",
+    aten.mean.dim: "mean",
+    aten.sigmoid.default: "sigmoid",
+    aten.batch_norm.default: "batch_norm",
+    **dict.fromkeys(
+        (
+            aten.reshape.default,
+            aten.view.default,
+            aten.flatten.using_ints,
+            aten.unflatten.int,
+            aten.permute.default,
+            aten.transpose.int,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.squeeze.default,
+            aten.unsqueeze.default,
+            aten.slice.Tensor,
+            aten.select.int,
+            aten.expand.default,
+            aten.pad.default,
+            aten.constant_pad_nd.default,
+            aten.max_pool1d.default,
+            aten.max_pool2d.default,
+            aten.pixel_shuffle.default,
+            aten.channel_shuffle.default,
+        ),
+        "move",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A value that is rounded.
+
+    group: points with the same number share scale and zero point.
+    clamp: bounds whose work the ends of the grid do, or None.
+    everywhere: all readers see the rounded value, because the runtime never computes another; else only integer ones.
+    """
+
+    node: str
+    group: int
+    clamp: tuple[float, float | None] | None = None
+    everywhere: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The plan: prints as a table, serializes to JSON, decides nothing more once it is made.
+
+    integer: operators that run in integers, node name -> kind. carried: those that pass integers on.
+    floating: operators that stay float, node name -> reason.
+    """
+
+    target: str
+    integer: dict[str, str] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
+    floating: dict[str, str] = field(default_factory=dict)
+    points: tuple[Point, ...] = ()
+    layers: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [(name, self.layers.get(name, ""), f"integer {kind}") for name, kind in self.integer.items()]
+        rows += [(name, self.layers.get(name, ""), f"float: {reason}") for name, reason in self.floating.items()]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        head = f"{len(self.integer)} operators in integers for {self.target}, {len(self.points)} values rounded"
+        return "\n".join([head, *(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        points = [
+            {"node": p.node, "group": p.group, "clamp": None if p.clamp is None else list(p.clamp), "everywhere": p.everywhere}
+            for p in self.points
+        ]
+        return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
+
+
+def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = ()) -> Placement:
+    """Decide where the integers are.
+
+    Args:
+        graph: captured and BatchNorm-folded.
+        target: where it will run.
+        skip: dotted paths of modules whose operators stay float.
+    """
+    return _Placer(graph, target, skip).run()
+
+
+class _Placer:
+    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...]) -> None:
+        self.graph, self.target, self.skip = graph, target, skip
+        self.integer: dict[fx.Node, str] = {}
+        self.floating: dict[fx.Node, str] = {}
+        self.carried: dict[fx.Node, str] = {}
+        self.rounded: dict[fx.Node, bool] = {}  # value -> everywhere
+        self.group: dict[fx.Node, fx.Node] = {}  # union-find over rounded values
+
+    def run(self) -> Placement:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and _is_float_tensor(node):
+                self._visit(node)
+        numbers: dict[fx.Node, int] = {}
+        points = []
+        for node in self.graph.nodes:
+            if node in self.rounded:
+                number = numbers.setdefault(self._root(node), len(numbers))
+                points.append(
+                    Point(node=node.name, group=number, clamp=_bounds(node) if self._fused(node) else None,
+                          everywhere=self.rounded[node])
+                )  # fmt: skip
+        named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
+        return Placement(
+            target=self.target.name,
+            integer={n.name: kind for n, kind in self.integer.items()},
+            carried={n.name: kind for n, kind in self.carried.items()},
+            floating={n.name: reason for n, reason in self.floating.items()},
+            points=tuple(points),
+            layers=named,
+        )
+
+    def _visit(self, node: fx.Node) -> None:
+        kind = KINDS.get(node.target, "unknown")
+        if kind == "move" or kind == "concat":
+            self._carry(node, kind)
+            return
+        if kind == "clamp" and node.args[0] in self.integer and _fusible(node):
+            return  # rounded behind it, when its producer was visited
+        reason = self._reason_to_stay_float(node, kind)
+        if reason is not None:
+            self.floating[node] = reason
+            return
+        rule = self.target.operators[kind]
+        self.integer[node] = kind
+        for value in self._operands(node, kind):
+            for source in self._sources(value):
+                self._round(source, everywhere=False)
+        if rule.output:
+            self._round(self._behind(node), everywhere=True)
+
+    def _reason_to_stay_float(self, node: fx.Node, kind: str) -> str | None:
+        path = module_path(node)
+        if any(path == s or path.startswith(f"{s}.") for s in self.skip):
+            return "skipped by the user"
+        if kind == "unknown":
+            return f"no rule for {node.target}"
+        if kind not in self.target.operators:
+            return f"{self.target.name} runs no {kind} in integers"
+        operands = self._operands(node, kind)
+        if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
+            return "its weight is computed during the forward pass"
+        if kind in ("add", "mul"):
+            if len(operands) < 2 or operands[0] is operands[1]:
+                return "one of its operands is a constant"
+            if node.kwargs.get("alpha", 1) != 1:
+                return "it scales an operand (alpha)"
+        if kind == "mean" and not _is_global(node):
+            return "it does not average over all spatial positions"
+        if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
+            return "none of its inputs is in integers"
+        return None
+
+    @staticmethod
+    def _operands(node: fx.Node, kind: str) -> list[fx.Node]:
+        if kind in ("conv", "linear"):
+            return [node.args[0]]
+        return [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr" and _is_float_tensor(a)]
+
+    def _carry(self, node: fx.Node, kind: str) -> None:
+        values = node.args[0] if kind == "concat" else [node.args[0]]
+        known = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
+        # A concat that joins mostly float values would cost more roundings than it saves bytes.
+        if sum(known) * 2 < len(known) or not any(known) or not _keeps_grid(node):
+            if kind == "concat":
+                self.floating[node] = "most of what it joins is float"
+            return
+        if any(not isinstance(v, fx.Node) or v.op == "get_attr" for v in values):
+            self.floating[node] = "it joins a constant"
+            return
+        self.carried[node] = kind
+        sources = [s for value in values for s in self._sources(value)]
+        for source in sources:
+            self._round(source, everywhere=self.rounded.get(source, False))
+        for other in sources[1:]:
+            self.group[self._root(other)] = self._root(sources[0])
+
+    def _sources(self, value: fx.Node) -> list[fx.Node]:
+        """Where the value was made, looking through moves."""
+        if value in self.carried:
+            inputs = value.args[0] if self.carried[value] == "concat" else [value.args[0]]
+            return [s for v in inputs for s in self._sources(v)]
+        if KINDS.get(value.target) == "move" and _keeps_grid(value) and isinstance(value.args[0], fx.Node):
+            return self._sources(value.args[0])
+        return [value]
+
+    def _is_rounded(self, value: fx.Node) -> bool:
+        return all(source in self.rounded for source in self._sources(value))
+
+    def _round(self, value: fx.Node, *, everywhere: bool) -> None:
+        self.group.setdefault(value, value)
+        self.rounded[value] = self.rounded.get(value, False) or everywhere
+
+    def _root(self, value: fx.Node) -> fx.Node:
+        while self.group.setdefault(value, value) is not value:
+            value = self.group[value]
+        return value
+
+    def _behind(self, node: fx.Node) -> fx.Node:
+        """The node itself, or the clamp that is its only reader."""
+        users = list(node.users)
+        if len(users) == 1 and KINDS.get(users[0].target) == "clamp" and _fusible(users[0]):
+            return users[0]
+        return node
+
+    def _fused(self, node: fx.Node) -> bool:
+        return KINDS.get(node.target) == "clamp" and node.args[0] in self.integer
+
+
+def _bounds(node: fx.Node) -> tuple[float, float | None]:
+    if node.target is aten.relu.default:
+        return 0.0, None
+    low, high = (*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]) if node.target is aten.hardtanh.default else (0.0, 6.0)
+    return float(low), float(high)
+
+
+def _fusible(node: fx.Node) -> bool:
+    """A clamp from 0 up: an unsigned grid with zero point 0 does its work."""
+    return node.target is not aten.clamp.default and _bounds(node)[0] == 0.0
+
+
+def _is_float_tensor(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return hasattr(value, "is_floating_point") and value.is_floating_point()
+
+
+def _is_global(node: fx.Node) -> bool:
+    rank = node.args[0].meta["val"].ndim
+    if node.target is aten.mean.dim:
+        return rank > 2 and sorted(d % rank for d in node.args[1]) == list(range(2, rank))
+    size = node.args[1]
+    return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
+
+
+def _keeps_grid(node: fx.Node) -> bool:
+    """Whether the moved values lie on the grid of the input: padding with anything but zeros does not."""
+    if node.target in (aten.pad.default, aten.constant_pad_nd.default):
+        mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
+        fill = node.args[-1] if len(node.args) > (3 if node.target is aten.pad.default else 2) else 0.0
+        return mode != "constant" or fill in (None, 0, 0.0)
+    return True

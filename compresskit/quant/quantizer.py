@@ -1,0 +1,153 @@
+"""Modules that stand on the edges of a captured graph and round what passes: activations, weights, biases."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.export.ops import dequantize_linear, quantize_linear
+from compresskit.quant.observers import MinMax, Observer
+from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
+
+
+class ActivationQuantizer(nn.Module):
+    """Rounds an activation to a per-tensor grid.
+
+    clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
+    `observing` lets its observer see what passes and follow it; `enabled` lets it round.
+    """
+
+    keeps_fp32 = True  # for mixed precision: a scale in bf16 is off by up to 0.4 %
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, scheme: Scheme, observer: Observer, clamp: tuple[float, float | None] | None = None) -> None:
+        super().__init__()
+        self.scheme, self.observer, self.clamp = scheme, observer, clamp
+        self.observing, self.enabled = False, False
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.observing:
+            self.observer.update(x.detach().float().reshape(1, -1))
+            if self.enabled:
+                self.freeze_range_()
+        if not self.enabled:
+            return x if self.clamp is None else x.clamp(*self.clamp)
+        return fake_quantize(x.float(), self.scale, self.zero_point, self.scheme).to(x.dtype)
+
+    def freeze_range_(self) -> None:
+        """Take the scale and zero point of the range seen so far."""
+        low, high = self.observer.range()
+        if self.clamp is not None:
+            low, high = low.clamp(*self.clamp), high.clamp(*self.clamp)
+        scale, zero_point = affine(low[0], high[0], self.scheme)
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+
+    def extra_repr(self) -> str:
+        sign = "int" if self.scheme.signed else "uint"
+        return f"{sign}{self.scheme.bits}, scale={self.scale.item():.4g}, zero_point={self.zero_point.item()}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
+        new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp)
+        new.observing, new.enabled = self.observing, self.enabled
+        new.scale, new.zero_point = self.scale.clone(), self.zero_point.clone()
+        new.training = self.training
+        memo[id(self)] = new
+        return new
+
+
+class WeightQuantizer(nn.Module):
+    """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`."""
+
+    keeps_fp32 = True
+
+    def __init__(self, scheme: Scheme, axis: int) -> None:
+        super().__init__()
+        self.scheme, self.axis = scheme, axis
+        self.enabled = False
+
+    def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, zero_point) for a weight, each (channels,) or a scalar."""
+        observer = MinMax()
+        values = weight.detach().float()
+        observer.update(values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1))
+        low, high = observer.range()
+        return affine(low, high, self.scheme) if self.scheme.per_channel else affine(low[0], high[0], self.scheme)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if not self.enabled:
+            return weight
+        scale, zero_point = self.numbers(weight)
+        return fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis).to(weight.dtype)
+
+
+class BiasQuantizer(nn.Module):
+    """Rounds a bias as the runtime does: to int32 in steps of (scale of the input) * (scale of the weight)."""
+
+    keeps_fp32 = True
+
+    def __init__(self, activation: ActivationQuantizer, weight: WeightQuantizer) -> None:
+        super().__init__()
+        self.enabled = False
+        # In a tuple, so that they are not registered here as well: state dicts name each quantizer once.
+        self.grid = (activation, weight)
+
+    def numbers(self, weight: Tensor) -> Tensor:
+        """The scale, (channels,) or a scalar."""
+        return self.grid[0].scale * self.grid[1].numbers(weight)[0]
+
+    def forward(self, bias: Tensor, weight: Tensor) -> Tensor:
+        if not self.enabled:
+            return bias
+        step = self.numbers(weight)
+        rounded = (torch.round(bias.detach().float() / step) * step).to(bias.dtype)
+        return bias + (rounded - bias).detach()
+
+
+class DeployedActivation(nn.Module):
+    """QuantizeLinear, DequantizeLinear."""
+
+    def __init__(self, quantizer: ActivationQuantizer) -> None:
+        super().__init__()
+        self.register_buffer("scale", quantizer.scale.clone())
+        self.register_buffer("zero_point", quantizer.zero_point.to(quantizer.scheme.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dequantize_linear(quantize_linear(x, self.scale, self.zero_point), self.scale, self.zero_point, 0)
+
+
+class DeployedConstant(nn.Module):
+    """Stored integers and DequantizeLinear."""
+
+    def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.register_buffer("integers", integers)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self) -> Tensor:
+        return dequantize_linear(self.integers, self.scale, self.zero_point, self.axis)
+
+
+def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConstant:
+    """The weight as stored integers."""
+    scale, zero_point = quantizer.numbers(weight)
+    integers = to_integers(weight, scale, zero_point, quantizer.scheme, quantizer.axis)
+    # A zero point of zeros may be left out by the standard, but ONNX Runtime fuses no Gemm without it.
+    return DeployedConstant(integers, scale, zero_point.to(quantizer.scheme.dtype), quantizer.axis)
+
+
+def deployed_bias(quantizer: BiasQuantizer, bias: Tensor, weight: Tensor) -> DeployedConstant:
+    """The bias as stored int32."""
+    step = quantizer.numbers(weight)
+    limit = 2.0**31 - 2**8  # the largest fp32 below 2^31 that int32 can hold
+    integers = torch.round(bias.detach().float() / step).clamp(-limit, limit).to(torch.int32)
+    return DeployedConstant(integers, step, None, 0)

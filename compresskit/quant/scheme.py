@@ -1,0 +1,86 @@
+"""How real numbers become integers: widths, signs, ranges -> scale and zero point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compresskit.errors import SettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """An affine grid: real = (integer - zero_point) * scale.
+
+    bits: width, 2 to 8. signed: int or uint. symmetric: zero point 0 and, signed, the same number of steps each side.
+    per_channel: a scale for each index of the channel axis, else one for the tensor.
+    """
+
+    bits: int = 8
+    signed: bool = False
+    symmetric: bool = False
+    per_channel: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise SettingError(f"Scheme(bits=...): wanted 2..8, got {self.bits}; for 16 bits train in bf16 or fp16 instead")
+        if self.symmetric and not self.signed:
+            raise SettingError("Scheme(symmetric=True): needs signed=True; an unsigned grid has no middle to put 0 on")
+
+    @property
+    def low(self) -> int:
+        """Smallest integer used; a symmetric grid leaves the most negative one out."""
+        return (1 - 2 ** (self.bits - 1) if self.symmetric else -(2 ** (self.bits - 1))) if self.signed else 0
+
+    @property
+    def high(self) -> int:
+        """Largest integer used."""
+        return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the integers are stored as."""
+        return torch.int8 if self.signed else torch.uint8
+
+
+def affine(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Ranges to (scale fp32, zero_point int32), each of the shape of `low`; 0 is always exactly representable.
+
+    An empty range (all zeros) gets scale 1. Relations as in Jacob et al., 1712.05877, section 2.
+
+    >>> scale, zero_point = affine(torch.tensor(0.0), torch.tensor(2.55), Scheme())
+    >>> round(scale.item(), 6), zero_point.item()
+    (0.01, 0)
+    """
+    low, high = low.float().clamp(max=0), high.float().clamp(min=0)
+    if scheme.symmetric:
+        scale = torch.maximum(-low, high) / scheme.high
+        zero_point = torch.zeros_like(scale, dtype=torch.int32)
+    else:
+        scale = (high - low) / (scheme.high - scheme.low)
+        zero_point = (scheme.low - torch.round(low / scale.clamp(min=_TINY))).clamp(scheme.low, scheme.high).to(torch.int32)
+    # A denormal scale makes 1/scale infinite.
+    return torch.where(scale > _TINY, scale, torch.ones_like(scale)), zero_point
+
+
+_TINY = 1e-30
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:
+    """Round x to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
+
+    scale, zero_point: scalars, or (channels,) along `axis`. The error is at most scale / 2 inside the range.
+    """
+    if scale.ndim == 0:
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, scheme.low, scheme.high)
+    return torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, scheme.low, scheme.high)
+
+
+def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:
+    """The integers of the grid points that `fake_quantize` maps to, in `scheme.dtype`."""
+    shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
+    s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
+    # Times the reciprocal, as torch's kernel does, so that a value on the edge of two steps falls to the same side.
+    return (torch.round(x * s.reciprocal()) + z).clamp(scheme.low, scheme.high).to(scheme.dtype)

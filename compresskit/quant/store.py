@@ -1,0 +1,83 @@
+"""A quantized model as plain data beside its tensors, and back: nothing is executed on the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.errors import CheckpointError
+from compresskit.quant.insert import Quantized, build
+from compresskit.quant.observers import MinMax
+from compresskit.quant.scheme import Scheme
+from compresskit.quant.targets import Integer, Target
+from compresskit.surgery import restructure_
+from compresskit.task import Inputs
+
+#: Inputs may be of these types; names from a file are only ever looked up here.
+DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)}
+
+
+def record(model: Quantized) -> dict[str, Any]:
+    """What `rebuild` needs besides the tensors and the float model's class."""
+    return {
+        "kind": "quantized",
+        "origin": model.origin,
+        "target": asdict(model.target),
+        "placement": model.placement.to_json(),
+        "example": _example_record(model.example),
+    }
+
+
+def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
+    """Quantize a float model of the same class again, as recorded; ranges and weights still have to be loaded.
+
+    Raises CheckpointError for a record of another model, or one that this torch captures as another graph.
+    """
+    try:
+        target = _target(saved["target"])
+        example = _example(saved["example"])
+        origin, placement = saved["origin"], saved["placement"]
+        restructure_(model, origin["structure"])
+        skip = tuple(origin["skip"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
+    quantized = build(model, example, target, MinMax, skip=skip)
+    if json.loads(json.dumps(quantized.placement.to_json())) != placement:
+        raise CheckpointError(
+            f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"
+            " saved; load it with the torch that saved it, or quantize again"
+        )
+    quantized.enable_()
+    return quantized.eval()
+
+
+def _target(saved: dict[str, Any]) -> Target:
+    fields = dict(saved)
+    for name in ("activations", "weights"):
+        fields[name] = Scheme(**fields[name])
+    fields["operators"] = {kind: Integer(**rule) for kind, rule in fields["operators"].items()}
+    return Target(**fields)
+
+
+def _example_record(example: Inputs) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"an input is {type(value).__name__}; only models whose inputs are all tensors can be saved")
+        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+
+    if isinstance(example, dict):
+        return {"kwargs": {name: one(value) for name, value in example.items()}}
+    return {"args": [one(value) for value in example]}
+
+
+def _example(saved: dict[str, Any]) -> Inputs:
+    def one(value: dict[str, Any]) -> Tensor:
+        return torch.zeros([int(n) for n in value["shape"]], dtype=DTYPES[value["dtype"]])
+
+    if "kwargs" in saved:
+        return {str(name): one(value) for name, value in saved["kwargs"].items()}
+    return tuple(one(value) for value in saved["args"])

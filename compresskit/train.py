@@ -1,0 +1,194 @@
+"""The one training loop, `fit_`, and the stage `Train`. Distillation, fine-tuning and QAT all go through it.
+
+    for epoch in range(epochs):
+        for batch in task.train:
+            losses = objective(run, batch)     # run: the model under its precision policy
+            run.backward(sum(losses))
+            run.step()                         # every `accumulate` batches
+            after_step hooks                   # masks, observers
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from compresskit import mixed
+from compresskit.errors import DataError, ModelError, SettingError, TrainingError
+from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels
+
+Schedule = Callable[[float], float]
+
+
+def constant(done: float) -> float:
+    """The same rate all along."""
+    return 1.0
+
+
+def cosine(done: float, *, end: float = 0.0) -> float:
+    """Half a cosine from 1 to `end` (Loshchilov & Hutter, 1608.03983)."""
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def one_cycle(done: float, *, warmup: float = 0.2, start: float = 0.04, end: float = 0.0) -> float:
+    """Linear from `start` to 1 over the share `warmup`, then half a cosine down to `end` (Smith, 1708.07120)."""
+    if done < warmup:
+        return start + (1 - start) * done / warmup
+    return cosine((done - warmup) / (1 - warmup), end=end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model; also the settings of any fine-tuning.
+
+    epochs: passes over the training data.
+    optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
+    schedule: `(done in [0, 1]) -> factor` on the learning rate, evaluated before every step.
+    precision: policy of `compresskit.mixed`.
+    objective: what is minimised; the task's loss where nothing is given.
+    clip: largest norm of the gradients.
+    accumulate: batches per optimizer step.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    keeps: ClassVar[frozenset[str]] = PROPERTIES
+
+    epochs: int
+    optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
+    schedule: Schedule = cosine
+    precision: mixed.Policy = mixed.FP32
+    objective: Objective | None = None
+    clip: float | None = None
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.epochs, int) or self.epochs < 1:
+            raise SettingError(f"Train(epochs=...): wanted a whole number >= 1, got {self.epochs}")
+        if self.accumulate < 1:
+            raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
+        if self.clip is not None and self.clip <= 0:
+            raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
+        for name in ("optimizer", "schedule"):
+            if not callable(getattr(self, name)):
+                raise SettingError(f"Train({name}=...): wanted a function, got {type(getattr(self, name)).__name__}")
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        return fit_(model.to(task.device), task, self)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The task's own loss of the model's predictions."""
+
+    task: Task | None = None
+
+    def bind(self, model: nn.Module, task: Task) -> Supervised:
+        """The same objective for a task."""
+        return Supervised(task)
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        task = self.task
+        assert task is not None, "bind first"
+        inputs, target = task.split(batch)
+        return {"loss": supervised_loss(task, task.predict(call(model, inputs)), target)}
+
+
+def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
+    """The task's loss; labels outside the classes are named instead of crashing inside the loss."""
+    if (
+        predictions.device.type == "cpu"
+        and isinstance(target, Tensor)
+        and predictions.ndim == target.ndim + 1
+        and not target.is_floating_point()
+    ):
+        check_labels(target, predictions.shape[1], "training data")
+    return task.loss(predictions, target)
+
+
+def bound(objective: Objective | None, model: nn.Module, task: Task) -> Objective:
+    """The objective, ready for use: given the task where it asks for it."""
+    objective = Supervised() if objective is None else objective
+    bind = getattr(objective, "bind", None)
+    return objective if bind is None else bind(model, task)  # type: ignore[no-any-return]
+
+
+def fit_(
+    model: nn.Module,
+    task: Task,
+    how: Train,
+    *,
+    objective: Objective | None = None,
+    after_step: Sequence[Callable[[int, int], None]] = (),
+    label: str = "train",
+) -> nn.Module:
+    """Train a model in place, on the device where it is.
+
+    Args:
+        objective: used instead of `how.objective` where the caller has one of its own.
+        after_step: called as `hook(step, steps)` after every optimizer step.
+        label: name of the progress bar.
+
+    Raises TrainingError at the first loss that is not finite; ModelError where nothing can be trained.
+    """
+    steps_per_epoch = task.length("train")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+    goal = bound(objective or how.objective, model, task)
+    extra = list(getattr(goal, "parameters", list)())
+    optimizer = how.optimizer([*parameters, *extra])
+    run = mixed.prepare(model, optimizer, how.precision, clip=how.clip)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)
+    model.train()
+    step = 0
+    try:
+        with tqdm(total=how.epochs * steps_per_epoch, desc=label, disable=None, leave=False, unit="batch") as bar:
+            for epoch in range(how.epochs):
+                seen = 0
+                for seen, batch in enumerate(task.batches("train"), 1):
+                    total = _backward(run, goal, batch, how.accumulate, f"epoch {epoch + 1}, batch {seen}")
+                    if seen % how.accumulate == 0 or seen == steps_per_epoch:
+                        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                            group["lr"] = rate * how.schedule(step / steps)
+                        run.step()
+                        step += 1
+                        for hook in after_step:
+                            hook(step, steps)
+                    bar.update()
+                    if seen % 10 == 0 and not bar.disable:
+                        bar.set_postfix(epoch=f"{epoch + 1}/{how.epochs}", loss=f"{total.item():.3f}")
+                if seen != steps_per_epoch:
+                    raise DataError(f"the training loader said {steps_per_epoch} batches and gave {seen}; its length must not change")
+    finally:
+        run.finish()
+    return model.eval()
+
+
+def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, where: str) -> Tensor:
+    losses = goal(run, batch)
+    total = torch.stack([loss.float() for loss in losses.values()]).sum()
+    if not math.isfinite(total.item()):
+        raise TrainingError(_why_not_finite(run.model, losses, batch, where))
+    run.backward(total / accumulate)
+    return total.detach()
+
+
+def _why_not_finite(model: nn.Module, losses: Losses, batch: Any, where: str) -> str:
+    named = ", ".join(f"{name} = {loss.item():g}" for name, loss in losses.items())
+    tensors = [v for v in torch.utils._pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.is_floating_point()]
+    bad = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
+    if bad is not None:
+        cause = f"the first parameter that is not finite is {bad}; lower the learning rate or set Train(clip=1.0)"
+    elif any(not torch.isfinite(v).all() for v in tensors):
+        cause = "the batch itself holds nan or inf; clean the data"
+    else:
+        cause = "all parameters are finite, so the forward pass overflowed; lower the learning rate, or look at the loss"
+    return f"{where}: the loss is not finite ({named}); {cause}"
