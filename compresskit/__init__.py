@@ -1,8 +1,8 @@
 """compresskit: train, distil, prune and quantize small PyTorch models, and hand over ONNX files that are proved to run.
 
-    task = Task(train=train_loader, val=val_loader)
-    recipe = Recipe(Train(epochs=12), Prune(macs=0.5, finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
-    print(recipe.run(model, task, out="runs/first"))
+task = Task(train=train_loader, val=val_loader)
+recipe = Recipe(Train(epochs=12), Prune(macs=0.5, finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
+print(recipe.run(model, task, out="runs/first"))
 """
 
 from compresskit import distill, export, mixed, prune, quant

@@ -118,12 +118,10 @@ def load_model_(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     record = read_json(folder / STRUCTURE, "a model's structure").get("structure")
     if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("tensors", "modules")):
-        raise CheckpointError(f"{folder / STRUCTURE}: no structure in it; is this the folder of a quantized model? use compresskit.load")
+        raise CheckpointError(f"{folder / STRUCTURE}: no structure of a float model in it; use compresskit.load")
     tensors = read_tensors(folder / MODEL)
     if wrong := [k for k, v in tensors.items() if list(v.shape) != record["tensors"].get(k)]:
         raise CheckpointError(f"{folder}: {MODEL} and {STRUCTURE} disagree about {wrong[0]}")
     restructure_(model, record)
     load_values_(model, tensors, folder / MODEL)
     return model
-
-

@@ -26,6 +26,9 @@ from compresskit.task import Inputs, call
 
 aten = torch.ops.aten
 
+#: An `fx.Node`. torch annotates its arguments as a union of 24 types, which every reader would have to narrow.
+Node = Any
+
 #: Operators that do nothing in eval mode; they are taken out of the graph.
 IDENTITIES = frozenset(
     {
@@ -107,11 +110,10 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
 def _export(model: nn.Module, example: Inputs, dynamic_batch: bool) -> torch.export.ExportedProgram:
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dim = torch.export.Dim.DYNAMIC if dynamic_batch else torch.export.Dim.STATIC
-    spec = pytree.tree_map(lambda v: {0: dim} if isinstance(v, Tensor) and v.ndim else None, example)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=spec)
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=batch_dims(example, dim))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n"
@@ -121,13 +123,18 @@ def _export(model: nn.Module, example: Inputs, dynamic_batch: bool) -> torch.exp
     return program
 
 
+def batch_dims(example: Inputs, dim: Any) -> Any:
+    """`dim` for the first dimension of every tensor, in the form that torch.export takes."""
+    return pytree.tree_map(lambda v: {0: dim} if isinstance(v, Tensor) and v.ndim else None, example)
+
+
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
 
 
 def _blame(error: BaseException) -> str:
-    """`\\n  at file.py:12 in forward: if x.sum() > 0:` for the innermost line of code that is not torch's."""
+    r"""`\n  at file.py:12 in forward: if x.sum() > 0:` for the innermost line of code that is not torch's."""
     where = ""
     trace = error.__traceback__
     torch_home = torch.__file__.rsplit("/", 1)[0]
@@ -177,7 +184,7 @@ def _at_least_two(example: Inputs) -> Inputs:
     return grown_example
 
 
-def _is_inplace(node: fx.Node) -> bool:
+def _is_inplace(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable and node.op == "call_function"
 
@@ -196,7 +203,7 @@ def _mutates_a_view(graph: fx.Graph) -> bool:
     return False
 
 
-def _returns_alias(node: fx.Node) -> bool:
+def _returns_alias(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
@@ -234,12 +241,15 @@ def _functional(target: Any) -> Callable[..., Any] | None:
     return getattr(other, overload, None) if packet.endswith("_") and other is not None else None
 
 
-def _slices_nothing(node: fx.Node) -> bool:
-    _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+def _slices_nothing(node: Node) -> bool:
+    given = tuple(node.args)
+    start = given[2] if len(given) > 2 else None
+    end = given[3] if len(given) > 3 else None
+    step = given[4] if len(given) > 4 else 1
     return start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
 
 
-def _restore_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
+def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
     *tensors, momentum, eps = node.args
     with graph.inserting_before(node):
         plain = graph.call_function(aten.batch_norm.default, (*tensors, False, momentum, eps, False))
@@ -256,7 +266,7 @@ class _ShapeRecorder(fx.Interpreter):
         super().__init__(module)
         self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if isinstance(value, Tensor):
             self.shapes[n.name] = tuple(value.shape)
@@ -275,7 +285,7 @@ def parameter_name(node: Any) -> str | None:
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
-def module_path(node: fx.Node) -> str:
+def module_path(node: Node) -> str:
     """Dotted path of the user's module in whose forward this operator stands."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]

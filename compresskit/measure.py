@@ -109,14 +109,15 @@ def numpy_inputs(session: Any, inputs: Inputs) -> dict[str, np.ndarray]:
 
 def one_sample(inputs: Inputs) -> Inputs:
     """The first row of every tensor."""
+
     def first(value: Any) -> Any:
         return value[:1] if isinstance(value, Tensor) and value.ndim else value
 
     return {k: first(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(first(v) for v in inputs)
 
 
-def session(path: str | Path, *, threads: int = 1, optimize: bool = True) -> Any:
-    """An ONNX Runtime session on the CPU; `optimize=False` runs the file as it is written."""
+def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool = True) -> Any:
+    """An ONNX Runtime session on the CPU, of a file or of its bytes; `optimize=False` runs it as it is written."""
     import onnxruntime as ort  # heavy, and only measuring and exporting need it
 
     options = ort.SessionOptions()
@@ -125,7 +126,7 @@ def session(path: str | Path, *, threads: int = 1, optimize: bool = True) -> Any
     options.inter_op_num_threads = 1
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(path if isinstance(path, bytes) else str(path), options, providers=["CPUExecutionProvider"])
 
 
 def latency(

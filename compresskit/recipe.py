@@ -1,8 +1,8 @@
 """Recipe: run stages in order, prove each one's ONNX file, keep all on disk, go on where a run was interrupted.
 
-    out/recipe.json                 what was asked for
-    out/1-train/                    model.safetensors, structure.json, model.onnx, row.json (written last: the stage is done)
-    out/report.json, out/model.onnx of the last stage
+out/recipe.json                 what was asked for
+out/1-train/                    model.safetensors, structure.json, model.onnx, row.json (written last: the stage is done)
+out/report.json, out/model.onnx of the last stage
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from compresskit.errors import CheckpointError, ExportError, ModelError, Setting
 from compresskit.export.onnx import export_onnx
 from compresskit.export.verify import Verification, verify_onnx
 from compresskit.graph import check_runs
-from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency, numpy_inputs, one_sample, session
+from compresskit.measure import (
+    Row,
+    count_macs,
+    count_nonzero,
+    count_parameters,
+    evaluate,
+    latency,
+    numpy_inputs,
+    one_sample,
+    session,
+)
 from compresskit.report import read_row, table, write_report
 from compresskit.store import load, save
 from compresskit.surgery import frozen_copy, structure
@@ -131,7 +141,8 @@ class Recipe:
     ) -> tuple[nn.Module, Row]:
         done = folder / "row.json"
         if done.exists() and (record := read_json(done, "the row of a finished stage")).get("key") == key:
-            skeleton = stage.skeleton(model) if hasattr(stage, "skeleton") else model
+            make = getattr(stage, "skeleton", None)
+            skeleton = model if make is None else make(model)
             log.info("%s: done, loaded from %s", folder.name, folder)
             return load(copy.deepcopy(skeleton), folder).to(task.device).eval(), read_row(record["row"], done)
         shutil.rmtree(folder, ignore_errors=True)
@@ -226,7 +237,7 @@ def _claim(out: Path, record: dict[str, Any], names: list[str]) -> None:
         raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
     if (out / "recipe.json").exists():
         old = read_json(out / "recipe.json", "a recipe")
-        before = [f"{i}-{s['kind'].lower() if isinstance(s, dict) and 'kind' in s else s}" for i, s in enumerate(old.get("stages", []), 1)]
+        before = [f"{i}-{str(stage.get('kind', stage)).lower()}" for i, stage in enumerate(old.get("stages", []), 1)]
         shared = min(len(before), len(names))
         if old.get("model") != record["model"] or before[:shared] != names[:shared]:
             raise CheckpointError(
@@ -242,4 +253,4 @@ def _claim(out: Path, record: dict[str, Any], names: list[str]) -> None:
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  what data loaders of users draw from

@@ -19,7 +19,10 @@ def table(rows: Sequence[Row]) -> str:
     """Rows as text. `smaller` and `faster` are ratios to the first row; a metric not executed in ONNX Runtime is marked ~."""
     lines = [HEAD, *(_cells(row, rows[0]) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
-    text = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))) for line in lines]
+    text = []
+    for line in lines:
+        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        text.append("  ".join(cells))
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 

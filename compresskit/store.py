@@ -1,7 +1,7 @@
 """Save and load any model of the library: `save(model, folder)`, `load(fresh model of the same class, folder)`.
 
-    model.safetensors     the values
-    structure.json        the shapes (pruned), or how it was quantized
+model.safetensors     the values
+structure.json        the shapes (pruned), or how it was quantized
 """
 
 from __future__ import annotations
@@ -10,8 +10,18 @@ from pathlib import Path
 
 from torch import nn
 
-from compresskit.checkpoint import FORMAT, MODEL, STRUCTURE, load_model_, load_values_, read_json, read_tensors
-from compresskit.checkpoint import save_model, write_json, write_tensors
+from compresskit.checkpoint import (
+    FORMAT,
+    MODEL,
+    STRUCTURE,
+    load_model_,
+    load_values_,
+    read_json,
+    read_tensors,
+    save_model,
+    write_json,
+    write_tensors,
+)
 from compresskit.quant.insert import Quantized
 from compresskit.quant.store import rebuild, record
 

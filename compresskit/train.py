@@ -1,11 +1,11 @@
 """The one training loop, `fit_`, and the stage `Train`. Distillation, fine-tuning and QAT all go through it.
 
-    for epoch in range(epochs):
-        for batch in task.train:
-            losses = objective(run, batch)     # run: the model under its precision policy
-            run.backward(sum(losses))
-            run.step()                         # every `accumulate` batches
-            after_step hooks                   # masks, observers
+for epoch in range(epochs):
+for batch in task.train:
+losses = objective(run, batch)     # run: the model under its precision policy
+run.backward(sum(losses))
+run.step()                         # every `accumulate` batches
+after_step hooks                   # masks, observers
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def fit_(
                     if seen % 10 == 0 and not bar.disable:
                         bar.set_postfix(epoch=f"{epoch + 1}/{how.epochs}", loss=f"{total.item():.3f}")
                 if seen != steps_per_epoch:
-                    raise DataError(f"the training loader said {steps_per_epoch} batches and gave {seen}; its length must not change")
+                    raise DataError(
+                        f"the training loader has length {steps_per_epoch} and gave {seen} batches; it must not change"
+                    )
     finally:
         run.finish()
     return model.eval()

@@ -55,7 +55,8 @@ class Imitate:
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task, teacher = self.task, self.teacher
-        assert task is not None and teacher is not None, "bind first"
+        assert task is not None, "bind first"
+        assert teacher is not None, "bind first"
         inputs, target = task.split(batch)
         predictions = task.predict(call(model, inputs))
         losses: Losses = {}

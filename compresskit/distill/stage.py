@@ -34,7 +34,7 @@ class Distill(Train):
         super().__post_init__()
         imitate(temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
         if self.objective is not None:
-            raise SettingError("Distill(objective=...): its objective is the teacher; use Train(objective=imitate(...)) for another")
+            raise SettingError("Distill(objective=...): it is the teacher; use Train(objective=imitate(...)) for another")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher
@@ -54,4 +54,3 @@ class Distill(Train):
         if not isinstance(made, nn.Module):
             raise SettingError(f"Distill(student=...): wanted a module or a function that makes one, got {type(made).__name__}")
         return made
-

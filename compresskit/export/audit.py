@@ -31,9 +31,7 @@ INTEGER_KERNELS = {
     "DynamicQuantizeLSTM": "LSTM",
 }
 #: Operators whose kernels take integers as they are; they count as integer where what they read is 8 bits wide.
-ANY_TYPE = frozenset(
-    {"MaxPool", "Concat", "Reshape", "Transpose", "Slice", "Pad", "Flatten", "Split", "Gather", "Squeeze", "Unsqueeze", "Expand", "Resize"}
-)
+ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize".split())
 #: Where the weight stands among the inputs, of float and of integer kernels.
 WEIGHT = {"Conv": 1, "FusedConv": 1, "Gemm": 1, "FusedGemm": 1, "MatMul": 1, "FusedMatMul": 1, "ConvTranspose": 1}
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from compresskit.checkpoint import atomic
 from compresskit.errors import ExportError, SettingError
 from compresskit.export.ops import translations
-from compresskit.graph import capture
+from compresskit.graph import batch_dims, capture
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call
 
@@ -49,62 +49,57 @@ def export_onnx(
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    deployed = getattr(model, "deployed", None)
-    with torch.no_grad(), mode(model, training=False):
-        module = model if deployed is None else deployed()
-        outputs = output_names(call(module, example))
-        captured = capture(module, example, dynamic_batch=dynamic_batch)
-        _write(captured.module, captured.example, path, opset, captured.inputs, outputs, dynamic_batch, metadata or {})
-    return path
-
-
-def _write(
-    module: nn.Module,
-    example: Inputs,
-    path: Path,
-    opset: int,
-    inputs: tuple[str, ...],
-    outputs: list[str],
-    dynamic_batch: bool,
-    metadata: Mapping[str, str],
-) -> None:
     import onnx_ir as ir  # heavy, and only exporting needs it
 
     from compresskit.export.passes import optimize_
 
-    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    batch = torch.export.Dim.DYNAMIC if dynamic_batch else torch.export.Dim.STATIC
-    shapes = pytree.tree_map(lambda v: {0: batch} if isinstance(v, Tensor) and v.ndim else None, example)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter warns of its own internals
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            program = torch.onnx.export(
-                module,
-                args,
-                kwargs=kwargs,
-                dynamo=True,
-                opset_version=opset,
-                input_names=list(inputs),
-                output_names=outputs,
-                dynamic_shapes=shapes,
-                custom_translation_table=translations(),
-                verbose=False,
-            )
-    except Exception as error:
-        raise ExportError(f"{path.name}: the ONNX exporter failed: {_cause(error)}") from error
-    assert program is not None
+        program = to_program(model, example, opset=opset, dynamic_batch=dynamic_batch)
+    except ExportError as error:
+        raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
     optimize_(file)
     _name_batch(file)
     file.producer_name = "compresskit"
-    file.metadata_props.update(metadata)
+    file.metadata_props.update(metadata or {})
     size = sum(v.const_value.nbytes for v in file.graph.initializers.values() if v.const_value is not None)
     try:
         with atomic(path) as temporary:
             ir.save(file, temporary, external_data=f"{path.name}.data" if size > LIMIT else None)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error
+    return path
+
+
+def to_program(model: nn.Module, example: Inputs, *, opset: int = 20, dynamic_batch: bool = True) -> torch.onnx.ONNXProgram:
+    """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the program it was made from."""
+    deployed = getattr(model, "deployed", None)
+    with torch.no_grad(), mode(model, training=False):
+        module = model if deployed is None else deployed()
+        outputs = output_names(call(module, example))
+        captured = capture(module, example, dynamic_batch=dynamic_batch)
+    args, kwargs = ((), captured.example) if isinstance(captured.example, dict) else (captured.example, {})
+    batch = torch.export.Dim.DYNAMIC if dynamic_batch else torch.export.Dim.STATIC
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter warns of its own internals
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+            program = torch.onnx.export(
+                captured.module,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                opset_version=opset,
+                input_names=list(captured.inputs),
+                output_names=outputs,
+                dynamic_shapes=batch_dims(captured.example, batch),
+                custom_translation_table=translations(),
+                verbose=False,
+            )
+    except Exception as error:
+        raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
+    assert program is not None
+    return program
 
 
 def _cause(error: BaseException) -> str:

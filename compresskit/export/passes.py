@@ -70,7 +70,7 @@ def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:
     while True:
         moved = quantize.inputs[0]
         move = None if moved is None else moved.producer()
-        if move is None or move.op_type not in ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze"):
+        if moved is None or move is None or move.op_type not in ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze"):
             return
         source = move.inputs[0]
         if len(list(moved.uses())) != 1 or source is None or source.producer() is None or moved.is_graph_output():

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from compresskit.errors import DataError, ExportError
+from compresskit.export.bisect import first_disagreement
 from compresskit.measure import numpy_inputs, session
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call
@@ -85,9 +86,10 @@ def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *
     except Exception as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
     kept: list[list[list[np.ndarray]]] = [[], [], []]
-    samples = 0
+    samples, first = 0, None
     with torch.no_grad(), mode(model, training=False):
         for inputs in tqdm(batches, desc=label, disable=None, leave=False):
+            first = inputs if first is None else first
             reference = [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor)]
             kept[0].append([v.detach().float().cpu().numpy() for v in reference])
             for store, run in zip(kept[1:], sessions, strict=True):
@@ -98,14 +100,15 @@ def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *
                 except Exception as error:
                     raise ExportError(f"{path}: ONNX Runtime cannot run it: {_last_line(error)}") from error
             samples += len(kept[0][-1][0])
-    if not samples:
+    if first is None:
         raise DataError("verify_onnx: no batch was given")
     columns = [[np.concatenate(output) for output in zip(*batched, strict=True)] for batched in kept]
     quantized = hasattr(model, "deployed")
     plain, optimized = compare(columns[0], columns[1]), compare(columns[0], columns[2])
-    return Verification(
-        samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=_verdict(plain, optimized, quantized)
-    )
+    reason = _verdict(plain, optimized, quantized)
+    if reason and (where := first_disagreement(path, model, first)):
+        reason = f"{reason}; {where}"
+    return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
 
 
 def compare(reference: list[np.ndarray], outputs: list[np.ndarray]) -> Level:

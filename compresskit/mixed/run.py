@@ -1,10 +1,10 @@
 """A model, an optimizer and a policy, run together: cast, scale, check, unscale, clip, update, copy back.
 
-    run = prepare(model, optimizer, MASTER_BF16, clip=1.0)
-    for x, y in loader:
-        run.backward(loss_fn(run(x), y))      # inputs cast, outputs fp32, loss scaled
-        run.step()                            # gradients to fp32, check, clip, update masters, copy back, zero
-    run.finish()                              # an fp32 model again, from its masters
+run = prepare(model, optimizer, MASTER_BF16, clip=1.0)
+for x, y in loader:
+run.backward(loss_fn(run(x), y))      # inputs cast, outputs fp32, loss scaled
+run.step()                            # gradients to fp32, check, clip, update masters, copy back, zero
+run.finish()                              # an fp32 model again, from its masters
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ class Run:
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
         for parameter, master in self._masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        grads = [p.grad for p in owned if p.grad is not None]
+        grads: list[Tensor] = [p.grad for p in owned if p.grad is not None]
         if self.scaler is not None:
             self.scaler.unscale_(grads)
         if self.clip is not None:
-            self._clip_(grads)
+            self._clip_(grads, self.clip)
         # Reading the flag back is the one host synchronisation of a step, and only under a loss scale.
         if self.scaler is None or not bool(self.scaler.found_inf.item()):
             self.optimizer.step()
@@ -129,10 +129,10 @@ class Run:
         for master in self._masters.values():
             master.grad = None
 
-    def _clip_(self, grads: list[Tensor]) -> None:
+    def _clip_(self, grads: list[Tensor], limit: float) -> None:
         norms = torch._foreach_norm(grads, 2)
         self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(self.device) for n in norms]))
-        factor = torch.clamp(self.clip / (self.grad_norm + 1e-6), max=1.0)
+        factor = torch.clamp(limit / (self.grad_norm + 1e-6), max=1.0)
         torch._foreach_mul_(grads, factor)
 
     def masters(self) -> list[Tensor]:

@@ -33,9 +33,9 @@ def prove(model: nn.Module, plan: Plan, example: Inputs) -> str | None:
     for a, b in zip(wanted, got, strict=True):
         if a.shape != b.shape:
             return f"the pruned model gives {tuple(b.shape)} where the model gives {tuple(a.shape)}"
-        error = float((a - b).abs().max()) if a.numel() else 0.0
-        if not error <= TOLERANCE * max(1.0, float(a.abs().max())):
-            return f"removed is not zeroed: the outputs differ by {error:.2g}"
+        difference = float((a - b).abs().max()) if a.numel() else 0.0
+        if not difference <= TOLERANCE * max(1.0, float(a.abs().max())):
+            return f"removed is not zeroed: the outputs differ by {difference:.2g}"
     return None
 
 

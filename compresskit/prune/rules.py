@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from compresskit.graph import aten
+from compresskit.graph import Node, aten
 from compresskit.prune.units import compact, nothing, spread, varying
 
 if TYPE_CHECKING:
     from compresskit.prune.walk import Walk
 
-Rule = Callable[["Walk", fx.Node, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[["Walk", Node, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,21 @@ class Raw:
     moved: bool = False
 
 
-RULES: dict[Any, Rule] = {}
+def rules_of(table: dict[Any, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
+    """A decorator that enters a function into a table as the rule of some operators."""
+
+    def of(*targets: Any) -> Callable[[Rule], Rule]:
+        def enter(function: Rule) -> Rule:
+            table.update(dict.fromkeys(targets, function))
+            return function
+
+        return enter
+
+    return of
 
 
-def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """Make a function the rule of some operators."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
+ARITHMETIC: dict[Any, Rule] = {}
+rule = rules_of(ARITHMETIC)
 
 
 def _whole(raw: Any) -> bool:
@@ -50,7 +54,7 @@ def _whole(raw: Any) -> bool:
 
 
 @rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-def conv(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def conv(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """(N, I, ...) with weight (O, I/groups, ...): outputs are new units; a depthwise output belongs to its input."""
     x, weight, *rest = args
     if not _whole(weight):
@@ -79,7 +83,7 @@ def _uniform(walk: Walk, labels: Tensor, groups: int) -> Tensor:
 
 
 @rule(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-def conv_transpose(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def conv_transpose(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """(N, I, ...) with weight (I, O/groups, ...)."""
     x, weight, *rest = args
     groups = rest[4] if len(rest) > 4 else 1
@@ -100,7 +104,7 @@ def conv_transpose(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dic
 
 
 @rule(aten.linear.default)
-def linear(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def linear(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """(..., I) with weight (O, I)."""
     x, weight, *rest = args
     if not _whole(weight):
@@ -113,7 +117,7 @@ def linear(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @rule(aten.embedding.default)
-def embedding(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def embedding(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Whole numbers with weight (rows, width): the width is made of new units, rows stay."""
     weight = args[0]
     if not _whole(weight):
@@ -124,7 +128,7 @@ def embedding(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str
 
 
 @rule(aten.batch_norm.default, aten.instance_norm.default)
-def channel_norm(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def channel_norm(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Each channel by itself, with up to four tensors of one entry a channel."""
     labels = walk.along(args[0], 1)
     for tensor in args[1:5]:
@@ -134,7 +138,7 @@ def channel_norm(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[
 
 
 @rule(aten.prelu.default)
-def prelu(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def prelu(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """One slope for all, or one a channel."""
     x, slope = args
     if not _whole(slope):
@@ -144,9 +148,9 @@ def prelu(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, An
     return x  # type: ignore[no-any-return]
 
 
-_SAME = """relu relu6 hardtanh hardswish hardsigmoid silu gelu sigmoid tanh elu celu selu leaky_relu mish softplus abs exp log log1p
- sqrt rsqrt neg square sin cos erf reciprocal clamp clamp_min clamp_max round floor ceil sign _to_copy to softsign logsigmoid
- hardshrink softshrink threshold masked_fill nan_to_num type_as expm1 log_sigmoid logit""".split()
+_SAME = """relu relu6 hardtanh hardswish hardsigmoid silu gelu sigmoid tanh elu celu selu leaky_relu mish softplus abs exp log
+ log1p sqrt rsqrt neg square sin cos erf reciprocal clamp clamp_min clamp_max round floor ceil sign _to_copy to softsign
+ logsigmoid hardshrink softshrink threshold masked_fill nan_to_num type_as expm1 log_sigmoid logit""".split()
 _BINARY = "add sub mul div maximum minimum pow where rsub atan2 fmod remainder lerp addcmul".split()
 
 
@@ -157,7 +161,7 @@ def overloads(name: str) -> list[Any]:
 
 
 @rule(*(target for name in (*_SAME, *_BINARY) for target in overloads(name)))
-def elementwise(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def elementwise(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Values that meet in one element live and die together."""
     shape = walk.shape(node)
     result: Tensor | None = None
@@ -172,7 +176,7 @@ def elementwise(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def _meet(walk: Walk, node: fx.Node, a: Tensor, b: Tensor) -> Tensor:
+def _meet(walk: Walk, node: Node, a: Tensor, b: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(a.shape, b.shape)
     for one, other in ((a, b), (b, a)):
         if _broadcast_over(one, other) and bool((one > 0).any()):
@@ -189,7 +193,7 @@ def _broadcast_over(one: Tensor, other: Tensor) -> bool:
     return any(d + shift < 0 or one.shape[d + shift] == 1 for d in varying(other))
 
 
-def _meet_parameter(walk: Walk, node: fx.Node, labels: Tensor, raw: Raw) -> None:
+def _meet_parameter(walk: Walk, node: Node, labels: Tensor, raw: Raw) -> None:
     """A bare parameter (layer scale, position embedding) in an elementwise operator vanishes with the channels it meets."""
     own = raw.elements.expand(walk.shape(node))
     moving = [d for d in varying(labels) if compact(own).shape[d] > 1]
@@ -211,16 +215,24 @@ def _meet_parameter(walk: Walk, node: fx.Node, labels: Tensor, raw: Raw) -> None
     walk.units.lock(labels, f"met by the parameter {raw.name} in an order of its own")
 
 
-@rule(*(t for n in ("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"
- " adaptive_avg_pool3d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_nearest1d upsample_nearest3d"
- " upsample_trilinear3d upsample_bicubic2d upsample_linear1d").split() for t in overloads(n)))  # fmt: skip
-def spatial(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+_SPATIAL = """avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+ adaptive_avg_pool3d adaptive_max_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+ upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d""".split()
+
+
+@rule(*(target for name in _SPATIAL for target in overloads(name)))
+def spatial(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(N, C, ...) to (N, C, other positions): channels keep to themselves."""
-    return spread(walk.along(args[0], 1), 1, walk.shape(node)) if node.name in walk.shapes else walk.give_up(node, "pooling with indices")
+    if node.name not in walk.shapes:
+        return walk.give_up(node, f"{walk.where(node)} gives indices")
+    return spread(walk.along(args[0], 1), 1, walk.shape(node))
 
 
-@rule(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.var.correction, aten.linalg_vector_norm.default)
-def reduction(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+_REDUCTIONS = (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.var.correction)
+
+
+@rule(*_REDUCTIONS, aten.linalg_vector_norm.default)
+def reduction(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Fine over positions; over channels it mixes them."""
     x = args[0]
     before, after = tuple(x.shape), walk.shape(node)
@@ -235,83 +247,9 @@ def reduction(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str
 
 
 @rule(aten.softmax.int, aten.log_softmax.int, aten.cumsum.default)
-def over_one_dim(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def over_one_dim(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Mixes the values along one dimension, which must not be that of the channels."""
     x, dim = args[0], args[1]
     if dim % x.ndim in varying(x):
         return walk.give_up(node, f"{walk.where(node)} mixes the channels")
     return x  # type: ignore[no-any-return]
-
-
-@rule(aten.cat.default)
-def concat(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Labels side by side."""
-    parts = []
-    for value in args[0]:
-        if isinstance(value, Raw):
-            walk.pin(value.name, f"concatenated by {walk.where(node)}")
-        parts.append(nothing(tuple(value.elements.shape)) if isinstance(value, Raw) else value)
-    dim = (args[1] if len(args) > 1 else 0) % parts[0].ndim
-    common = [all(p.stride(d) == 0 or p.shape[d] == 1 for p in parts) for d in range(parts[0].ndim)]
-    for d, same in enumerate(common):
-        if same and d != dim:
-            parts = [p.narrow(d, 0, 1) for p in parts]
-    return torch.cat(list(parts), dim).expand(walk.shape(node))
-
-
-_MOVES = """reshape view flatten unflatten permute transpose squeeze unsqueeze expand repeat t mT movedim pixel_shuffle
- pixel_unshuffle channel_shuffle flip roll pad constant_pad_nd expand_as tile repeat_interleave view_as swapaxes""".split()
-
-
-@rule(*(target for name in _MOVES for target in overloads(name)))
-def move(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the operator on the labels themselves."""
-    x, *rest = args
-    if isinstance(x, Raw):
-        return Raw(x.name, node.target(x.elements, *rest, **kwargs), moved=True)  # type: ignore[operator]
-    if "pad" in str(node.target):
-        mode = rest[1] if len(rest) > 1 and isinstance(rest[1], str) else "constant"
-        if mode != "constant":
-            # Other paddings repeat positions, never channels.
-            return spread(walk.along(x, 1), 1, walk.shape(node))
-        rest, kwargs = rest[:1], {}
-    before = varying(x)
-    try:
-        moved = node.target(x, *rest, **kwargs)  # type: ignore[operator]
-    except RuntimeError:
-        return walk.give_up(node, f"{walk.where(node)} could not be followed")
-    after = varying(moved)
-    if len(after) > len(before):
-        # (N, C) seen as (N, groups, C/groups): the code divides by a number that stays, so groups must stay equal.
-        small = compact(moved)
-        walk.units.join(small.narrow(after[0], 0, 1), small, f"split into equal parts by {walk.where(node)}")
-    walk.suspect(node, x, rest)
-    return moved
-
-
-@rule(aten.chunk.default)
-def chunk(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Equal parts: the same position of every part is one unit."""
-    x, count, dim = (*args, *(2, 0)[len(args) - 1 :])
-    parts = torch.chunk(x, count, dim)
-    if dim % x.ndim in varying(x):
-        for part in parts[1:]:
-            if part.shape != parts[0].shape:
-                return walk.give_up(node, f"{walk.where(node)} makes unequal parts")
-            walk.units.join(compact(parts[0]), compact(part), f"split into equal parts by {walk.where(node)}")
-    return parts
-
-
-@rule(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.narrow.default, aten.unbind.int)
-def constant_cut(walk: Walk, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cuts at places written in the code: fine across positions; channels that are cut so cannot change."""
-    if isinstance(args[0], Raw):
-        if node.target in (aten.slice.Tensor, aten.select.int, aten.narrow.default):
-            return Raw(args[0].name, node.target(args[0].elements, *args[1:], **kwargs), moved=True)  # type: ignore[operator]
-        return walk.give_up(node, f"{walk.where(node)} splits a parameter")
-    x = args[0]
-    at = 2 if node.target in (aten.split.Tensor, aten.split_with_sizes.default) else 1
-    dim = args[at] if len(args) > at else kwargs.get("dim", 0)
-    if dim % x.ndim in varying(x):
-        walk.units.lock(x, f"cut at fixed places by {walk.where(node)}")
-    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -105,4 +105,3 @@ class Prune:
             for parameter in frozen:
                 parameter.requires_grad_(False)
             model.zero_grad(set_to_none=True)
-

@@ -1,8 +1,8 @@
 """Units: channels that live and die together, kept by a union-find over labels.
 
 Every element of every activation carries a *label*: the number of the unit it belongs to, 0 for values that cannot be
-removed (inputs, padding, constants). Joining two labels makes their units one; joining a label with 0 locks it. A *member* says which
-index of which dimension of which parameter vanishes with which unit.
+removed (inputs, padding, constants). Joining two labels makes their units one; joining a label with 0 locks it. A
+*member* says which index of which dimension of which parameter vanishes with which unit.
 """
 
 from __future__ import annotations

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compresskit.graph import Captured, aten, module_path
-from compresskit.prune.rules import RULES, Raw
+from compresskit.graph import Captured, Node, aten, module_path
+from compresskit.prune.moves import MOVES
+from compresskit.prune.rules import ARITHMETIC, Raw
 from compresskit.prune.units import Units, compact, nothing
 from compresskit.surgery import get_tensor
+
+RULES = ARITHMETIC | MOVES
 
 
 class Walk:
@@ -26,7 +29,7 @@ class Walk:
 
     def run(self) -> Units:
         """Label every activation; returns the units with their members and locks."""
-        env: dict[fx.Node, Any] = {}
+        env: dict[Node, Any] = {}
         last_use = {a: node for node in self.captured.module.graph.nodes for a in node.all_input_nodes}
         for node in self.captured.module.graph.nodes:
             env[node] = self._visit(node, env)
@@ -38,7 +41,7 @@ class Walk:
                 self.units.lock(member.labels, self.pinned[member.tensor])
         return self.units
 
-    def _visit(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    def _visit(self, node: Node, env: dict[Node, Any]) -> Any:
         if node.op == "placeholder":
             return nothing(self.shapes[node.name]) if node.name in self.shapes else None
         if node.op == "get_attr":
@@ -66,7 +69,7 @@ class Walk:
 
     # -- what rules ask for
 
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
+    def shape(self, node: Node) -> tuple[int, ...]:
         """Concrete shape of a node's value."""
         return self.shapes[node.name]
 
@@ -74,7 +77,7 @@ class Walk:
         """Shape of a parameter or buffer."""
         return tuple(get_tensor(self.captured.module, name).shape)
 
-    def where(self, node: fx.Node) -> str:
+    def where(self, node: Node) -> str:
         """`add in layer1.0`: an operator as a person would look for it."""
         kind = str(node.target).removeprefix("aten.").split(".")[0]
         return f"{kind} in {'.'.join(p for p in (self.captured.prefix, module_path(node)) if p) or 'the model'}"
@@ -91,7 +94,7 @@ class Walk:
             self.units.join(rows[:, :1], rows, "positions of one channel that cannot all be cut")
         return rows.amax(1).expand(size)
 
-    def bias(self, bias: Any, labels: Tensor, node: fx.Node) -> None:
+    def bias(self, bias: Any, labels: Tensor, node: Node) -> None:
         """The bias goes with the outputs."""
         if isinstance(bias, Raw) and not bias.moved:
             self.units.member(bias.name, 0, labels, "with")
@@ -102,7 +105,7 @@ class Walk:
         """Never cut this parameter."""
         self.pinned.setdefault(tensor, reason)
 
-    def give_up(self, node: fx.Node, reason: str) -> Any:
+    def give_up(self, node: Node, reason: str) -> Any:
         """Lock every channel that reaches an operator; its outputs are new values that cannot be cut."""
         for value in self.tensors:
             if isinstance(value, Raw):
@@ -114,7 +117,7 @@ class Walk:
             return [nothing(tuple(int(s) if isinstance(s, int) else 2 for s in v.shape)) for v in result]
         return nothing(self.shapes[node.name]) if node.name in self.shapes else None
 
-    def suspect(self, node: fx.Node, labels: Tensor, sizes: Any) -> None:
+    def suspect(self, node: Node, labels: Tensor, sizes: Any) -> None:
         """Note a reshape to a constant that is the size of something labelled."""
         wanted = [s for s in _leaves(sizes) if type(s) is int and s > 1]
         if wanted and bool((labels > 0).any()) and "reshape" in str(node.target):
@@ -127,5 +130,3 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for entry in value for leaf in _leaves(entry)]
     return [value]
-
-

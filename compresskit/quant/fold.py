@@ -1,6 +1,7 @@
 """Fold BatchNorm into the convolution or linear layer before it, on a captured graph.
 
-    conv(x; W, b) -> batch_norm(mean, var, gamma, beta, eps)   =   conv(x; W * k, (b - mean) * k + beta),  k = gamma / sqrt(var + eps)
+    conv(x; W, b) -> batch_norm(mean, var, gamma, beta, eps)  =  conv(x; W * k, (b - mean) * k + beta)
+    k = gamma / sqrt(var + eps)
 
 It must come before quantizers are inserted: a BatchNorm behind a quantized convolution can be folded by nobody.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.graph import aten, parameter_name
+from compresskit.graph import Node, aten, parameter_name
 from compresskit.surgery import get_tensor
 
 CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
@@ -36,14 +37,15 @@ def fold_batchnorm_(module: fx.GraphModule) -> int:
     return count
 
 
-def _value(module: fx.GraphModule, node: fx.Node | None) -> Tensor | None:
+def _value(module: fx.GraphModule, node: Node | None) -> Tensor | None:
     name = parameter_name(node)
     return None if name is None else get_tensor(module, name).detach()
 
 
-def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
+def _fold(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     gamma, beta, mean, var = (_value(module, node) for node in norm.args[1:5])
-    assert mean is not None and var is not None
+    assert mean is not None
+    assert var is not None
     weight_node, bias_node = layer.args[1], layer.args[2] if len(layer.args) > 2 else None
     weight, bias = _value(module, weight_node), _value(module, bias_node)
     assert weight is not None
@@ -64,7 +66,7 @@ def _fold(module: fx.GraphModule, layer: fx.Node, norm: fx.Node) -> None:
     module.graph.erase_node(norm)
 
 
-def _new_parameter(module: fx.GraphModule, name: str, old: fx.Node | None, values: Tensor) -> fx.Node:
+def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: Tensor) -> Node:
     """A parameter called `name` with new values; a layer used twice gets a parameter of its own for each use."""
     path, _, leaf = name.rpartition(".")
     holder = module.get_submodule(path)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
-from compresskit.graph import Captured, capture, parameter_name
+from compresskit.graph import Captured, Node, capture, parameter_name
 from compresskit.quant.fold import fold_batchnorm_
 from compresskit.quant.observers import Observer
 from compresskit.quant.placement import Placement, Point, place
@@ -19,6 +19,7 @@ from compresskit.quant.quantizer import (
     ActivationQuantizer,
     BiasQuantizer,
     DeployedActivation,
+    Quantizer,
     WeightQuantizer,
     deployed_bias,
     deployed_weight,
@@ -55,9 +56,9 @@ class Quantized(nn.Module):
                 f" {[tuple(v.shape) for v in given]}; it was captured with the shapes of the example"
             )
 
-    def quantizers(self) -> Iterable[nn.Module]:
+    def quantizers(self) -> list[Quantizer]:
         """All quantizers, each once."""
-        return self.body.quantizers.children()
+        return [q for q in self.body.get_submodule("quantizers").children() if isinstance(q, Quantizer)]
 
     def activation_quantizers(self) -> list[ActivationQuantizer]:
         """Those of activations."""
@@ -96,20 +97,18 @@ class Quantized(nn.Module):
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
         body = copy.deepcopy(self.body).eval()
-        for node in list(body.graph.nodes):
-            if node.op != "call_module":
-                continue
-            quantizer = body.get_submodule(node.target)
+        calls = [node for node in body.graph.nodes if node.op == "call_module"]
+        quantizers = {node: body.get_submodule(node.target) for node in calls}
+        for node, quantizer in quantizers.items():
             values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
             if isinstance(quantizer, ActivationQuantizer):
-                name = f"{node.target}_deployed"
-                body.add_submodule(name, DeployedActivation(quantizer))
-                node.target = name
-            else:
-                make = deployed_weight if isinstance(quantizer, WeightQuantizer) else deployed_bias
-                name = f"{node.target}_{node.name}"
-                body.add_submodule(name, make(quantizer, *values))  # type: ignore[operator]
-                node.target, node.args = name, ()
+                body.add_submodule(node.target, DeployedActivation(quantizer))
+                continue
+            if isinstance(quantizer, WeightQuantizer):
+                body.add_submodule(node.target, deployed_weight(quantizer, *values))
+            elif isinstance(quantizer, BiasQuantizer):
+                body.add_submodule(node.target, deployed_bias(quantizer, *values))
+            node.args = ()
         body.graph.eliminate_dead_code()
         for node in reversed(list(body.graph.nodes)):
             if node.op == "get_attr" and not node.users:
@@ -145,7 +144,7 @@ def insert_(body: fx.GraphModule, placement: Placement, target: Target, observer
     body.add_submodule("quantizers", nn.Module())
     integer = {nodes[name] for name in (*placement.integer, *placement.carried)}
     shared: dict[int, tuple[str, ActivationQuantizer]] = {}
-    behind: dict[fx.Node, ActivationQuantizer] = {}
+    behind: dict[Node, ActivationQuantizer] = {}
     for point in placement.points:
         if point.group not in shared:
             name = f"quantizers.{point.node}"
@@ -168,8 +167,8 @@ def _common_clamp(points: list[Point]) -> tuple[float, float | None] | None:
 
 
 def _insert_behind(
-    body: fx.GraphModule, node: fx.Node, name: str, point: Point, quantizer: ActivationQuantizer, integer: set[fx.Node]
-) -> fx.Node:
+    body: fx.GraphModule, node: Node, name: str, point: Point, quantizer: ActivationQuantizer, integer: set[Node]
+) -> Node:
     readers = [user for user in node.users if point.everywhere or user in integer]
     with body.graph.inserting_after(node):
         new = body.graph.call_module(name, (node,))
@@ -183,7 +182,7 @@ def _insert_behind(
     return new
 
 
-def _insert_weight(body: fx.GraphModule, node: fx.Node, target: Target, behind: dict[fx.Node, ActivationQuantizer]) -> None:
+def _insert_weight(body: fx.GraphModule, node: Node, target: Target, behind: dict[Node, ActivationQuantizer]) -> None:
     weight = node.args[1]
     name = "quantizers.weight_" + str(parameter_name(weight)).replace(".", "_")
     if not hasattr(body.quantizers, name.rpartition(".")[2]):
@@ -201,7 +200,7 @@ def _insert_weight(body: fx.GraphModule, node: fx.Node, target: Target, behind: 
             node.replace_input_with(bias, body.graph.call_module(name, (bias, weight)))
 
 
-def _quantizer_of(value: fx.Node, behind: dict[fx.Node, ActivationQuantizer]) -> ActivationQuantizer | None:
+def _quantizer_of(value: Node, behind: dict[Node, ActivationQuantizer]) -> ActivationQuantizer | None:
     """The quantizer whose numbers a value has, looking back through what only moves it."""
     while value not in behind:
         first = value.args[0] if value.args else None

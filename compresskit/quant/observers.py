@@ -1,7 +1,7 @@
 """Observers watch values go by and say in which range they lie.
 
-    update(values)    values: (channels, n); called once for each batch and place
-    range()           -> (low, high), each (channels,)
+update(values)    values: (channels, n); called once for each batch and place
+range()           -> (low, high), each (channels,)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decide, on a captured graph, which operators run in integers and where quantizers stand. Pure: nothing is changed.
 
-    kinds           each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown"
-    points          the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled)
-                    is rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it
-    groups          values that a concat joins must share their numbers
+kinds           each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown"
+points          the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled)
+is rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it
+groups          values that a concat joins must share their numbers
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from compresskit.graph import aten, module_path, parameter_name
+from compresskit.graph import Node, aten, module_path, parameter_name
 from compresskit.quant.fold import CONVS, TRANSPOSED
 from compresskit.quant.targets import Target
 
@@ -126,17 +126,17 @@ def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = ()) -> Pla
 class _Placer:
     def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...]) -> None:
         self.graph, self.target, self.skip = graph, target, skip
-        self.integer: dict[fx.Node, str] = {}
-        self.floating: dict[fx.Node, str] = {}
-        self.carried: dict[fx.Node, str] = {}
-        self.rounded: dict[fx.Node, bool] = {}  # value -> everywhere
-        self.group: dict[fx.Node, fx.Node] = {}  # union-find over rounded values
+        self.integer: dict[Node, str] = {}
+        self.floating: dict[Node, str] = {}
+        self.carried: dict[Node, str] = {}
+        self.rounded: dict[Node, bool] = {}  # value -> everywhere
+        self.group: dict[Node, Node] = {}  # union-find over rounded values
 
     def run(self) -> Placement:
         for node in self.graph.nodes:
             if node.op == "call_function" and _is_float_tensor(node):
                 self._visit(node)
-        numbers: dict[fx.Node, int] = {}
+        numbers: dict[Node, int] = {}
         points = []
         for node in self.graph.nodes:
             if node in self.rounded:
@@ -155,7 +155,7 @@ class _Placer:
             layers=named,
         )
 
-    def _visit(self, node: fx.Node) -> None:
+    def _visit(self, node: Node) -> None:
         kind = KINDS.get(node.target, "unknown")
         if kind == "move" or kind == "concat":
             self._carry(node, kind)
@@ -174,7 +174,7 @@ class _Placer:
         if rule.output:
             self._round(self._behind(node), everywhere=True)
 
-    def _reason_to_stay_float(self, node: fx.Node, kind: str) -> str | None:
+    def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         path = module_path(node)
         if any(path == s or path.startswith(f"{s}.") for s in self.skip):
             return "skipped by the user"
@@ -197,12 +197,12 @@ class _Placer:
         return None
 
     @staticmethod
-    def _operands(node: fx.Node, kind: str) -> list[fx.Node]:
+    def _operands(node: Node, kind: str) -> list[Node]:
         if kind in ("conv", "linear"):
             return [node.args[0]]
         return [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr" and _is_float_tensor(a)]
 
-    def _carry(self, node: fx.Node, kind: str) -> None:
+    def _carry(self, node: Node, kind: str) -> None:
         values = node.args[0] if kind == "concat" else [node.args[0]]
         known = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
         # A concat that joins mostly float values would cost more roundings than it saves bytes.
@@ -220,7 +220,7 @@ class _Placer:
         for other in sources[1:]:
             self.group[self._root(other)] = self._root(sources[0])
 
-    def _sources(self, value: fx.Node) -> list[fx.Node]:
+    def _sources(self, value: Node) -> list[Node]:
         """Where the value was made, looking through moves."""
         if value in self.carried:
             inputs = value.args[0] if self.carried[value] == "concat" else [value.args[0]]
@@ -229,47 +229,47 @@ class _Placer:
             return self._sources(value.args[0])
         return [value]
 
-    def _is_rounded(self, value: fx.Node) -> bool:
+    def _is_rounded(self, value: Node) -> bool:
         return all(source in self.rounded for source in self._sources(value))
 
-    def _round(self, value: fx.Node, *, everywhere: bool) -> None:
+    def _round(self, value: Node, *, everywhere: bool) -> None:
         self.group.setdefault(value, value)
         self.rounded[value] = self.rounded.get(value, False) or everywhere
 
-    def _root(self, value: fx.Node) -> fx.Node:
+    def _root(self, value: Node) -> Node:
         while self.group.setdefault(value, value) is not value:
             value = self.group[value]
         return value
 
-    def _behind(self, node: fx.Node) -> fx.Node:
+    def _behind(self, node: Node) -> Node:
         """The node itself, or the clamp that is its only reader."""
         users = list(node.users)
         if len(users) == 1 and KINDS.get(users[0].target) == "clamp" and _fusible(users[0]):
             return users[0]
         return node
 
-    def _fused(self, node: fx.Node) -> bool:
+    def _fused(self, node: Node) -> bool:
         return KINDS.get(node.target) == "clamp" and node.args[0] in self.integer
 
 
-def _bounds(node: fx.Node) -> tuple[float, float | None]:
+def _bounds(node: Node) -> tuple[float, float | None]:
     if node.target is aten.relu.default:
         return 0.0, None
     low, high = (*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]) if node.target is aten.hardtanh.default else (0.0, 6.0)
     return float(low), float(high)
 
 
-def _fusible(node: fx.Node) -> bool:
+def _fusible(node: Node) -> bool:
     """A clamp from 0 up: an unsigned grid with zero point 0 does its work."""
     return node.target is not aten.clamp.default and _bounds(node)[0] == 0.0
 
 
-def _is_float_tensor(node: fx.Node) -> bool:
+def _is_float_tensor(node: Node) -> bool:
     value = node.meta.get("val")
     return hasattr(value, "is_floating_point") and value.is_floating_point()
 
 
-def _is_global(node: fx.Node) -> bool:
+def _is_global(node: Node) -> bool:
     rank = node.args[0].meta["val"].ndim
     if node.target is aten.mean.dim:
         return rank > 2 and sorted(d % rank for d in node.args[1]) == list(range(2, rank))
@@ -277,7 +277,7 @@ def _is_global(node: fx.Node) -> bool:
     return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
 
 
-def _keeps_grid(node: fx.Node) -> bool:
+def _keeps_grid(node: Node) -> bool:
     """Whether the moved values lie on the grid of the input: padding with anything but zeros does not."""
     if node.target in (aten.pad.default, aten.constant_pad_nd.default):
         mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"

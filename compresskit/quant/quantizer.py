@@ -13,14 +13,25 @@ from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
 
 
-class ActivationQuantizer(nn.Module):
+class Quantizer(nn.Module):
+    """What the three have in common: a switch, and that mixed precision leaves them in fp32.
+
+    `enabled` lets it round; until then everything passes as it is.
+    """
+
+    keeps_fp32 = True  # a scale in bf16 is off by up to 0.4 %
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = False
+
+
+class ActivationQuantizer(Quantizer):
     """Rounds an activation to a per-tensor grid.
 
     clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
-    `observing` lets its observer see what passes and follow it; `enabled` lets it round.
+    `observing` lets its observer see what passes, and the grid follow it.
     """
-
-    keeps_fp32 = True  # for mixed precision: a scale in bf16 is off by up to 0.4 %
 
     scale: Tensor
     zero_point: Tensor
@@ -28,7 +39,7 @@ class ActivationQuantizer(nn.Module):
     def __init__(self, scheme: Scheme, observer: Observer, clamp: tuple[float, float | None] | None = None) -> None:
         super().__init__()
         self.scheme, self.observer, self.clamp = scheme, observer, clamp
-        self.observing, self.enabled = False, False
+        self.observing = False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
 
@@ -63,15 +74,12 @@ class ActivationQuantizer(nn.Module):
         return new
 
 
-class WeightQuantizer(nn.Module):
+class WeightQuantizer(Quantizer):
     """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`."""
-
-    keeps_fp32 = True
 
     def __init__(self, scheme: Scheme, axis: int) -> None:
         super().__init__()
         self.scheme, self.axis = scheme, axis
-        self.enabled = False
 
     def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) for a weight, each (channels,) or a scalar."""
@@ -88,14 +96,11 @@ class WeightQuantizer(nn.Module):
         return fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis).to(weight.dtype)
 
 
-class BiasQuantizer(nn.Module):
+class BiasQuantizer(Quantizer):
     """Rounds a bias as the runtime does: to int32 in steps of (scale of the input) * (scale of the weight)."""
-
-    keeps_fp32 = True
 
     def __init__(self, activation: ActivationQuantizer, weight: WeightQuantizer) -> None:
         super().__init__()
-        self.enabled = False
         # In a tuple, so that they are not registered here as well: state dicts name each quantizer once.
         self.grid = (activation, weight)
 

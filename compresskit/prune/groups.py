@@ -1,0 +1,191 @@
+"""Groups of channels that may be cut, what the layers cost, and how wide everything still is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.graph import Captured, aten, parameter_name
+from compresskit.prune.criteria import Slices
+from compresskit.prune.walk import Walk
+from compresskit.surgery import get_tensor
+from compresskit.task import batch_size
+
+
+@dataclass(kw_only=True)
+class Group:
+    """Units that touch the same dimensions of the same tensors, and so can be ranked against one another.
+
+    places: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
+    """
+
+    places: dict[tuple[str, int, str], Tensor]
+    shapes: list[tuple[int, ...]]
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    gone: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of units."""
+        return len(next(iter(self.places.values())))
+
+    @property
+    def layers(self) -> int:
+        """Number of dimensions of matrices and filters that get narrower with each unit."""
+        return sum(len(shape) > 1 for shape in self.shapes)
+
+    @property
+    def title(self) -> str:
+        """The layer that makes the channels."""
+        makers = [tensor for tensor, _, role in self.places if role == "out"]
+        return (makers or [tensor for tensor, _, _ in self.places])[0].rpartition(".")[0]
+
+    def slices(self, model: nn.Module, prefix: str, *, gradients: bool) -> Slices:
+        """Every weight of a matrix or a filter that vanishes with each unit, in rows."""
+        rows: list[Tensor] = []
+        grads: list[Tensor] = []
+        reads: list[Tensor] = []
+        for (name, dim, role), indices in self.places.items():
+            tensor = get_tensor(model, prefix + name)
+            if tensor.ndim < 2 or not isinstance(tensor, nn.Parameter):
+                continue
+            for source, into in ((tensor.detach(), rows), (tensor.grad if gradients else None, grads)):
+                if source is not None:
+                    part = source.float().movedim(dim, 0)[indices.to(source.device)].reshape(self.size, -1)
+                    into.append(part)
+            reads.append(torch.full((rows[-1].shape[1],), role == "in", device=rows[-1].device))
+        if gradients and len(grads) < len(rows):
+            grads = [torch.zeros_like(r) for r in rows]  # a frozen layer has no gradient: removing it costs nothing known
+        weight = torch.cat(rows, 1)
+        return Slices(weight=weight, reads=torch.cat(reads), grad=torch.cat(grads, 1) if gradients else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the walk found: groups that may be cut, why others may not, and what the layers cost."""
+
+    groups: list[Group]
+    locked: dict[str, int]
+    costs: list[tuple[int, list[tuple[str, int]]]]  # MACs of a layer, and the (tensor, dim) whose widths they follow
+    fixed: int
+    shapes: dict[str, tuple[int, ...]]
+
+
+def find_groups(captured: Captured, model_macs: int, *, ignore: tuple[str, ...] = (), wary: bool = False) -> Found:
+    """Walk the graph and collect units into groups.
+
+    ignore: dotted paths of modules whose parameters are never cut.
+    wary: also keep what code with sizes written as constants looks at.
+    """
+    walk = Walk(captured)
+    units = walk.run()
+    if wary:
+        for labels, reason in walk.suspects:
+            units.lock(labels, reason)
+    for member in units.members:
+        path = f"{captured.prefix}.{member.tensor}" if captured.prefix else member.tensor
+        if any(path.startswith(f"{name}.") for name in ignore):
+            units.lock(member.labels, "ignored by the user")
+    # A tensor that is read twice has two label vectors for one dimension: its indices make them one.
+    vectors: dict[tuple[str, int], tuple[Tensor, str]] = {}
+    for member in units.members:
+        key = (member.tensor, member.dim)
+        if key in vectors:
+            units.join(vectors[key][0], member.labels, f"{member.tensor} is used twice, once where it cannot be cut")
+        vectors.setdefault(key, (member.labels, member.role))
+    of_unit: dict[int, dict[tuple[str, int, str], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (tensor, dim), (labels, role) in vectors.items():
+        for index, root in enumerate(units.roots(labels).tolist()):
+            if root:
+                of_unit[root][(tensor, dim, role)].append(index)
+    locked: Counter[str] = Counter()
+    by_signature: dict[Any, list[dict[tuple[str, int, str], list[int]]]] = defaultdict(list)
+    for root, places in of_unit.items():
+        if root in units.locks:
+            locked[units.locks[root]] += 1
+        else:
+            by_signature[tuple((key, len(indices)) for key, indices in places.items())].append(places)
+    groups = []
+    for same in by_signature.values():
+        indices = {key: torch.tensor([unit[key] for unit in same]) for key in same[0]}
+        groups.append(Group(places=indices, shapes=[captured_shape(captured, t) for t, _, _ in indices]))
+    groups = [g for g in groups if g.layers]
+    costs = _costs(captured)
+    shapes = {t: captured_shape(captured, t) for g in groups for t, _, _ in g.places}
+    return Found(
+        groups=groups,
+        locked=dict(locked.most_common()),
+        costs=costs,
+        fixed=max(0, model_macs - sum(c for c, _ in costs)),
+        shapes=shapes,
+    )
+
+
+def captured_shape(captured: Captured, tensor: str) -> tuple[int, ...]:
+    """Shape of a parameter or buffer of the captured module."""
+    return tuple(get_tensor(captured.module, tensor).shape)
+
+
+_WEIGHTED = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
+_WEIGHTED |= {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+
+
+def _costs(captured: Captured) -> list[tuple[int, list[tuple[str, int]]]]:
+    costs = []
+    batch = batch_size(captured.example)
+    for node in captured.module.graph.nodes:
+        name = parameter_name(node.args[1]) if node.target in _WEIGHTED else None
+        if name is None:
+            continue
+        weight, out = captured_shape(captured, name), captured.shapes[node.name]
+        if node.target is aten.linear.default:
+            macs = math.prod(out) * weight[1]
+        elif "transpose" in str(node.target):
+            macs = math.prod(captured.shapes[node.args[0].name]) * math.prod(weight[1:])
+        else:
+            macs = math.prod(out) * math.prod(weight[1:])
+        costs.append((macs // batch, [(name, 0), (name, 1)]))
+    return costs
+
+
+class Widths:
+    """How wide every dimension of every tensor still is, and what the model then costs."""
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.gone: dict[tuple[str, int], int] = defaultdict(int)
+        self.touching: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for i, (_, dims) in enumerate(found.costs):
+            for key in dims:
+                self.touching[key].append(i)
+
+    def share(self, key: tuple[str, int], extra: int = 0) -> float:
+        """Share of a dimension that stays when `extra` more indices go."""
+        shape = self.found.shapes.get(key[0])
+        return 1.0 if shape is None else 1 - (self.gone[key] + extra) / shape[key[1]]
+
+    def macs(self) -> float:
+        """MACs of one sample."""
+        return self.found.fixed + sum(cost * math.prod(self.share(k) for k in dims) for cost, dims in self.found.costs)
+
+    def saving(self, group: Group, count: int) -> float:
+        """MACs saved by `count` units fewer."""
+        extra = {(t, d): indices.shape[1] * count for (t, d, _), indices in group.places.items()}
+        affected = {i for key in extra for i in self.touching.get(key, ())}
+        saved = 0.0
+        for i in affected:
+            cost, dims = self.found.costs[i]
+            now = math.prod(self.share(k) for k in dims)
+            saved += cost * (now - math.prod(self.share(k, extra.get(k, 0)) for k in dims))
+        return saved
+
+    def cut(self, group: Group, count: int) -> None:
+        """Note that `count` more units go."""
+        for (tensor, dim, _), indices in group.places.items():
+            self.gone[(tensor, dim)] += indices.shape[1] * count
+        group.gone += count

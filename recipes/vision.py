@@ -1,0 +1,116 @@
+"""What the image recipes share: a loader of images held in memory, and the residual networks of He et al. for CIFAR."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.datasets import CIFAR10, ImageFolder
+
+
+class Images:
+    """Batches of (images, labels) from uint8 tensors in memory: normalised, and shuffled, cropped and flipped if asked.
+
+    Order and crops come from torch's global generator, so that a seeded run repeats itself.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, batch_size: int, mean: Tensor, std: Tensor, *, augment: int = 0,
+                 flip: bool = False, shuffle: bool = False) -> None:  # fmt: skip
+        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.mean, self.std = mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
+        self.augment, self.flip, self.shuffle = augment, flip, shuffle
+
+    def __len__(self) -> int:
+        return -(-len(self.images) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.images)) if self.shuffle else torch.arange(len(self.images))
+        for index in order.split(self.batch_size):
+            yield self._prepare(self.images[index]), self.labels[index]
+
+    def _prepare(self, images: Tensor) -> Tensor:
+        if self.flip:
+            images = torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, images.flip(3), images)
+        x = (images.float() / 255 - self.mean) / self.std
+        if self.augment:
+            rows, columns = x.shape[2:]
+            padded = F.pad(x, [self.augment] * 4)
+            top, left = torch.randint(0, 2 * self.augment + 1, (2, len(x), 1, 1, 1))
+            h = (top + torch.arange(rows).view(1, 1, -1, 1)).expand(-1, x.shape[1], -1, padded.shape[3])
+            w = (left + torch.arange(columns).view(1, 1, 1, -1)).expand(-1, x.shape[1], rows, -1)
+            x = padded.gather(2, h).gather(3, w)
+        return x
+
+
+class Pad(nn.Module):
+    """The shortcut without parameters ("option A"): every second position, zeros for the new channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.channels, self.channels))
+
+
+class Basic(nn.Module):
+    """Two 3x3 convolutions and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, outputs // inputs, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Identity() if inputs == outputs else Pad((outputs - inputs) // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class CifarResNet(nn.Module):
+    """ResNet-20, -32, -44, -56 for 32x32 images (He et al., 1512.03385, section 4.2): (N, 3, 32, 32) to (N, 10)."""
+
+    def __init__(self, depth: int = 20) -> None:
+        super().__init__()
+        blocks = (depth - 2) // 6
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = nn.Sequential(*(Basic(16, 16) for _ in range(blocks)))
+        self.layer2 = nn.Sequential(*(Basic(16 if i == 0 else 32, 32) for i in range(blocks)))
+        self.layer3 = nn.Sequential(*(Basic(32 if i == 0 else 64, 64) for i in range(blocks)))
+        self.linear = nn.Linear(64, 10)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.linear(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def cifar10(folder: str, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """`{"train": (images uint8 (N, 3, 32, 32), labels), "test": ...}` from torchvision's CIFAR-10 or an image folder.
+
+    An image folder has `train/<class>/*` and `test/<class>/*`; anything else is taken for torchvision's layout, and downloaded
+    where it is missing.
+    """
+    parts = {}
+    for split in ("train", "test"):
+        if (Path(folder) / split).is_dir():
+            images = ImageFolder(str(Path(folder) / split))
+            labels = torch.tensor(images.targets)
+            chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:limit]
+            pixels = np.stack([np.asarray(images[i][0].resize((32, 32))) for i in chosen.tolist()])
+            labels = labels[chosen]
+        else:
+            data = CIFAR10(folder, train=split == "train", download=True)
+            pixels, labels = data.data[:limit], torch.tensor(data.targets)[:limit]
+        parts[split] = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), labels
+    return parts
