@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
@@ -56,6 +55,8 @@ def count_nonzero(model: nn.Module) -> int:
 
 def count_macs(model: nn.Module, inputs: Inputs) -> int:
     """Multiply-accumulates of one sample in eval mode, half of what torch's own flop counter says."""
+    from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
+
     with torch.no_grad(), mode(model, training=False), FlopCounterMode(display=False) as counter:
         call(model, inputs)
     return counter.get_total_flops() // 2 // batch_size(inputs)

@@ -3,6 +3,7 @@
     ReduceMean over all spatial axes       -> GlobalAveragePool, for which runtimes have an integer kernel
     move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q stands directly behind its operator
     DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
+    DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
     names of the exporter, metadata        -> dropped
 
 A *move* is an operator that only carries values from one place to another (Reshape, Transpose, Slice, Pad, Concat,
@@ -31,6 +32,9 @@ def optimize_(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type in MOVES:
             _sink_dequantize(model.graph, node)
+    for node in list(model.graph):
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+            _shield(model.graph, node)
     _remove_dead(model.graph)
     _forget_origins(model)
 
@@ -111,6 +115,19 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
     early.outputs[0].shape, early.outputs[0].type = move.outputs[0].shape, zero_point.type
     late = ir.Node("", "DequantizeLinear", [early.outputs[0], scale, zero_point])
     _replace(graph, move, [early, late], late.outputs[0])
+
+
+def _shield(graph: ir.Graph, layer: ir.Node) -> None:
+    """ONNX Runtime rounds the float weight of a layer between DQ and Q by itself (WeightBiasQuantization), whatever the user
+    decided; it does not look through a Clip.
+    """
+    x, weight = layer.inputs[0], layer.inputs[1]
+    if x is None or weight is None or _dequantize_before(x) is None or not weight.is_initializer():
+        return
+    clip = ir.Node("", "Clip", [x])
+    clip.outputs[0].shape, clip.outputs[0].type = x.shape, x.type
+    graph.insert_before(layer, clip)
+    layer.replace_input_with(0, clip.outputs[0])
 
 
 def _pad_with(graph: ir.Graph, pad: ir.Node, others: list[ir.Value | None], zero_point: ir.Value) -> bool:

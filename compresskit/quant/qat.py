@@ -44,13 +44,16 @@ class QAT(Train):
 
     target, observer, samples, skip: as in `StaticQuant`; the observer follows the ranges while training.
     freeze: share of the training after which ranges hold still.
-    The other settings are those of `Train`; the default is a gentle fine-tuning.
+    The other settings are those of `Train`. The defaults are gentle, and gradients are clipped: with BatchNorm folded nothing
+    else holds the scale of a layer (ResNet-20 under soft targets at a rate of 0.002: chance level after 60 steps, and stable
+    at 0.01 with the clip).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
     optimizer: Callable[..., torch.optim.Optimizer] = field(default=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+    clip: float | None = 1.0
     target: Target = X86
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01)
     samples: int = 512

@@ -1,0 +1,224 @@
+"""Small networks, one for each thing that a graph can do; every one takes (N, 3, 16, 16) unless it says otherwise."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def conv(i, o, k=3, s=1, groups=1):
+    return nn.Sequential(nn.Conv2d(i, o, k, s, k // 2, groups=groups, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 16), conv(16, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.b(self.a(x)).mean((2, 3)))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.out = conv(3, 16), conv(16, 16), nn.Conv2d(16, 16, 3, 1, 1)
+        self.down, self.head = nn.Conv2d(16, 32, 1, 2), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = F.relu(self.out(self.inner(x)) + x)
+        return self.head(F.adaptive_avg_pool2d(F.relu(self.down(x)), 1).flatten(1))
+
+
+class PaddedShortcut(nn.Module):
+    """The CIFAR ResNets' option A: every second position, zeros around the channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.out = conv(3, 16), conv(16, 32, s=2), nn.Conv2d(32, 32, 3, 1, 1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = F.relu(self.out(self.inner(x)) + F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8)))
+        return self.head(x.mean((2, 3)))
+
+
+class Depthwise(nn.Module):
+    """An inverted residual, as in MobileNetV2."""
+
+    def __init__(self, multiplier=1):
+        super().__init__()
+        self.stem, self.expand = conv(3, 16), conv(16, 32, 1)
+        self.depth = nn.Sequential(nn.Conv2d(32, 32 * multiplier, 3, 1, 1, groups=32, bias=False), nn.BatchNorm2d(32 * multiplier))
+        self.project, self.head = nn.Conv2d(32 * multiplier, 16, 1), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.project(F.relu6(self.depth(self.expand(x))))
+        return self.head(x.mean((2, 3)))
+
+
+class Concat(nn.Module):
+    """Two branches side by side, then a dense one on top."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b = conv(3, 16), conv(16, 16), conv(16, 24, 1)
+        self.c, self.head = conv(56, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.cat([x, self.a(x), self.b(x)], 1)
+        return self.head(self.c(F.max_pool2d(x, 2)).mean((2, 3)))
+
+
+class Flatten(nn.Module):
+    """Channels times positions into a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(3, 16, s=2), conv(16, 16, s=2)
+        self.hidden, self.head = nn.Linear(16 * 16, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(F.relu(self.hidden(self.b(self.a(x)).flatten(1))))
+
+
+class HardView(nn.Module):
+    """The same with the size written in the code: its last convolution cannot get narrower."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 16, s=2), conv(16, 16, s=2), nn.Linear(256, 10)
+
+    def forward(self, x):
+        return self.head(self.b(self.a(x)).view(-1, 256))
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.down, self.up = conv(3, 32), nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1)
+        self.out, self.head = conv(32, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x * torch.sigmoid(self.up(F.relu(self.down(F.adaptive_avg_pool2d(x, 1)))))
+        return self.head(self.out(x).mean((2, 3)))
+
+
+class Shuffle(nn.Module):
+    """Grouped convolutions with a channel shuffle between."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b, self.head = conv(3, 32), conv(32, 32, groups=4), conv(32, 32, groups=4), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.a(self.stem(x))
+        n, c, h, w = x.shape
+        x = x.view(n, 4, c // 4, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return self.head(self.b(x).mean((2, 3)))
+
+
+class Gate(nn.Module):
+    """chunk, PReLU, PixelShuffle, a transposed convolution, an attention map over all channels, a layer scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.both, self.act = conv(3, 16), nn.Conv2d(16, 64, 3, 1, 1), nn.PReLU(16)
+        self.map, self.scale = nn.Conv2d(32, 1, 1), nn.Parameter(torch.rand(16, 1, 1))
+        self.up, self.shuffle = nn.ConvTranspose2d(32, 16, 2, 2), nn.PixelShuffle(2)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, x):
+        a, b = self.both(self.stem(x)).chunk(2, 1)
+        x = a * torch.sigmoid(b)
+        x = x * torch.sigmoid(self.map(x))
+        x = self.act(self.up(x)) * self.scale
+        return self.head(self.shuffle(x).mean((2, 3)))
+
+
+class Twice(nn.Module):
+    """A layer called twice, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.again, self.head = conv(3, 16), conv(16, 16), nn.Linear(16, 10)
+        self.stem.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.again(self.again(self.stem(x))).mean((2, 3)))
+
+
+class TwoInputs(nn.Module):
+    """Images (N, 3, 16, 16) and numbers (N, 8), by position or by keyword; gives a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 16), nn.Linear(8, 16), nn.Linear(32, 10)
+
+    def forward(self, image, numbers):
+        both = torch.cat([self.a(image).mean((2, 3)), F.relu(self.b(numbers))], 1)
+        return {"logits": self.head(both), "features": both}
+
+
+class Tied(nn.Module):
+    """Two layers that hold one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b = conv(3, 16), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+        self.b.weight = self.a.weight
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(F.relu(self.b(F.relu(self.a(self.stem(x))))).mean((2, 3)))
+
+
+class Unknown(nn.Module):
+    """An operator that no rule knows sits on one of two paths."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 16), conv(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        return self.head(torch.flip(x, [1]).cumprod(1).mean((2, 3)))
+
+
+NETWORKS = [Chain, Residual, PaddedShortcut, Depthwise, Concat, Flatten, SqueezeExcite, Shuffle, Gate, Twice, Tied, Unknown]
+
+
+def trained_like(model: nn.Module, example) -> nn.Module:
+    """BatchNorm statistics and affine parameters that are not trivial, without any training."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+    model.train()
+    with torch.no_grad():
+        for _ in range(20):
+            model(*[torch.randn_like(v) for v in example])
+    return model.eval()
+
+
+def image(n=4):
+    return (torch.randn(n, 3, 16, 16),)
+
+
+def build(kind):
+    model = kind()
+    return trained_like(model, image(16))
+
+
+def images_task(ck, *, samples=96, batch=32, classes=10, **settings):
+    """A task on random images whose class shows in their mean, so that it can be learned."""
+    y = torch.arange(samples) % classes
+    x = torch.randn(samples, 3, 16, 16) * 0.5 + (y.float() / classes).view(-1, 1, 1, 1) * 3
+    batches = [(x[i : i + batch], y[i : i + batch]) for i in range(0, samples, batch)]
+    return ck.Task(train=batches, val=batches, **settings)

@@ -1,0 +1,117 @@
+"""Affine maths against torch's own kernel and against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compresskit.errors import SettingError
+from compresskit.export.ops import dequantize_linear, quantize_linear
+from compresskit.quant import OBSERVERS, Scheme, affine, fake_quantize, to_integers
+from compresskit.quant.observers import MovingAverage
+
+SCHEMES = [
+    Scheme(),
+    Scheme(signed=True),
+    Scheme(signed=True, symmetric=True),
+    Scheme(bits=4),
+    Scheme(bits=7, signed=True, symmetric=True),
+    Scheme(bits=2, signed=True, symmetric=True),
+]
+ranges = st.tuples(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32)).map(sorted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
+@given(bounds=ranges, seed=st.integers(0, 100))
+@settings(max_examples=25, deadline=None)
+def test_grid(scheme, bounds, seed) -> None:
+    low, high = (torch.tensor(b) for b in bounds)
+    scale, zero_point = affine(low, high, scheme)
+    assert torch.isfinite(scale)
+    assert scale > 0
+    assert scheme.low <= int(zero_point) <= scheme.high
+    x = torch.empty(200).uniform_(float(low), float(high) + 1e-3, generator=torch.Generator().manual_seed(seed))
+    y = fake_quantize(x, scale, zero_point, scheme)
+    ends = [(v - int(zero_point)) * float(scale) for v in (scheme.low, scheme.high)]
+    inside = (x >= ends[0]) & (x <= ends[1])
+    assert ((x - y).abs()[inside] <= scale * 0.5001).all()
+    torch.testing.assert_close(fake_quantize(y, scale, zero_point, scheme), y)  # twice is once
+    assert fake_quantize(torch.zeros(1), scale, zero_point, scheme).item() == 0  # zero is exact
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
+def test_integers_are_those_of_numpy(scheme) -> None:
+    x = torch.randn(4, 300)
+    scale, zero_point = affine(x.amin(1), x.amax(1), scheme)
+    got = to_integers(x, scale, zero_point, scheme)
+    want = oracles.quantize(x, scale[:, None], zero_point[:, None], scheme.low, scheme.high)
+    assert got.dtype == scheme.dtype
+    assert (got.numpy() == want).mean() > 0.999  # a value on the edge of two steps may fall to either
+    back = (got.float() - zero_point[:, None]) * scale[:, None]
+    torch.testing.assert_close(back, fake_quantize(x, scale, zero_point, scheme))
+
+
+def test_an_empty_range_is_harmless() -> None:
+    scale, zero_point = affine(torch.tensor([0.0, 1e-40]), torch.tensor([0.0, 1e-40]), Scheme())
+    assert scale.tolist() == [1.0, 1.0]
+    assert zero_point.tolist() == [0, 0]
+
+
+def test_exported_operators_compute_the_same() -> None:
+    x = torch.randn(1000) * 2
+    scale, zero_point = affine(x.min(), x.max(), Scheme())
+    q = quantize_linear(x, scale, zero_point.to(torch.uint8))
+    assert q.dtype == torch.uint8
+    back = dequantize_linear(q, scale, zero_point.to(torch.uint8), 0)
+    assert ((back - fake_quantize(x, scale, zero_point, Scheme())).abs() > 1e-6).sum() <= 1
+
+
+def test_gradient_passes_inside_the_range() -> None:
+    x = torch.tensor([-9.0, -0.5, 0.3, 9.0], requires_grad=True)
+    scale, zero_point = affine(torch.tensor(-1.0), torch.tensor(1.0), Scheme())
+    fake_quantize(x, scale, zero_point, Scheme()).sum().backward()
+    assert x.grad.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("settings", [{"bits": 1}, {"bits": 16}, {"symmetric": True}])
+def test_bad_schemes(settings) -> None:
+    with pytest.raises(SettingError, match=r"Scheme\("):
+        Scheme(**settings)
+
+
+@pytest.mark.parametrize("observer", OBSERVERS, ids=lambda o: o.__name__)
+def test_observer_contract(observer) -> None:
+    seen = observer()
+    with pytest.raises(SettingError, match="seen no values"):
+        seen.range()
+    batches = [torch.randn(3, 50) for _ in range(8)]
+    for batch in batches:
+        seen.update(batch)
+    low, high = seen.range()
+    every = torch.cat(batches, 1)
+    assert low.shape == high.shape == (3,)
+    assert (low >= every.amin(1)).all()
+    assert (high <= every.amax(1)).all()
+    assert (low < high).all()
+    if observer.__name__ == "MinMax":
+        assert torch.equal(low, every.amin(1))
+        assert torch.equal(high, every.amax(1))
+
+
+def test_moving_average_follows() -> None:
+    slow, fast = MovingAverage(0.1), MovingAverage(0.9)
+    for observer in (slow, fast):
+        observer.update(torch.tensor([[0.0, 1.0]]))
+        observer.update(torch.tensor([[0.0, 11.0]]))
+    assert slow.range()[1].item() == pytest.approx(2.0)
+    assert fast.range()[1].item() == pytest.approx(10.0)
+    with pytest.raises(SettingError, match="momentum"):
+        MovingAverage(0)
+
+
+def test_oracle_is_independent() -> None:
+    assert np.array_equal(oracles.quantize([0.5, 1.5, 2.5, -9], 1.0, 3, 0, 7), [3, 5, 5, 0])
