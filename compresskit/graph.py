@@ -97,9 +97,10 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:
-    """Raise `ModelError` unless the model runs on the example."""
+    """Raise `ModelError` unless the model runs on the example, in eval mode; it is left as it was."""
     try:
-        call(model, example)
+        with torch.no_grad(), mode(model, training=False):
+            call(model, example)
     except Exception as error:
         shapes = [tuple(v.shape) for v in pytree.tree_leaves(example) if isinstance(v, Tensor)]
         raise ModelError(

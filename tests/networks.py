@@ -52,7 +52,9 @@ class Depthwise(nn.Module):
     def __init__(self, multiplier=1):
         super().__init__()
         self.stem, self.expand = conv(3, 16), conv(16, 32, 1)
-        self.depth = nn.Sequential(nn.Conv2d(32, 32 * multiplier, 3, 1, 1, groups=32, bias=False), nn.BatchNorm2d(32 * multiplier))
+        self.depth = nn.Sequential(
+            nn.Conv2d(32, 32 * multiplier, 3, 1, 1, groups=32, bias=False), nn.BatchNorm2d(32 * multiplier)
+        )
         self.project, self.head = nn.Conv2d(32 * multiplier, 16, 1), nn.Linear(16, 10)
 
     def forward(self, x):
@@ -188,7 +190,7 @@ class Unknown(nn.Module):
 
     def forward(self, x):
         x = self.b(self.a(x))
-        return self.head(torch.flip(x, [1]).cumprod(1).mean((2, 3)))
+        return self.head(torch.sort(x, dim=1).values.mean((2, 3)))
 
 
 NETWORKS = [Chain, Residual, PaddedShortcut, Depthwise, Concat, Flatten, SqueezeExcite, Shuffle, Gate, Twice, Tied, Unknown]

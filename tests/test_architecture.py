@@ -78,7 +78,9 @@ def test_public_names_have_docstrings(path: Path) -> None:
             assert ast.get_docstring(node), f"{node.name} has no docstring"
 
 
-@pytest.mark.parametrize("module", [compresskit, *(getattr(compresskit, n) for n in ("distill", "export", "mixed", "prune", "quant"))])
+@pytest.mark.parametrize(
+    "module", [compresskit, *(getattr(compresskit, n) for n in ("distill", "export", "mixed", "prune", "quant"))]
+)
 def test_public_surface_is_sorted_and_complete(module) -> None:
     # ruff sorts __all__ its own way (constants, classes, functions); each kind is sorted and every name exists.
     assert len(set(module.__all__)) == len(module.__all__)
@@ -86,7 +88,9 @@ def test_public_surface_is_sorted_and_complete(module) -> None:
 
 
 def test_nothing_that_executes_a_file() -> None:
-    banned = re.compile(r"\bpickle\b|\btorch\.load\b|\beval\(|\bexec\(|os\.system|subprocess|torch\.ao\b|NotImplementedError|\bTODO\b")
+    banned = re.compile(
+        r"\bpickle\b|\btorch\.load\b|\beval\(|\bexec\(|os\.system|subprocess|torch\.ao\b|NotImplementedError|\bTODO\b"
+    )
     for path in FILES:
         found = [line for line in path.read_text().splitlines() if banned.search(line.replace(".eval(", ""))]
         assert not found, f"{path}: {found}"

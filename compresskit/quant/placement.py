@@ -8,10 +8,11 @@ groups          values that a concat joins must share their numbers
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from compresskit.graph import Node, aten, module_path, parameter_name
 from compresskit.quant.fold import CONVS, TRANSPOSED
@@ -134,7 +135,7 @@ class _Placer:
 
     def run(self) -> Placement:
         for node in self.graph.nodes:
-            if node.op == "call_function" and _is_float_tensor(node):
+            if node.op == "call_function" and node.target is not operator.getitem and _is_float_tensor(node):
                 self._visit(node)
         numbers: dict[Node, int] = {}
         points = []
@@ -266,7 +267,8 @@ def _fusible(node: Node) -> bool:
 
 def _is_float_tensor(node: Node) -> bool:
     value = node.meta.get("val")
-    return hasattr(value, "is_floating_point") and value.is_floating_point()
+    parts = value if isinstance(value, tuple | list) else [value]
+    return any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
 
 
 def _is_global(node: Node) -> bool:

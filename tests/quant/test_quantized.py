@@ -23,7 +23,7 @@ from compresskit.quant import X86, Integer, Quantized, Target, prepare_qat, quan
 from compresskit.quant.fold import fold_batchnorm_
 
 
-@pytest.mark.parametrize("kind", [k for k in NETWORKS if k is not networks.Unknown], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
 def test_exported_equals_simulated(kind, tmp_path) -> None:
     model = build(kind)
     quantized = quantize_static(model, [image(16) for _ in range(3)])
@@ -38,7 +38,9 @@ def test_exported_equals_simulated(kind, tmp_path) -> None:
     assert noise > 20, f"only {noise:.1f} dB"
 
 
-@pytest.mark.parametrize("kind", [networks.Chain, networks.Residual, networks.PaddedShortcut, networks.Depthwise, networks.Concat])
+@pytest.mark.parametrize(
+    "kind", [networks.Chain, networks.Residual, networks.PaddedShortcut, networks.Depthwise, networks.Concat]
+)
 def test_everything_runs_in_integers(kind, tmp_path) -> None:
     quantized = quantize_static(build(kind), [image(16)])
     ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
@@ -100,7 +102,7 @@ def test_placement_prints_and_explains() -> None:
     placement = quantize_static(build(networks.Unknown), [image(16)]).placement
     text = str(placement)
     assert "integer conv" in text
-    assert "float: no rule for aten.cumprod" in text
+    assert "float: no rule for aten.sort" in text
     assert "a.0" in text
 
 
@@ -175,7 +177,10 @@ def test_qat_under_every_precision(policy, tmp_path) -> None:
 
 def test_two_inputs_and_a_dict(tmp_path) -> None:
     model = networks.TwoInputs().eval()
-    for example in ((torch.randn(4, 3, 16, 16), torch.randn(4, 8)), {"numbers": torch.randn(4, 8), "image": torch.randn(4, 3, 16, 16)}):
+    for example in (
+        (torch.randn(4, 3, 16, 16), torch.randn(4, 8)),
+        {"numbers": torch.randn(4, 8), "image": torch.randn(4, 3, 16, 16)},
+    ):
         quantized = quantize_static(model, [example])
         path = ck.export_onnx(quantized, tmp_path / "q.onnx", example)
         runtime = session(path)

@@ -1,0 +1,93 @@
+"""Recipes and the README run, in a tiny mode, as a user would start them."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.py") if p.name != "vision.py")
+
+
+def start(name, *args, timeout=600):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / name), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def finished(process, out, stages):
+    assert process.returncode == 0, process.stderr[-3000:]
+    table = process.stdout.splitlines()
+    assert table[0].startswith("stage")
+    assert process.stdout.count(" yes") == stages
+    assert f"model: {out / 'model.onnx'}" in process.stdout
+    assert len(json.loads((out / "report.json").read_text())["rows"]) == stages
+    assert "%|" not in process.stderr  # no progress bars where there is no terminal
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help(name) -> None:
+    process = start(name, "--help")
+    assert process.returncode == 0, process.stderr
+    options = re.findall(r"^  (--?\w.*)$", process.stdout, re.M)
+    assert len(options) >= 4
+    source = (ROOT / "recipes" / name).read_text()
+    assert source.count("add_argument(") == source.count("help=")
+
+
+def test_digits(tmp_path) -> None:
+    out = tmp_path / "run"
+    finished(start("digits.py", "--epochs", 1, "--out", out), out, 4)
+
+
+def test_mnist(tmp_path) -> None:
+    """On files in MNIST's own format, made here."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 256), ("t10k", 100)):
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        images = (rng.random((count, 28, 28)) * 60 + labels[:, None, None] * 19).astype(np.uint8)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, count, 28, 28) + images.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
+    out = tmp_path / "run"
+    finished(start("mnist.py", "--data", tmp_path, "--epochs", 1, "--out", out), out, 3)
+
+
+def test_cifar10(tmp_path) -> None:
+    """On an image folder made here."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 13), ("test", 6)):
+        for label in range(10):
+            folder = tmp_path / "data" / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = (rng.random((32, 32, 3)) * 60 + label * 19).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    out = tmp_path / "run"
+    finished(start("cifar10_resnet.py", "--data", tmp_path / "data", "--epochs", 1, "--out", out), out, 3)
+    weights = out / "1-train" / "model.safetensors"
+    again = tmp_path / "again"
+    finished(start("cifar10_resnet.py", "--data", tmp_path / "data", "--from", weights, "--epochs", 1, "--out", again), again, 3)
+
+
+def test_readme_blocks_run(tmp_path) -> None:
+    """Every Python block of the README, one after another, in one process and a folder of its own."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+    process = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
