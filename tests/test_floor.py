@@ -21,7 +21,6 @@ from compresskit.errors import CheckpointError, DataError, ModelError, SettingEr
 from compresskit.graph import capture
 from compresskit.task import describe, first_tensor
 
-
 # -- task
 
 

@@ -1,6 +1,6 @@
 """The digits chain over several seeds: size, latency and metric of the int8 file against the fp32 file it started from.
 
-Writes `digits.json` and `digits.md` beside this file. Latencies are medians in ONNX Runtime, one thread, batch 1, the files of
+Writes `digits_chain.json` and `digits_chain.md` beside this file. Latencies are medians in ONNX Runtime, one thread, batch 1, the files of
 a run measured in turn.
 """
 
@@ -50,8 +50,8 @@ def main() -> None:
         for row in rows:
             smaller, faster = rows[0]["bytes"] / row["bytes"], rows[0]["latency_ms"] / row["latency_ms"]
             lines.append(
-                f"| {seed} | {row['stage']} | {row['metric']:.4f} | {row['parameters']} | {row['bytes'] / 1024:.1f} | {smaller:.1f}x"
-                f" | {row['latency_ms']:.3f} | {faster:.2f}x | {row['verified']} |"
+                f"| {seed} | {row['stage']} | {row['metric']:.4f} | {row['parameters']} | {row['bytes'] / 1024:.1f}"
+                f" | {smaller:.1f}x | {row['latency_ms']:.3f} | {faster:.2f}x | {row['verified']} |"
             )
     last = [(rows[0], rows[-1]) for rows in runs]
     mean = {
@@ -62,8 +62,8 @@ def main() -> None:
     }
     lines += ["", f"Mean of {len(runs)} seeds: {mean['smaller']:.1f}x smaller, {mean['faster']:.2f}x faster, metric"
               f" {mean['metric_first']:.4f} -> {mean['metric_last']:.4f}. {versions}"]  # fmt: skip
-    (HERE / "digits.json").write_text(json.dumps({"versions": versions, "mean": mean, "runs": runs}, indent=1) + "\n")
-    (HERE / "digits.md").write_text("\n".join(lines) + "\n")
+    (HERE / "digits_chain.json").write_text(json.dumps({"versions": versions, "mean": mean, "runs": runs}, indent=1) + "\n")
+    (HERE / "digits_chain.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -1,0 +1,108 @@
+"""Real models and real data. `COMPRESSKIT_DATA` names a folder with `MNIST/raw`, `cifar10_resnet/` and an unpacked `cifar10/`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+
+pytestmark = [pytest.mark.slow]
+DATA = Path(os.environ.get("COMPRESSKIT_DATA", "data"))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+
+def proof_of(recipe, tmp_path, *args):
+    out = tmp_path / "run"
+    subprocess.run([sys.executable, str(ROOT / "recipes" / recipe), "--out", str(out), *args], check=True)
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    return rows, json.loads((out / rows[-1]["stage"] / "verify.json").read_text())
+
+
+def agrees(proof) -> None:
+    for level in ("plain", "optimized"):
+        assert proof[level]["agreement"] >= 0.995
+    assert proof["plain"]["largest"] <= 2
+
+
+def test_digits(tmp_path) -> None:
+    rows, proof = proof_of("digits.py", tmp_path)
+    agrees(proof)
+    assert rows[0]["bytes"] / rows[-1]["bytes"] >= 10
+    assert rows[-1]["latency_ms"] < rows[0]["latency_ms"]
+    assert rows[-1]["metric"] >= rows[0]["metric"] - 0.01
+    assert all(row["verified"] for row in rows)
+
+
+@pytest.mark.skipif(not (DATA / "MNIST").is_dir(), reason="no MNIST")
+def test_mnist(tmp_path) -> None:
+    rows, proof = proof_of("mnist.py", tmp_path, "--data", str(DATA), "--epochs", "1")
+    agrees(proof)
+    assert rows[-1]["metric"] > 0.98
+
+
+def settled(model: nn.Module, size: int) -> nn.Module:
+    """BatchNorm statistics of random images, so that an untrained network's activations have a sane size."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        for _ in range(4):
+            model.train()(torch.randn(8, 3, size, size))
+    return model.eval()
+
+
+def test_resnet18_runs_in_integers(tmp_path) -> None:
+    import torchvision
+
+    model = settled(torchvision.models.resnet18(), 224)
+    x = (torch.randn(8, 3, 224, 224),)
+    quantized = ck.quant.quantize_static(model, [x])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", x)
+    audit = ck.audit(path)
+    assert audit.operators["Conv"] == (20, 20)
+    assert audit.operators["Add"] == (8, 8)
+    assert audit.operators["Gemm"] == (1, 1)
+    fast, slow = ck.latency([path, ck.export_onnx(model, tmp_path / "f.onnx", x)], (x[0][:1],), seconds=3)
+    assert fast < 0.5 * slow
+
+
+@pytest.mark.skipif(not (DATA / "cifar10_resnet").is_dir(), reason="no trained CIFAR networks")
+def test_resnet20_runs_in_integers(tmp_path) -> None:
+    from safetensors.torch import load_file
+    from vision import CifarResNet
+
+    model = CifarResNet(20)
+    model.load_state_dict(load_file(next((DATA / "cifar10_resnet").glob("resnet20-jpeg*.safetensors"))))
+    x = (torch.randn(64, 3, 32, 32),)
+    path = ck.export_onnx(ck.quant.quantize_static(model.eval(), [x]), tmp_path / "q.onnx", x)
+    audit = ck.audit(path)
+    assert audit.operators["Conv"] == (19, 19)
+    assert audit.operators["Add"] == (9, 9)
+    assert audit.operators["Gemm"] == (1, 1)
+    assert audit.conversions == 1
+
+
+ZOO = """resnet18 mobilenet_v2 mobilenet_v3_small shufflenet_v2_x0_5 densenet121 squeezenet1_1 efficientnet_b0
+ regnet_y_400mf mnasnet0_5 vgg11_bn""".split()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_torchvision_prunes(name) -> None:
+    import torchvision
+
+    model = settled(torchvision.models.get_model(name), 64)
+    x = (torch.randn(2, 3, 64, 64),)
+    before = ck.count_macs(model, x)
+    plan = ck.prune.plan_channels(model, x, macs=0.6)
+    ck.prune.apply_(model, plan)
+    assert ck.count_macs(model, x) <= 0.6 * before
+    model.train()(x[0].repeat(2, 1, 1, 1)).sum().backward()
