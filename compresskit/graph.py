@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.surgery import mode
-from compresskit.task import Inputs, call
+from compresskit.task import Inputs, call, first_rows, shapes_of
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class Captured:
 
     module: GraphModule of functional ATen operators; called like the model (same arguments, same output structure).
     prefix: dotted path of the captured submodule in the user's model, "" for the whole of it.
-    example: the inputs it was captured with (batch >= 2).
+    example: the inputs it was captured with, two rows of each.
     inputs: one name for each tensor input, in the order of the placeholders.
     shapes: concrete shape of every tensor-valued node for `example`.
     dynamic: whether the first dimension of the inputs may vary.
@@ -83,7 +83,7 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
         check_runs(model, example)
         if inside is not None:
             model, example = _inputs_of(model, example, inside)
-        example = _at_least_two(example)
+        example = first_rows(_at_least_two(example), 2)
         program = _export(model, example, dynamic_batch)
         module = program.module()
         if _mutates_a_view(module.graph):
@@ -102,9 +102,8 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
         with torch.no_grad(), mode(model, training=False):
             call(model, example)
     except Exception as error:
-        shapes = [tuple(v.shape) for v in pytree.tree_leaves(example) if isinstance(v, Tensor)]
         raise ModelError(
-            f"{type(model).__name__} does not run on the example (inputs of shape {shapes}): {_first_line(error)}"
+            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}): {_first_line(error)}"
         ) from error
 
 

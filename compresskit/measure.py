@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
 from compresskit.surgery import mode
-from compresskit.task import Inputs, Task, batch_size, call
+from compresskit.task import Inputs, Task, batch_size, call, shapes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,13 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
     with torch.no_grad(), context:
         for batch in tqdm(task.batches("val"), total=total, desc=label, disable=None, leave=False):
             inputs, target = task.split(batch)
-            predictions = task.predict(call(model, inputs)).float()
+            try:
+                predictions = task.predict(call(model, inputs)).float()
+            except RuntimeError as error:
+                raise DataError(
+                    f"validation data: the model does not run on a batch with inputs of shape {shapes_of(inputs)}:"
+                    f" {str(error).strip().splitlines()[0]}"
+                ) from error
             if running is not None:
                 running.update(predictions, target)
             else:
@@ -106,15 +112,6 @@ def numpy_inputs(session: Any, inputs: Inputs) -> dict[str, np.ndarray]:
     if len(tensors) != len(names):
         raise DataError(f"the file wants inputs {names}, got {len(tensors)} tensors")
     return {name: value.detach().cpu().numpy() for name, value in zip(names, tensors, strict=True)}
-
-
-def one_sample(inputs: Inputs) -> Inputs:
-    """The first row of every tensor."""
-
-    def first(value: Any) -> Any:
-        return value[:1] if isinstance(value, Tensor) and value.ndim else value
-
-    return {k: first(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(first(v) for v in inputs)
 
 
 def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool = True) -> Any:

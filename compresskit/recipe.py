@@ -27,7 +27,7 @@ from compresskit.checkpoint import FORMAT, atomic, read_json, write_json
 from compresskit.errors import CheckpointError, ExportError, ModelError, SettingError, StageOrderError
 from compresskit.export.onnx import export_onnx
 from compresskit.export.verify import Verification, verify_onnx
-from compresskit.graph import check_runs
+from compresskit.graph import capture, check_runs
 from compresskit.measure import (
     Row,
     count_macs,
@@ -36,13 +36,13 @@ from compresskit.measure import (
     evaluate,
     latency,
     numpy_inputs,
-    one_sample,
     session,
 )
 from compresskit.report import read_row, table, write_report
 from compresskit.store import load, save
 from compresskit.surgery import frozen_copy, structure
-from compresskit.task import PROPERTIES, Stage, Task, describe
+from compresskit.task import PROPERTIES, Stage, Task, call, describe, first_rows
+from compresskit.train import supervised_loss
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,9 @@ class Recipe:
         `model.rejected.onnx`.
         """
         out = Path(out)
-        check_runs(model, task.example())
         if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
             raise ModelError("the model is quantized already; start from the float model it came from")
-        task.length("val")
+        rehearse(model, task)
         names = [f"{i}-{type(stage).__name__.lower()}" for i, stage in enumerate(self.stages, 1)]
         keys = self._keys(model)
         _claim(out, {"format": FORMAT, "stages": self.describe(), "seed": self.seed, "model": type(model).__name__}, names)
@@ -161,7 +160,7 @@ class Recipe:
     def _finish(self, model: nn.Module, task: Task, out: Path, names: list[str], rows: list[Row]) -> Result:
         files = [out / name / "model.onnx" for name in names]
         have = [i for i, file in enumerate(files) if file.exists()]
-        times = latency([files[i] for i in have], one_sample(task.example()))
+        times = latency([files[i] for i in have], first_rows(task.example(), 1))
         for i, milliseconds in zip(have, times, strict=True):
             rows[i] = replace(rows[i], latency_ms=milliseconds, bytes=_bytes(files[i]))
         write_report(out / "report.json", rows, stages=self.describe(), torch=torch.__version__)
@@ -180,6 +179,28 @@ class Recipe:
             digest.update(json.dumps(record, sort_keys=True).encode())
             keys.append(digest.hexdigest()[:16])
         return keys
+
+
+def rehearse(model: nn.Module, task: Task) -> None:
+    """Try everything once that would otherwise fail hours later: the model, its capture, the loss and the metric on one batch.
+
+    Raises ModelError or DataError; the model is not changed.
+    """
+    for which in ("val", "train"):
+        if which == "train" and task.train is None:
+            continue
+        task.length(which)
+        inputs, target = task.split(next(iter(task.batches(which))))
+        probe = copy.deepcopy(model).to(task.device)
+        check_runs(probe, inputs)
+        with torch.no_grad():
+            predictions = task.predict(call(probe.eval(), inputs))
+            if which == "train":
+                supervised_loss(task, predictions, target)
+            elif not hasattr(task.metric, "update"):
+                task.metric(predictions, target)
+    if not hasattr(model, "deployed"):
+        capture(model, first_rows(task.example(), 2))
 
 
 def _kind(stage: Stage | None) -> str:

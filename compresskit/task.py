@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.errors import DataError, SettingError
 
@@ -114,6 +115,20 @@ def batch_size(inputs: Inputs) -> int:
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
     raise DataError(f"no tensor among the inputs of a batch, got {[type(v).__name__ for v in inputs]}")
+
+
+def first_rows(inputs: Inputs, count: int) -> Inputs:
+    """The first `count` rows of every tensor."""
+
+    def rows(value: Any) -> Any:
+        return value[:count] if isinstance(value, Tensor) and value.ndim else value
+
+    return {k: rows(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(rows(v) for v in inputs)
+
+
+def shapes_of(inputs: Any) -> list[tuple[int, ...]]:
+    """Shapes of the tensors among the inputs, for messages."""
+    return [tuple(v.shape) for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from compresskit import mixed
-from compresskit.errors import DataError, ModelError, SettingError, TrainingError
-from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels
+from compresskit.errors import CompressError, DataError, ModelError, SettingError, TrainingError
+from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels, shapes_of
 
 Schedule = Callable[[float], float]
 
@@ -175,7 +175,13 @@ def fit_(
 
 
 def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, where: str) -> Tensor:
-    losses = goal(run, batch)
+    try:
+        losses = goal(run, batch)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        if isinstance(error, CompressError):
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first}") from error
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if not math.isfinite(total.item()):
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))

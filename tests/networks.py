@@ -161,7 +161,7 @@ class TwoInputs(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.head = conv(3, 16), nn.Linear(8, 16), nn.Linear(32, 10)
+        self.a, self.b, self.head = nn.Sequential(conv(3, 16), conv(16, 16)), nn.Linear(8, 16), nn.Linear(32, 10)
 
     def forward(self, image, numbers):
         both = torch.cat([self.a(image).mean((2, 3)), F.relu(self.b(numbers))], 1)

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import networks
@@ -17,7 +18,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import recipe as engine
-from compresskit.errors import CheckpointError, ExportError, ModelError, SettingError, StageOrderError
+from compresskit.errors import CheckpointError, DataError, ExportError, ModelError, SettingError, StageOrderError
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {
@@ -236,6 +237,19 @@ def test_bad_recipes(tmp_path) -> None:
         ck.Recipe(ck.Prune(macs=0.5)).run(quantized, task, tmp_path / "run")
     with pytest.raises(ModelError, match="does not run on the example"):
         ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(3, 4), task, tmp_path / "run")
+    recipe = ck.Recipe(ck.Train(epochs=1))
+    x, y = images_task(ck, samples=64).train[0]
+    for which in ("train", "val"):
+        bad = replace(task, **{which: [(x, y + 5)]})
+        with pytest.raises(DataError, match=f"{'training' if which == 'train' else 'validation'} data: .*got 1"):
+            recipe.run(networks.Residual(), bad, tmp_path / "run")
+
+    class Branch(networks.Chain):
+        def forward(self, x):
+            return super().forward(x if float(x.detach().sum()) > 0 else -x)
+
+    with pytest.raises(ModelError, match="(?s)Branch cannot be captured.*inside="):
+        recipe.run(Branch(), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -275,3 +289,23 @@ def test_newer_formats_and_other_models(finished, tmp_path) -> None:
     (tmp_path / "stage" / "structure.json").write_text(json.dumps({"format": 1, "kind": "quantized"}))
     with pytest.raises(CheckpointError, match="not the record of a quantized model"):
         ck.load(networks.Residual(), tmp_path / "stage")
+
+
+def test_dict_batches_two_inputs_and_a_dict_of_outputs(tmp_path) -> None:
+    y = torch.arange(64) % 4
+    batch = {"image": torch.randn(64, 3, 16, 16) + y.view(-1, 1, 1, 1), "numbers": torch.randn(64, 8), "labels": y}
+    batches = [{k: v[i : i + 32] for k, v in batch.items()} for i in (0, 32)]
+    recipe = ck.Recipe(
+        ck.Train(epochs=20, optimizer=ADAM),
+        ck.Distill(epochs=1, student=networks.TwoInputs, optimizer=ADAM),
+        ck.Prune(macs=0.7, round_to=4, finetune=ck.Train(epochs=20, optimizer=ADAM, objective=ck.imitate())),
+        ck.QAT(epochs=1, objective=ck.imitate()),
+    )
+    task = ck.Task(train=batches, val=batches)
+    result = recipe.run(networks.TwoInputs(), task, tmp_path / "run")
+    assert all(row.verified for row in result.rows)
+    assert result.rows[0].metric > 0.9
+    assert result.rows[-1].metric > 0.5  # 40 steps from scratch, cut and rounded; chance is 0.25
+    assert ck.audit(result.onnx).share == 1.0
+    again = recipe.run(networks.TwoInputs(), task, tmp_path / "run")
+    assert [row.metric for row in again.rows] == [row.metric for row in result.rows]

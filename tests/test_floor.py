@@ -176,7 +176,7 @@ def test_capture_inside() -> None:
 
     captured = capture(Outer(), image(3), inside="backbone")
     assert captured.prefix == "backbone"
-    assert captured.shapes[captured.inputs[0]] == (3, 3, 16, 16)
+    assert captured.shapes[captured.inputs[0]] == (2, 3, 16, 16)
     with pytest.raises(ModelError, match=r"has no such module; its own are \['backbone'\]"):
         capture(Outer(), image(3), inside="neck")
 
@@ -287,6 +287,17 @@ def test_labels_outside_the_classes() -> None:
     x, y = torch.randn(8, 4), torch.arange(8)
     with pytest.raises(DataError, match=r"training data: the model has 3 classes, so labels must be 0\.\.2, got 7"):
         ck.Train(epochs=1)(nn.Linear(4, 3), ck.Task(train=[(x, y)], val=[(x, y)]))
+
+
+def test_a_batch_of_another_shape() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    task = ck.Task(train=[(x, y), (torch.randn(8, 5), y)], val=[(torch.randn(8, 5), y)])
+    with pytest.raises(
+        TrainingError, match=r"epoch 1, batch 2: the loss cannot be computed \(tensors of shape \[\(8, 5\), \(8,\)\]\)"
+    ):
+        ck.Train(epochs=1)(nn.Linear(4, 3), task)
+    with pytest.raises(DataError, match=r"validation data: the model does not run on a batch with inputs of shape \[\(8, 5\)\]"):
+        ck.evaluate(nn.Linear(4, 3), task)
 
 
 def test_a_loader_that_changes_its_length() -> None:
