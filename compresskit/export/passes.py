@@ -102,19 +102,23 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
     count = len(move.inputs) if move.op_type == "Concat" else 1
     sources = [_dequantize_before(value) for value in move.inputs[:count]]
     first = sources[0]
-    if first is None or any(s is None or not _same_numbers(first, s) for s in sources) or len(move.outputs) != 1:
+    if first is None or any(s is None or not _same_numbers(first, s) for s in sources):
         return
     scale, zero_point = first.inputs[1], first.inputs[2] if len(first.inputs) > 2 else None
-    if scale is None or zero_point is None:
+    if scale is None or zero_point is None or (len(move.outputs) > 1 and move.op_type != "Split"):
         return
     others = list(move.inputs[count:])
     if move.op_type == "Pad" and not _pad_with(graph, move, others, zero_point):
         return
     integers = [s.inputs[0] for s in sources if s is not None]
-    early = ir.Node("", move.op_type, [*integers, *others], move.attributes, name=move.name)
-    early.outputs[0].shape, early.outputs[0].type = move.outputs[0].shape, zero_point.type
-    late = ir.Node("", "DequantizeLinear", [early.outputs[0], scale, zero_point])
-    _replace(graph, move, [early, late], late.outputs[0])
+    early = ir.Node("", move.op_type, [*integers, *others], move.attributes, num_outputs=len(move.outputs), name=move.name)
+    late = []
+    for narrow, wide in zip(early.outputs, move.outputs, strict=True):
+        narrow.shape, narrow.type = wide.shape, zero_point.type
+        late.append(ir.Node("", "DequantizeLinear", [narrow, scale, zero_point]))
+        late[-1].outputs[0].shape, late[-1].outputs[0].type = wide.shape, wide.type
+    results = [node.outputs[0] for node in late]
+    ir.convenience.replace_nodes_and_values(graph, move, [move], [early, *late], list(move.outputs), results)
 
 
 def _shield(graph: ir.Graph, layer: ir.Node) -> None:

@@ -12,20 +12,19 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.graph import Captured, Node, capture, parameter_name
+from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import fold_batchnorm_
 from compresskit.quant.observers import Observer
 from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.quantizer import (
     ActivationQuantizer,
     BiasQuantizer,
-    DeployedActivation,
     Quantizer,
     WeightQuantizer,
-    deployed_bias,
-    deployed_weight,
 )
+from compresskit.quant.rewrite import rewrite_
 from compresskit.quant.targets import Target
-from compresskit.surgery import get_tensor, structure
+from compresskit.surgery import structure
 from compresskit.task import Inputs, call
 
 
@@ -96,26 +95,8 @@ class Quantized(nn.Module):
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
-        body = copy.deepcopy(self.body).eval()
-        calls = [node for node in body.graph.nodes if node.op == "call_module"]
-        quantizers = {node: body.get_submodule(node.target) for node in calls}
-        for node, quantizer in quantizers.items():
-            values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
-            if isinstance(quantizer, ActivationQuantizer):
-                body.add_submodule(node.target, DeployedActivation(quantizer))
-                continue
-            if isinstance(quantizer, WeightQuantizer):
-                body.add_submodule(node.target, deployed_weight(quantizer, *values))
-            elif isinstance(quantizer, BiasQuantizer):
-                body.add_submodule(node.target, deployed_bias(quantizer, *values))
-            node.args = ()
-        body.graph.eliminate_dead_code()
-        for node in reversed(list(body.graph.nodes)):
-            if node.op == "get_attr" and not node.users:
-                body.graph.erase_node(node)
-        body.recompile()
-        body.delete_all_unused_submodules()
-        return body
+        hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
+        return deploy(self.body, hardsigmoids)
 
 
 def build(
@@ -131,6 +112,7 @@ def build(
     captured = capture(copy.deepcopy(model), example)
     body = captured.module
     fold_batchnorm_(body)
+    rewrite_(body, target)
     placement = place(body.graph, target, skip=skip)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
@@ -149,7 +131,7 @@ def insert_(body: fx.GraphModule, placement: Placement, target: Target, observer
         if point.group not in shared:
             name = f"quantizers.{point.node}"
             clamp = _common_clamp([p for p in placement.points if p.group == point.group])
-            shared[point.group] = (name, ActivationQuantizer(target.activations, observer(), clamp))
+            shared[point.group] = (name, ActivationQuantizer(target.activations, observer(), clamp, point.anchor))
             body.add_submodule(name, shared[point.group][1])
         name, quantizer = shared[point.group]
         new = _insert_behind(body, nodes[point.node], name, point, quantizer, integer)

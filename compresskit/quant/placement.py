@@ -39,6 +39,7 @@ KINDS: dict[Any, str] = {
     aten.adaptive_avg_pool3d.default: "mean",
     aten.mean.dim: "mean",
     aten.sigmoid.default: "sigmoid",
+    aten.hardsigmoid.default: "hardsigmoid",
     aten.batch_norm.default: "batch_norm",
     **dict.fromkeys(
         (
@@ -59,6 +60,10 @@ KINDS: dict[Any, str] = {
             aten.constant_pad_nd.default,
             aten.max_pool1d.default,
             aten.max_pool2d.default,
+            aten.chunk.default,
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            operator.getitem,
             aten.pixel_shuffle.default,
             aten.channel_shuffle.default,
         ),
@@ -74,12 +79,15 @@ class Point:
     group: points with the same number share scale and zero point.
     clamp: bounds whose work the ends of the grid do, or None.
     everywhere: all readers see the rounded value, because the runtime never computes another; else only integer ones.
+    anchor: a number that must lie on the grid, on both sides of 0, or None. A hardsigmoid then needs no arithmetic: its result
+        is the same integers, clipped, read with another zero point and a sixth of the scale.
     """
 
     node: str
     group: int
     clamp: tuple[float, float | None] | None = None
     everywhere: bool = True
+    anchor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +115,13 @@ class Placement:
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
         points = [
-            {"node": p.node, "group": p.group, "clamp": None if p.clamp is None else list(p.clamp), "everywhere": p.everywhere}
+            {
+                "node": p.node,
+                "group": p.group,
+                "clamp": None if p.clamp is None else list(p.clamp),
+                "everywhere": p.everywhere,
+                "anchor": p.anchor,
+            }
             for p in self.points
         ]
         return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
@@ -132,20 +146,20 @@ class _Placer:
         self.carried: dict[Node, str] = {}
         self.rounded: dict[Node, bool] = {}  # value -> everywhere
         self.group: dict[Node, Node] = {}  # union-find over rounded values
+        self.anchored: set[Node] = set()
 
     def run(self) -> Placement:
         for node in self.graph.nodes:
-            if node.op == "call_function" and node.target is not operator.getitem and _is_float_tensor(node):
+            if node.op == "call_function" and _is_float_tensor(node):
                 self._visit(node)
         numbers: dict[Node, int] = {}
         points = []
         for node in self.graph.nodes:
             if node in self.rounded:
                 number = numbers.setdefault(self._root(node), len(numbers))
-                points.append(
-                    Point(node=node.name, group=number, clamp=_bounds(node) if self._fused(node) else None,
-                          everywhere=self.rounded[node])
-                )  # fmt: skip
+                clamp = _bounds(node) if self._fused(node) else None
+                anchor = 3.0 if self._root(node) in {self._root(a) for a in self.anchored} else None
+                points.append(Point(node=node.name, group=number, clamp=clamp, everywhere=self.rounded[node], anchor=anchor))
         named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
         return Placement(
             target=self.target.name,
@@ -158,6 +172,8 @@ class _Placer:
 
     def _visit(self, node: Node) -> None:
         kind = KINDS.get(node.target, "unknown")
+        if node.target is operator.getitem and node.args[0] not in self.carried:
+            return  # one result of an operator that has had its say
         if kind == "move" or kind == "concat":
             self._carry(node, kind)
             return
@@ -170,8 +186,12 @@ class _Placer:
         rule = self.target.operators[kind]
         self.integer[node] = kind
         for value in self._operands(node, kind):
+            if self.integer.get(value) == "hardsigmoid":
+                continue  # it has the numbers of what it reads
             for source in self._sources(value):
                 self._round(source, everywhere=False)
+        if kind == "hardsigmoid":
+            self.anchored.add(self._root(node.args[0]))
         if rule.output:
             self._round(self._behind(node), everywhere=True)
 
@@ -193,6 +213,8 @@ class _Placer:
                 return "it scales an operand (alpha)"
         if kind == "mean" and not _is_global(node):
             return "it does not average over all spatial positions"
+        if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):
+            return "it does not stand directly behind an integer operator"
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
             return "none of its inputs is in integers"
         return None
@@ -226,12 +248,13 @@ class _Placer:
         if value in self.carried:
             inputs = value.args[0] if self.carried[value] == "concat" else [value.args[0]]
             return [s for v in inputs for s in self._sources(v)]
-        if KINDS.get(value.target) == "move" and _keeps_grid(value) and isinstance(value.args[0], fx.Node):
-            return self._sources(value.args[0])
         return [value]
 
     def _is_rounded(self, value: Node) -> bool:
-        return all(source in self.rounded for source in self._sources(value))
+        """Whether the runtime has the value in integers only."""
+        if self.integer.get(value) == "hardsigmoid":
+            return True
+        return all(self.rounded.get(source, False) for source in self._sources(value))
 
     def _round(self, value: Node, *, everywhere: bool) -> None:
         self.group.setdefault(value, value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compresskit.export.ops import dequantize_linear, quantize_linear
 from compresskit.quant.observers import MinMax, Observer
-from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
+from compresskit.quant.scheme import Scheme, affine, anchored, fake_quantize, to_integers
 
 
 class Quantizer(nn.Module):
@@ -30,15 +30,22 @@ class ActivationQuantizer(Quantizer):
     """Rounds an activation to a per-tensor grid.
 
     clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
+    anchor: a number that must lie on the grid, see `placement.Point`.
     `observing` lets its observer see what passes, and the grid follow it.
     """
 
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, scheme: Scheme, observer: Observer, clamp: tuple[float, float | None] | None = None) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        observer: Observer,
+        clamp: tuple[float, float | None] | None = None,
+        anchor: float | None = None,
+    ) -> None:
         super().__init__()
-        self.scheme, self.observer, self.clamp = scheme, observer, clamp
+        self.scheme, self.observer, self.clamp, self.anchor = scheme, observer, clamp, anchor
         self.observing = False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
@@ -57,7 +64,10 @@ class ActivationQuantizer(Quantizer):
         low, high = self.observer.range()
         if self.clamp is not None:
             low, high = low.clamp(*self.clamp), high.clamp(*self.clamp)
-        scale, zero_point = affine(low[0], high[0], self.scheme)
+        if self.anchor is None:
+            scale, zero_point = affine(low[0], high[0], self.scheme)
+        else:
+            scale, zero_point = anchored(low[0], high[0], self.scheme, self.anchor)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
@@ -66,7 +76,7 @@ class ActivationQuantizer(Quantizer):
         return f"{sign}{self.scheme.bits}, scale={self.scale.item():.4g}, zero_point={self.zero_point.item()}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
-        new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp)
+        new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor)
         new.observing, new.enabled = self.observing, self.enabled
         new.scale, new.zero_point = self.scale.clone(), self.zero_point.clone()
         new.training = self.training
@@ -126,6 +136,29 @@ class DeployedActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return dequantize_linear(quantize_linear(x, self.scale, self.zero_point), self.scale, self.zero_point, 0)
+
+
+class DeployedHardSigmoid(nn.Module):
+    """hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1) on integers: with 3 on the grid at n steps from zero, it is the same integers,
+    clipped to [zero_point - n, zero_point + n] and read with zero point `zero_point - n` and scale / 6.
+    """
+
+    bottom: Tensor
+    top: Tensor
+
+    def __init__(self, quantizer: ActivationQuantizer) -> None:
+        super().__init__()
+        steps = int(torch.round(3.0 / quantizer.scale))
+        middle, dtype = int(quantizer.zero_point), quantizer.scheme.dtype
+        self.register_buffer("scale", quantizer.scale.clone())
+        self.register_buffer("zero_point", quantizer.zero_point.to(dtype))
+        self.register_buffer("sixth", quantizer.scale / 6)
+        self.register_buffer("bottom", torch.tensor(middle - steps, dtype=dtype))
+        self.register_buffer("top", torch.tensor(middle + steps, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = quantize_linear(x, self.scale, self.zero_point)
+        return dequantize_linear(torch.clamp(q, self.bottom, self.top), self.sixth, self.bottom, 0)
 
 
 class DeployedConstant(nn.Module):

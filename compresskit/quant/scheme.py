@@ -65,6 +65,21 @@ def affine(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     return torch.where(scale > _TINY, scale, torch.ones_like(scale)), zero_point
 
 
+def anchored(low: Tensor, high: Tensor, scheme: Scheme, anchor: float) -> tuple[Tensor, Tensor]:
+    """As `affine`, for scalars, with `anchor` and `-anchor` on the grid: the range is widened to reach down to `-anchor`, and the
+    scale is the next larger that divides it.
+
+    >>> scale, zero_point = anchored(torch.tensor(-1.0), torch.tensor(9.0), Scheme(), 3.0)
+    >>> round(3.0 / scale.item(), 4), zero_point.item()
+    (63.0, 63)
+    """
+    low, high = low.float().clamp(max=-anchor), high.float().clamp(min=anchor)
+    steps = torch.floor(anchor * (scheme.high - scheme.low) / (high - low)).clamp(min=1)
+    scale = anchor / steps
+    zero_point = (scheme.low - torch.round(low / scale)).clamp(scheme.low + steps, scheme.high - steps).to(torch.int32)
+    return scale, zero_point
+
+
 _TINY = 1e-30
 
 

@@ -13,7 +13,7 @@ class Integer:
     """How a runtime executes one kind of operator in integers.
 
     output: its result must be quantized too, at once, or the runtime computes in float after all.
-    follow: only worth it where an input is in integers already; by itself it would cost more than it saves.
+    follow: only worth it where all its inputs are in integers anyway; by itself it would cost more than it saves.
     """
 
     output: bool = True
@@ -48,5 +48,6 @@ X86 = Target(
         "avg_pool": Integer(follow=True),
         "mean": Integer(follow=True),
         "sigmoid": Integer(follow=True),
+        "hardsigmoid": Integer(output=False, follow=True),
     },
 )
