@@ -193,7 +193,55 @@ class Unknown(nn.Module):
         return self.head(torch.sort(x, dim=1).values.mean((2, 3)))
 
 
+class Mobile(nn.Module):
+    """Hardswish, SiLU, and a squeeze-and-excite gate that ends in a hardsigmoid, as in MobileNetV3."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish())
+        self.expand = nn.Sequential(nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32), nn.SiLU())
+        self.down, self.up, self.project = nn.Conv2d(32, 8, 1), nn.Conv2d(8, 32, 1), nn.Conv2d(32, 16, 1)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.expand(x)
+        y = y * F.hardsigmoid(self.up(F.relu(self.down(F.adaptive_avg_pool2d(y, 1)))))
+        return self.head((x + self.project(y)).mean((2, 3)))
+
+
+class Preactivation(nn.Module):
+    """BatchNorm before convolutions and behind a concat, which no layer can take in, as in DenseNet; a split."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm1, self.a = nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, 1, 1)
+        self.norm2, self.b, self.head = nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.cat([x, self.a(F.relu(self.norm1(x)))], 1)
+        left, right = F.relu(self.b(F.relu(self.norm2(x)))).chunk(2, 1)
+        return self.head((left + right).mean((2, 3)))
+
+
+class Tokens(nn.Module):
+    """Patches, a linear layer of three dimensions, layer norm: (N, 3, 16, 16) as 16 tokens of 48 values."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.up, self.down = nn.Linear(48, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = x.unflatten(2, (4, 4)).unflatten(4, (4, 4)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        x = self.embed(x)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return self.head(x.mean(1))
+
+
 NETWORKS = [Chain, Residual, PaddedShortcut, Depthwise, Concat, Flatten, SqueezeExcite, Shuffle, Gate, Twice, Tied, Unknown]
+NETWORKS += [Mobile, Preactivation, Tokens]
 
 
 def trained_like(model: nn.Module, example) -> nn.Module:

@@ -28,7 +28,7 @@ LAYERS = [
     {"distill", "prune", "quant"},
     {"store", "report"},
     {"recipe"},
-    {"__init__"},
+    {"__init__", "cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -35,7 +35,7 @@ ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split G
 #: Where the weight stands among the inputs, of float and of integer kernels.
 WEIGHT = {"Conv": 1, "FusedConv": 1, "Gemm": 1, "FusedGemm": 1, "MatMul": 1, "FusedMatMul": 1, "ConvTranspose": 1}
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
-FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul"}
+FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def audit(path: str | Path) -> Audit:
 
     graph = optimized_graph(path)
     shapes = _shapes(onnx.shape_inference.infer_shapes(onnx.load(path)).graph)
-    weights = {i.name: list(i.dims) for i in graph.initializer}
+    weights = _constants(graph)
     narrow = _narrow_values(graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
     every: Counter[str] = Counter()
@@ -127,8 +127,26 @@ def _shapes(graph: Any) -> dict[str, list[int]]:
     return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
 
 
+def _constants(graph: Any) -> dict[str, list[int]]:
+    """Shapes of all constants, seen through DequantizeLinear and Transpose."""
+    shapes = {i.name: list(i.dims) for i in graph.initializer}
+    for node in graph.node:
+        shape = shapes.get(node.input[0]) if node.input else None
+        if shape is None:
+            continue
+        if node.op_type == "DequantizeLinear":
+            shapes[node.output[0]] = shape
+        elif node.op_type == "Transpose":
+            order = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(shape)))[::-1])
+            shapes[node.output[0]] = [shape[i] for i in order]
+    return shapes
+
+
 def _macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]]) -> int:
     """Multiply-accumulates for one sample of a convolution or matrix product by a constant, else 0."""
+    if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
+        size = {a.name: a.i for a in node.attribute}
+        return size["K"] * size["N"] * math.prod(shapes.get(node.output[0], [0])[1:-1])
     place = WEIGHT.get(node.op_type)
     weight = None if place is None or len(node.input) <= place else weights.get(node.input[place])
     out = shapes.get(node.output[0])

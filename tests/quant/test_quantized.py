@@ -131,6 +131,44 @@ def test_relu_is_done_by_the_grid() -> None:
     assert all(q.zero_point == 0 for q in quantized.activation_quantizers() if q.clamp)
 
 
+def test_hardsigmoid_needs_no_arithmetic(tmp_path) -> None:
+    """Its result is the integers of its input, clipped and read with other numbers: a Clip on uint8, no HardSigmoid."""
+    model = build(networks.Mobile)
+    quantized = quantize_static(model, [image(16)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert "HardSigmoid" not in kinds
+    assert "HardSwish" not in kinds
+    assert kinds.count("Clip") == 2
+    audit = ck.audit(path)
+    assert audit.operators["Mul"] == (3, 3)
+    assert audit.operators["Sigmoid"] == (1, 1)
+    assert audit.conversions == 1
+    anchors = [q for q in quantized.activation_quantizers() if q.anchor]
+    assert len(anchors) == 2
+    for q in anchors:
+        steps = 3 / q.scale.item()
+        assert steps == pytest.approx(round(steps), abs=1e-4)
+        assert round(steps) <= q.zero_point.item() <= 255 - round(steps)
+    x = torch.linspace(-5, 5, 101)
+    rounded = anchors[0](x)
+    from compresskit.quant.quantizer import DeployedHardSigmoid
+
+    torch.testing.assert_close(DeployedHardSigmoid(anchors[0])(rounded), nn.functional.hardsigmoid(rounded))
+
+
+def test_linear_layers_of_three_dimensions(tmp_path) -> None:
+    model = build(networks.Tokens)
+    quantized = quantize_static(model, [image(16)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    audit = ck.audit(path)
+    assert audit.operators["MatMul"] == (3, 3), audit
+    assert audit.share == 1.0
+    assert audit.operators["LayerNormalization"] == (0, 1)
+    assert audit.operators["Add"][0] == 0  # a residual between float layers gains nothing
+    assert not any(t.data_type == onnx.TensorProto.FLOAT and len(t.dims) == 2 for t in onnx.load(path).graph.initializer)
+
+
 def test_concat_shares_a_scale() -> None:
     quantized = quantize_static(build(networks.Concat), [image(16)])
     names = [n.target for n in quantized.body.graph.nodes if n.op == "call_module"]

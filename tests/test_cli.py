@@ -1,0 +1,71 @@
+"""The command line: readable, parsable, and clear about what it cannot read."""
+
+from __future__ import annotations
+
+import json
+
+import networks
+import numpy as np
+import pytest
+from networks import build, image, images_task
+
+import compresskit as ck
+from compresskit.cli import main
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    model = build(networks.Residual)
+    plain = ck.export_onnx(model, folder / "f.onnx", image(2))
+    small = ck.export_onnx(ck.quant.quantize_static(model, [image(16)]), folder / "q.onnx", image(2))
+    return str(plain), str(small)
+
+
+def test_audit(files, capsys) -> None:
+    assert main(["audit", *files]) == 0
+    text = capsys.readouterr().out
+    assert "0.0% of the MACs in integers" in text
+    assert "100.0% of the MACs in integers" in text
+    assert main(["audit", "--json", files[1]]) == 0
+    assert json.loads(capsys.readouterr().out)[files[1]]["operators"]["Conv"] == [4, 4]
+
+
+def test_bench(files, capsys) -> None:
+    assert main(["bench", *files, "--batch", "4", "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)
+    assert list(times) == list(files)
+    assert all(t > 0 for t in times.values())
+    assert main(["bench", files[0]]) == 0
+    assert "1.000" in capsys.readouterr().out
+
+
+def test_verify(files, capsys, tmp_path) -> None:
+    assert main(["verify", files[0]]) == 0
+    assert "within a step 100.00%" in capsys.readouterr().out
+    np.savez(tmp_path / "x.npz", x=image(64)[0].numpy())
+    assert main(["verify", *files, "--inputs", str(tmp_path / "x.npz"), "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["agreement"] > 0.8
+    other = ck.export_onnx(build(networks.Chain), tmp_path / "other.onnx", image(2))
+    assert main(["verify", files[0], str(other)]) == 1
+
+
+def test_report(tmp_path, capsys) -> None:
+    ck.Recipe(ck.StaticQuant()).run(build(networks.Chain), images_task(ck, samples=64), tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "1-staticquant" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read(files, capsys, tmp_path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no")
+    np.savez(tmp_path / "x.npz", wrong=np.zeros(3))
+    for arguments, message in (
+        (["audit", str(tmp_path / "bad.onnx")], "cannot load it"),
+        (["bench", str(tmp_path / "bad.onnx")], "cannot load it"),
+        (["verify", files[0], "--inputs", str(tmp_path / "bad.onnx")], "not an npz file"),
+        (["verify", files[0], "--inputs", str(tmp_path / "x.npz")], "no array 'x'; the file wants ['x']"),
+        (["verify", files[0], files[0], files[0]], "wanted one file, or a reference and a file, got 3"),
+        (["report", str(tmp_path)], "report.json: not there"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
