@@ -9,10 +9,10 @@ Pruning reads this graph, quantization rewrites it, ONNX is written from it.
 
 from __future__ import annotations
 
-import operator
+import inspect
+import logging
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,29 +21,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
+from compresskit.normalize import Node, is_inplace, normalize_
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call, first_rows, shapes_of
-
-aten = torch.ops.aten
-
-#: An `fx.Node`. torch annotates its arguments as a union of 24 types, which every reader would have to narrow.
-Node = Any
-
-#: Operators that do nothing in eval mode; they are taken out of the graph.
-IDENTITIES = frozenset(
-    {
-        aten.dropout.default,
-        aten.dropout_.default,
-        aten.feature_dropout.default,
-        aten.alpha_dropout.default,
-        aten.contiguous.default,
-        aten.clone.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.detach_.default,
-        aten.lift_fresh_copy.default,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +93,11 @@ def _export(model: nn.Module, example: Inputs, dynamic_batch: bool) -> torch.exp
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=batch_dims(example, dim))
+            dims = batch_dims(example, dim)
+            if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values()):
+                dims = (dims,)  # forward(*args) has one parameter, a tuple
+            logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dims)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n"
@@ -184,16 +168,11 @@ def _at_least_two(example: Inputs) -> Inputs:
     return grown_example
 
 
-def _is_inplace(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.op == "call_function"
-
-
 def _mutates_a_view(graph: fx.Graph) -> bool:
     """Whether an in-place operator writes where another, later used, name may look."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if not _is_inplace(node):
+        if not is_inplace(node):
             continue
         base = node.args[0]
         if not isinstance(base, fx.Node) or base.op in ("placeholder", "get_attr") or _returns_alias(base):
@@ -208,57 +187,6 @@ def _returns_alias(node: Node) -> bool:
     if schema is None or schema.is_mutable:
         return False
     return any(r.alias_info is not None for r in schema.returns)
-
-
-def normalize_(module: fx.GraphModule) -> None:
-    """Functional operators only, no identities, no guards, `batch_norm` in its one-output form."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.op == "call_module" and "guard" in str(node.target):
-            graph.erase_node(node)
-        elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _slices_nothing(node)):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif _is_inplace(node) and (functional := _functional(node.target)) is not None:
-            node.target = functional
-        elif node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # a view may need the copy that an identity made
-        elif node.target is aten._native_batch_norm_legit_no_training.default:
-            _restore_batch_norm(graph, node)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-    if hasattr(module, "_guards_fn"):
-        delattr(module, "_guards_fn")
-    graph.lint()
-    module.recompile()
-
-
-def _functional(target: Any) -> Callable[..., Any] | None:
-    packet, overload = target.overloadpacket.__name__, target._overloadname
-    other = getattr(aten, packet.removesuffix("_"), None)
-    return getattr(other, overload, None) if packet.endswith("_") and other is not None else None
-
-
-def _slices_nothing(node: Node) -> bool:
-    given = tuple(node.args)
-    start = given[2] if len(given) > 2 else None
-    end = given[3] if len(given) > 3 else None
-    step = given[4] if len(given) > 4 else 1
-    return start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
-
-
-def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
-    *tensors, momentum, eps = node.args
-    with graph.inserting_before(node):
-        plain = graph.call_function(aten.batch_norm.default, (*tensors, False, momentum, eps, False))
-    for user in list(node.users):
-        if user.target is operator.getitem and user.args[1] == 0:
-            plain.meta = dict(user.meta)
-            user.replace_all_uses_with(plain)
-        graph.erase_node(user)
-    graph.erase_node(node)
 
 
 class _ShapeRecorder(fx.Interpreter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
 from compresskit.surgery import mode
-from compresskit.task import Inputs, Task, batch_size, call, shapes_of
+from compresskit.task import Inputs, Task, batch_size, call, call_checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +56,25 @@ def count_nonzero(model: nn.Module) -> int:
 
 
 def count_macs(model: nn.Module, inputs: Inputs) -> int:
-    """Multiply-accumulates of one sample in eval mode, half of what torch's own flop counter says."""
+    """Multiply-accumulates of one sample in eval mode, half of what torch's own flop counter says.
+
+    Fused kernels (the fast path of attention, oneDNN's LSTM) are switched off meanwhile: the counter does not see into them.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
-    with torch.no_grad(), mode(model, training=False), FlopCounterMode(display=False) as counter:
-        call(model, inputs)
+    fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set, and warn of, more than this
+    try:
+        with (
+            torch.no_grad(),
+            mode(model, training=False),
+            FlopCounterMode(display=False) as counter,
+        ):
+            call(model, inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused[0])
+        torch._C._set_mkldnn_enabled(fused[1])
     return counter.get_total_flops() // 2 // batch_size(inputs)
 
 
@@ -76,39 +92,30 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
     with torch.no_grad(), context:
         for batch in tqdm(task.batches("val"), total=total, desc=label, disable=None, leave=False):
             inputs, target = task.split(batch)
-            try:
-                predictions = task.predict(call(model, inputs)).float()
-            except RuntimeError as error:
-                raise DataError(
-                    f"validation data: the model does not run on a batch with inputs of shape {shapes_of(inputs)}:"
-                    f" {str(error).strip().splitlines()[0]}"
-                ) from error
+            predictions = task.predict(call_checked(model, inputs, "validation data")).float()
             if running is not None:
                 running.update(predictions, target)
             else:
                 kept.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
     if running is not None:
-        return float(running.compute())
-    if not kept:
+        value = float(running.compute())
+    elif not kept:
         raise DataError("Task(val=...): the loader gave no batch")
-    targets = [target for _, target in kept]
-    joined = torch.cat(targets) if isinstance(targets[0], Tensor) and targets[0].ndim else targets
-    value = float(task.metric(torch.cat([p for p, _ in kept]), joined))
-    if value != value:
-        raise DataError("the metric is nan on the validation set; look at the predictions and at Task(metric=...)")
+    else:
+        targets = [target for _, target in kept]
+        joined = torch.cat(targets) if isinstance(targets[0], Tensor) and targets[0].ndim else targets
+        value = float(task.metric(torch.cat([p for p, _ in kept]), joined))
+    if not math.isfinite(value):
+        raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
     return value
 
 
 def numpy_inputs(session: Any, inputs: Inputs) -> dict[str, np.ndarray]:
     """Name the tensors among the inputs as the ONNX Runtime session wants them."""
     names = [entry.name for entry in session.get_inputs()]
-    if isinstance(inputs, Mapping):
-        values = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
-        if set(names) <= set(values):
-            return {name: values[name].cpu().numpy() for name in names}
-        tensors = list(values.values())
-    else:
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
+    if isinstance(inputs, Mapping) and set(names) <= set(inputs):
+        return {name: inputs[name].detach().cpu().numpy() for name in names}
+    tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
     if len(tensors) != len(names):
         raise DataError(f"the file wants inputs {names}, got {len(tensors)} tensors")
     return {name: value.detach().cpu().numpy() for name, value in zip(names, tensors, strict=True)}

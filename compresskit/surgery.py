@@ -84,7 +84,9 @@ def sync_attributes_(module: nn.Module) -> None:
 def _sync_conv_(conv: nn.modules.conv._ConvNd) -> None:
     first, second = conv.weight.shape[:2]
     outputs, inputs = (second, first) if conv.transposed else (first, second)
-    if not conv.transposed and conv.groups == conv.in_channels and second == 1 and conv.groups > 1:
+    if conv.transposed and conv.groups == conv.in_channels > 1:
+        conv.groups = first
+    elif not conv.transposed and conv.groups == conv.in_channels and second == 1 and conv.groups > 1:
         # Depthwise: a group is a channel, so groups shrink with the channels; the multiplier stays.
         conv.groups = outputs // max(1, conv.out_channels // conv.groups)
     if conv.transposed:

@@ -7,6 +7,7 @@ positional arguments, or a dict of keyword arguments) and a *target*; `call(mode
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.errors import DataError, SettingError
+from compresskit.errors import CompressError, DataError, SettingError
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 Losses = dict[str, Tensor]
@@ -50,7 +51,7 @@ class Stage(Protocol):
 
 
 def accuracy(predictions: Tensor, target: Tensor) -> float:
-    """Share of rows whose largest entry along dim 1 is the target: (N, C, ...) and (N, ...) -> [0, 1]."""
+    """Share whose largest entry along dim 1 is the target: (N, C, ...) and (N, ...) -> [0, 1]; labels of -100 do not count."""
     classes = predictions.shape[1] if predictions.ndim > 1 else 0
     if classes < 2 or target.shape != predictions.shape[:1] + predictions.shape[2:]:
         raise DataError(
@@ -58,12 +59,16 @@ def accuracy(predictions: Tensor, target: Tensor) -> float:
             f" {tuple(target.shape)}; pass another metric to Task(metric=...)"
         )
     check_labels(target, classes, "validation data")
-    return (predictions.argmax(1) == target).double().mean().item()
+    counted = target != IGNORED
+    return (predictions.argmax(1) == target)[counted].double().mean().item()
+
+
+IGNORED = -100  # the label that PyTorch's losses leave out
 
 
 def check_labels(target: Tensor, classes: int, where: str) -> None:
     """Raise `DataError` unless every class index lies in [0, classes); -100 is PyTorch's "ignore" and passes."""
-    counted = target[target != -100]
+    counted = target[target != IGNORED]
     if counted.numel() == 0:
         return
     low, high = int(counted.min()), int(counted.max())
@@ -129,6 +134,17 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
 def shapes_of(inputs: Any) -> list[tuple[int, ...]]:
     """Shapes of the tensors among the inputs, for messages."""
     return [tuple(v.shape) for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
+
+
+def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
+    """`call`, with one clear `DataError` for inputs on which the model does not run."""
+    try:
+        return call(model, inputs)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        if isinstance(error, CompressError):
+            raise
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +233,17 @@ class Task:
         raise DataError("Task(val=...): the loader is empty")
 
 
+def fingerprint(value: Any) -> str:
+    """A short hash of all tensors in nested data, or of a module's state."""
+    digest = hashlib.sha256()
+    leaves = value.state_dict().values() if isinstance(value, nn.Module) else pytree.tree_leaves(value)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            digest.update(str((tuple(leaf.shape), leaf.dtype)).encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def describe(value: Any) -> Any:
     """A JSON-ready record of settings: dataclasses by field, functions by name, never a memory address.
 
@@ -240,7 +267,8 @@ def describe(value: Any) -> Any:
         return sorted(entries, key=repr) if isinstance(value, set | frozenset) else entries
     if isinstance(value, nn.Module):
         weights = sum(p.numel() for p in value.parameters())
-        return {"module": f"{type(value).__module__}.{type(value).__qualname__}", "parameters": weights}
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        return {"module": name, "parameters": weights, "state": fingerprint(value)}
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.dtype | torch.device):

@@ -75,6 +75,8 @@ class Train:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:
             raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
+        if not isinstance(self.precision, mixed.Policy):
+            raise SettingError(f"Train(precision=...): wanted a policy such as mixed.MASTER_BF16, got {self.precision!r}")
         for name in ("optimizer", "schedule"):
             if not callable(getattr(self, name)):
                 raise SettingError(f"Train({name}=...): wanted a function, got {type(getattr(self, name)).__name__}")
@@ -101,15 +103,13 @@ class Supervised:
 
 
 def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
-    """The task's loss; labels outside the classes are named instead of crashing inside the loss."""
-    if (
-        predictions.device.type == "cpu"
-        and isinstance(target, Tensor)
-        and predictions.ndim == target.ndim + 1
-        and not target.is_floating_point()
-    ):
-        check_labels(target, predictions.shape[1], "training data")
-    return task.loss(predictions, target)
+    """The task's loss; where it fails for labels outside the classes, they are named."""
+    try:
+        return task.loss(predictions, target)
+    except IndexError:
+        if isinstance(target, Tensor) and predictions.ndim == target.ndim + 1 and not target.is_floating_point():
+            check_labels(target, predictions.shape[1], "training data")
+        raise
 
 
 def bound(objective: Objective | None, model: nn.Module, task: Task) -> Objective:
@@ -154,7 +154,9 @@ def fit_(
             for epoch in range(how.epochs):
                 seen = 0
                 for seen, batch in enumerate(task.batches("train"), 1):
-                    total = _backward(run, goal, batch, how.accumulate, f"epoch {epoch + 1}, batch {seen}")
+                    start = (seen - 1) // how.accumulate * how.accumulate  # the last step of an epoch may have fewer batches
+                    together = min(how.accumulate, steps_per_epoch - start)
+                    total = _backward(run, goal, batch, together, f"epoch {epoch + 1}, batch {seen}")
                     if seen % how.accumulate == 0 or seen == steps_per_epoch:
                         for group, rate in zip(optimizer.param_groups, rates, strict=True):
                             group["lr"] = rate * how.schedule(step / steps)
@@ -171,6 +173,8 @@ def fit_(
                     )
     finally:
         run.finish()
+    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
+        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
     return model.eval()
 
 
@@ -185,7 +189,12 @@ def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, wher
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if not math.isfinite(total.item()):
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))
-    run.backward(total / accumulate)
+    try:
+        run.backward(total / accumulate)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"{where}: no gradient of the loss: {str(error).splitlines()[0]}; does Task(predict=...) detach?"
+        ) from error
     return total.detach()
 
 

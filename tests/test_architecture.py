@@ -20,13 +20,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"task"},
-    {"surgery"},
+    {"surgery", "normalize"},
     {"graph"},
     {"mixed", "measure", "checkpoint"},
     {"train"},
     {"export"},
     {"distill", "prune", "quant"},
-    {"store", "report"},
+    {"store", "report", "folder", "rehearse"},
     {"recipe"},
     {"__init__", "cli"},
 ]

@@ -17,8 +17,8 @@ from networks import image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit import recipe as engine
-from compresskit.errors import CheckpointError, DataError, ExportError, ModelError, SettingError, StageOrderError
+from compresskit import rehearse as engine
+from compresskit.errors import CheckpointError, DataError, ExportError, ModelError, SettingError, StageOrderError, TrainingError
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {
@@ -51,7 +51,7 @@ def test_legal_orders_run(order, tmp_path) -> None:
         stages[order.index("distill")] = ck.Distill(epochs=1)  # trains the quantized model itself
     task = images_task(ck, samples=64)
     result = ck.Recipe(*stages, export="last").run(networks.Residual(), task, tmp_path / "run")
-    assert len(result.rows) == 4 + (order[0] == "prune")
+    assert len(result.rows) == 4 + (order[0] in ("prune", "distill"))  # with the model that came trained
     assert result.rows[-1].verified
     assert result.onnx.exists()
     assert ck.audit(result.onnx).share == 1.0
@@ -302,10 +302,51 @@ def test_dict_batches_two_inputs_and_a_dict_of_outputs(tmp_path) -> None:
         ck.QAT(epochs=1, objective=ck.imitate()),
     )
     task = ck.Task(train=batches, val=batches)
-    result = recipe.run(networks.TwoInputs(), task, tmp_path / "run")
+    model = networks.TwoInputs()
+    result = recipe.run(model, task, tmp_path / "run")
     assert all(row.verified for row in result.rows)
     assert result.rows[0].metric > 0.9
     assert result.rows[-1].metric > 0.5  # 40 steps from scratch, cut and rounded; chance is 0.25
     assert ck.audit(result.onnx).share == 1.0
-    again = recipe.run(networks.TwoInputs(), task, tmp_path / "run")
+    again = recipe.run(model, task, tmp_path / "run")
     assert [row.metric for row in again.rows] == [row.metric for row in result.rows]
+
+
+def test_other_weights_are_told_and_other_data_runs_again(finished, tmp_path) -> None:
+    out, task, result = finished
+    shutil.copytree(out, tmp_path / "run")
+    with pytest.warns(UserWarning, match="the incoming weights are not those that this run started from"):
+        again = run(tmp_path / "run", task, model=networks.build(networks.Residual))
+    assert [r.metric for r in again.rows] == [r.metric for r in result.rows]
+    other = replace(task, metric=lambda p, t: 0.125)
+    assert {r.metric for r in run(tmp_path / "run", other).rows} == {0.125}
+
+
+def test_a_changed_stage_that_fails_loses_nothing(finished, tmp_path) -> None:
+    out, task, _ = finished
+    shutil.copytree(out, tmp_path / "run")
+    x, y = task.train[0]
+    with pytest.raises(TrainingError):
+        run(tmp_path / "run", replace(task, train=[(x, y), (x / 0, y)], metric=lambda p, t: 0.5))
+    kept = tmp_path / "run" / ".1-train.replaced"
+    assert (kept / "model.onnx").read_bytes() == (out / "1-train" / "model.onnx").read_bytes()
+
+
+def test_the_export_setting_is_no_part_of_a_stage(finished, tmp_path, monkeypatch) -> None:
+    _, task, _ = finished
+    recipe = ck.Recipe(ck.Train(epochs=1), ck.StaticQuant(), export="last")
+    model = networks.Residual()
+    recipe.run(model, task, tmp_path / "run")
+    result = ck.Recipe(*recipe.stages).run(model, task, tmp_path / "run")
+    assert all(row.verified for row in result.rows)
+
+
+def test_tuples_and_functions_that_pick_predictions(tmp_path) -> None:
+    class Pair(networks.Chain):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"features": y.mean(1), "classes": (y, y.square().mean())}
+
+    task = images_task(ck, samples=64, predict=lambda o: o["classes"][0])
+    result = ck.Recipe(ck.Train(epochs=1), ck.StaticQuant()).run(Pair(), task, tmp_path / "run")
+    assert all(row.verified for row in result.rows)

@@ -296,7 +296,7 @@ def test_a_batch_of_another_shape() -> None:
         TrainingError, match=r"epoch 1, batch 2: the loss cannot be computed \(tensors of shape \[\(8, 5\), \(8,\)\]\)"
     ):
         ck.Train(epochs=1)(nn.Linear(4, 3), task)
-    with pytest.raises(DataError, match=r"validation data: the model does not run on a batch with inputs of shape \[\(8, 5\)\]"):
+    with pytest.raises(DataError, match=r"validation data: the model does not run on inputs of shape \[\(8, 5\)\]"):
         ck.evaluate(nn.Linear(4, 3), task)
 
 

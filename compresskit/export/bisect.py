@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.export.onnx import to_program
-from compresskit.graph import Node, module_path
+from compresskit.graph import module_path
 from compresskit.measure import numpy_inputs, session
+from compresskit.normalize import Node
 from compresskit.task import Inputs
 
 FAR = 0.02  # of a value's range: rounding ties stay far below it

@@ -25,11 +25,12 @@ from compresskit.errors import DataError, ExportError
 from compresskit.export.bisect import first_disagreement
 from compresskit.measure import numpy_inputs, session
 from compresskit.surgery import mode
-from compresskit.task import Inputs, call
+from compresskit.task import Inputs, batch_size, call, call_checked
 
 #: What a file must reach. A float file: its largest error in steps. A quantized one: share of samples whose largest class
 #: agrees and share of values within two steps; or its error as a share of the error that quantization makes.
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE = 0.1, 0.98, 0.97, 0.7
+QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,10 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
-        return asdict(self) | {"passed": self.passed}
+        record = asdict(self) | {"passed": self.passed}
+        for name in ("plain", "optimized"):  # JSON has no infinity
+            record[name] = {k: v if v is None or np.isfinite(v) else None for k, v in record[name].items()}
+        return record
 
     def __str__(self) -> str:
         lines = [f"{'agrees' if self.passed else 'DISAGREES'} with its model on {self.samples} samples {self.reason}".rstrip()]
@@ -96,18 +100,17 @@ def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *
     with torch.no_grad(), mode(model, training=False):
         for inputs in tqdm(batches, desc=label, disable=None, leave=False):
             first = inputs if first is None else first
-            reference = [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor)]
-            kept[0].append([v.detach().float().cpu().numpy() for v in reference])
+            kept[0].append(_arrays(call_checked(model, inputs, "verification data")))
             if quantized:
                 rounding.append(_unrounded(model, inputs))
             for store, run in zip(kept[1:], sessions, strict=True):
                 try:
-                    store.append(run.run(None, numpy_inputs(run, inputs)))
+                    store.append([np.atleast_1d(v) for v in run.run(None, numpy_inputs(run, inputs))])
                 except DataError:
                     raise
                 except Exception as error:
                     raise ExportError(f"{path}: ONNX Runtime cannot run it: {_last_line(error)}") from error
-            samples += len(kept[0][-1][0])
+            samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
     columns = [[np.concatenate(output) for output in zip(*batched, strict=True)] for batched in kept]
@@ -119,11 +122,17 @@ def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
 
 
+def _arrays(output: Any) -> list[np.ndarray]:
+    """All tensors of an output, in order; a single number as an array of one, so that batches can be joined."""
+    tensors = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor)]
+    return [np.atleast_1d(v.detach().float().cpu().numpy()) for v in tensors]
+
+
 def _unrounded(model: Any, inputs: Inputs) -> list[np.ndarray]:
     """Outputs of a quantized model with its quantizers switched off."""
     model.enable_(False)
     try:
-        return [v.detach().float().cpu().numpy() for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor)]
+        return _arrays(call(model, inputs))
     finally:
         model.enable_(True)
 
@@ -137,8 +146,13 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[
     for wanted, got in zip(reference, outputs, strict=True):
         if wanted.shape != got.shape:
             raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
-        span = float(wanted.max() - wanted.min()) or max(1.0, float(np.abs(wanted).max()))
-        steps.append(np.abs(wanted.astype(np.float64) - got).ravel() / (span / 255))
+        finite = wanted[np.isfinite(wanted)]
+        span = float(np.ptp(finite)) if finite.size else 0.0
+        span = span or max(1.0, float(np.abs(finite).max(initial=0)))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            error = np.abs(wanted.astype(np.float64) - got)
+        error[wanted == got] = 0  # a masked logit of -inf agrees with itself
+        steps.append(error.ravel() / (span / 255))
     errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
     first, other = reference[0], outputs[0]
     classes = first.ndim > 1 and first.shape[1] > 1
@@ -153,7 +167,11 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[
 
 def _distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     """Root of the sum of squares of all differences."""
-    return float(np.sqrt(sum(np.square(x.astype(np.float64) - y).sum() for x, y in zip(a, b, strict=True))))
+    total = 0.0
+    for x, y in zip(a, b, strict=True):
+        finite = np.isfinite(x) & np.isfinite(y)
+        total += float(np.square(x[finite].astype(np.float64) - y[finite]).sum())
+    return float(np.sqrt(total))
 
 
 def _verdict(plain: Level, optimized: Level, quantized: bool) -> str:
@@ -164,6 +182,8 @@ def _verdict(plain: Level, optimized: Level, quantized: bool) -> str:
             continue
         if quantized and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
             return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
+        if quantized and level.largest > QUANTIZED_STEPS:
+            return f"{name}: the largest error is {level.largest:.3g} steps, a quantized file may have {QUANTIZED_STEPS}"
         if quantized and level.within_two < QUANTIZED_WITHIN:
             return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {QUANTIZED_WITHIN:.0%}"
     return ""

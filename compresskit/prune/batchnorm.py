@@ -7,20 +7,24 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from compresskit.errors import DataError
 from compresskit.surgery import mode
-from compresskit.task import Inputs, call
+from compresskit.task import Inputs, batch_size, call_checked
 
 
 def reestimate_batchnorm_(model: nn.Module, batches: Iterable[Inputs]) -> int:
     """Replace running means and variances by the average over batches; returns how many layers have them.
 
     Needs neither labels nor gradients. Everything but BatchNorm stays in eval mode, so dropout does not disturb. The batches
-    must be shuffled: batches of one class each give statistics of no use.
+    must be shuffled: batches of one class each give statistics of no use. Raises DataError, the statistics as they were, where
+    there is no batch.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
     if not norms:
         return 0
     momenta = [norm.momentum for norm in norms]
+    before = [{name: value.clone() for name, value in norm.named_buffers()} for norm in norms]
+    count = 0
     with torch.no_grad(), mode(model, training=False):
         for norm in norms:
             norm.reset_running_stats()
@@ -28,8 +32,15 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[Inputs]) -> int:
             norm.train()
         try:
             for inputs in batches:
-                call(model, inputs)
+                if batch_size(inputs) > 1:  # one row has no variance
+                    call_checked(model, inputs, "calibration data")
+                    count += 1
         finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
+            for norm, momentum, old in zip(norms, momenta, before, strict=True):
                 norm.momentum = momentum
+                if not count:
+                    for name, value in old.items():
+                        norm.get_buffer(name).copy_(value)
+    if not count:
+        raise DataError("re-estimating BatchNorm: no calibration batch of more than one row was given")
     return len(norms)

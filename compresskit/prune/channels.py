@@ -18,6 +18,8 @@ from compresskit.prune.plan import Line, Plan
 from compresskit.prune.prove import prove
 from compresskit.task import Inputs
 
+SLACK = 0.02  # share of the MACs by which a plan may fall below its target for the sake of aligned widths
+
 #: Gives the gradients of a batch to the model's parameters each time it is advanced.
 Backwards = Iterable[None]
 
@@ -38,7 +40,8 @@ def plan_channels(
     Args:
         model: a float model, captured in eval mode.
         example: its inputs.
-        macs: share of the multiply-accumulates that stays, in (0, 1]; the plan comes out at or just below it.
+        macs: share of the multiply-accumulates that stays, in (0, 1]; the plan comes out at or just below it, as far as the
+            widths allow.
         criterion: scores channels.
         backwards: for criteria that read gradients: makes an iterator that leaves the gradients of one batch in the
             parameters each time it is advanced. Scores are averaged over the batches.
@@ -50,6 +53,8 @@ def plan_channels(
     The plan is proved on a copy before it is handed back: removed equals zeroed, in float64. Raises SettingError for a share
     outside (0, 1], ModelError where the share cannot be reached: it says what can, and what holds the rest.
     """
+    if not callable(criterion):
+        raise SettingError(f"plan_channels(criterion=...): wanted a function such as prune.l2, got {criterion!r}")
     if not 0 < macs <= 1:
         raise SettingError(f"plan_channels(macs=...): wanted the share that stays, in (0, 1], got {macs}")
     if round_to < 1:
@@ -112,7 +117,7 @@ def _choose_(found: Found, share: float, total: int, round_to: int, name: str) -
     left = [g.scores.sort(descending=True).values.cumsum(0).flip(0) for g in found.groups]
     current = widths.macs()
     while current > share * total * (1 + 1e-9):
-        best: tuple[float, int, int, float] | None = None
+        best: tuple[float, int, int] | None = None
         for i, group in enumerate(found.groups):
             count = _steps(group, round_to)
             if group.gone + count >= group.size:
@@ -121,18 +126,25 @@ def _choose_(found: Found, share: float, total: int, round_to: int, name: str) -
             if saved <= 0:
                 continue
             # The share lost of what is left, for every layer that loses it: a residual stream is in many layers.
-            loss = group.layers * math.log(float(left[i][group.gone]) / max(float(left[i][group.gone + count]), 1e-300))
+            before, after = float(left[i][group.gone]), max(float(left[i][group.gone + count]), 1e-300)
+            loss = group.layers * math.log(before / after) if before > 0 else 0.0
             # What lies below the target is given away for nothing.
             useful = min(saved, current - share * total)
             if best is None or loss / useful < best[0]:
-                best = (loss / useful, i, count, saved)
+                best = (loss / useful, i, count)
         if best is None:
             locks = "; ".join(f"{count} channels: {reason}" for reason, count in list(found.locked.items())[:6])
             raise ModelError(
                 f"{name}: wanted {share:.1%} of the MACs, only {current / total:.1%} can be reached; locked: {locks or 'none'}"
             )
-        widths.cut(found.groups[best[1]], best[2])
-        current -= best[3]
+        group, count = found.groups[best[1]], best[2]
+        # The last cut may be finer than the alignment where the target would be missed by far.
+        while count > 1 and current - widths.saving(group, count) < (share - SLACK) * total:
+            if current - widths.saving(group, count // 2) > share * total:
+                break
+            count //= 2
+        current -= widths.saving(group, count)
+        widths.cut(group, count)
 
 
 def _plan(found: Found, total: int, prefix: str) -> Plan:

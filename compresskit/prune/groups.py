@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.graph import Captured, aten, parameter_name
+from compresskit.errors import SettingError
+from compresskit.graph import Captured, parameter_name
+from compresskit.normalize import aten
 from compresskit.prune.criteria import Slices
 from compresskit.prune.walk import Walk
 from compresskit.surgery import get_tensor
@@ -54,13 +56,11 @@ class Group:
             tensor = get_tensor(model, prefix + name)
             if tensor.ndim < 2 or not isinstance(tensor, nn.Parameter):
                 continue
-            for source, into in ((tensor.detach(), rows), (tensor.grad if gradients else None, grads)):
-                if source is not None:
-                    part = source.float().movedim(dim, 0)[indices.to(source.device)].reshape(self.size, -1)
-                    into.append(part)
+            # What the loss does not reach, such as a second head, has no gradient: removing it changes nothing known.
+            grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for source, into in ((tensor.detach(), rows), (grad, grads)):
+                into.append(source.float().movedim(dim, 0)[indices.to(source.device)].reshape(self.size, -1))
             reads.append(torch.full((rows[-1].shape[1],), role == "in", device=rows[-1].device))
-        if gradients and len(grads) < len(rows):
-            grads = [torch.zeros_like(r) for r in rows]  # a frozen layer has no gradient: removing it costs nothing known
         weight = torch.cat(rows, 1)
         return Slices(weight=weight, reads=torch.cat(reads), grad=torch.cat(grads, 1) if gradients else None)
 
@@ -87,6 +87,9 @@ def find_groups(captured: Captured, model_macs: int, *, ignore: tuple[str, ...] 
     if wary:
         for labels, reason in walk.suspects:
             units.lock(labels, reason)
+    paths = [f"{captured.prefix}.{m.tensor}" if captured.prefix else m.tensor for m in units.members]
+    if unknown := [name for name in ignore if not any(path.startswith(f"{name}.") for path in paths)]:
+        raise SettingError(f"ignore={unknown}: no layer with channels stands in a module of that name")
     for member in units.members:
         path = f"{captured.prefix}.{member.tensor}" if captured.prefix else member.tensor
         if any(path.startswith(f"{name}.") for name in ignore):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compresskit.graph import Node, aten
+from compresskit.normalize import Node, aten
 from compresskit.prune.rules import Raw, Rule, overloads, rules_of
 from compresskit.prune.units import compact, nothing, spread, varying
 

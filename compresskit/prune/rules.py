@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compresskit.graph import Node, aten
+from compresskit.normalize import Node, aten
 from compresskit.prune.units import compact, nothing, spread, varying
 
 if TYPE_CHECKING:

@@ -47,7 +47,9 @@ class Prune:
     inside: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.macs <= 1:
+        if not callable(self.criterion):
+            raise SettingError(f"Prune(criterion=...): wanted a function such as prune.l2, got {self.criterion!r}")
+        if not isinstance(self.macs, int | float) or not 0 < self.macs <= 1:
             raise SettingError(f"Prune(macs=...): wanted the share of MACs that stays, in (0, 1], got {self.macs}")
         if self.round_to < 1:
             raise SettingError(f"Prune(round_to=...): wanted a whole number >= 1, got {self.round_to}")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from compresskit.graph import Captured, Node, aten, module_path
+from compresskit.graph import Captured, module_path
+from compresskit.normalize import Node, aten
 from compresskit.prune.moves import MOVES
 from compresskit.prune.rules import ARITHMETIC, Raw
 from compresskit.prune.units import Units, compact, nothing

@@ -6,7 +6,7 @@ import copy
 
 from torch import fx, nn
 
-from compresskit.graph import Node, aten
+from compresskit.normalize import Node, aten
 from compresskit.quant.quantizer import (
     ActivationQuantizer,
     BiasQuantizer,

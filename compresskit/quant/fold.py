@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.graph import Node, aten, parameter_name
+from compresskit.graph import parameter_name
+from compresskit.normalize import Node, aten
 from compresskit.surgery import get_tensor
 
 CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
@@ -25,9 +26,11 @@ def fold_batchnorm_(module: fx.GraphModule) -> int:
         if norm.target is not aten.batch_norm.default:
             continue
         layer = norm.args[0]
-        foldable = layer.target in CONVS or layer.target is aten.linear.default
+        # BatchNorm counts the channels in dim 1, which is the last of a linear layer only where there are two.
+        foldable = layer.target in CONVS or (layer.target is aten.linear.default and norm.meta["val"].ndim == 2)
         foldable = foldable or (layer.target in TRANSPOSED and (len(layer.args) < 7 or layer.args[6] == 1))
-        if foldable and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None:
+        tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
+        if foldable and tracked and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None:
             _fold(module, layer, norm)
             count += 1
     module.graph.eliminate_dead_code()
@@ -58,24 +61,26 @@ def _fold(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     folded_bias = (shift * factor + (0 if beta is None else beta.double())).to(weight.dtype)
     path = parameter_name(weight_node).rpartition(".")[0]  # type: ignore[union-attr]
     with module.graph.inserting_before(layer):
-        new_weight = _new_parameter(module, f"{path}.weight", weight_node, folded_weight)
-        new_bias = _new_parameter(module, f"{path}.bias", bias_node, folded_bias)
+        frozen = not get_tensor(module, str(parameter_name(weight_node))).requires_grad
+        new_weight = _new_parameter(module, f"{path}.weight", weight_node, folded_weight, frozen=frozen)
+        new_bias = _new_parameter(module, f"{path}.bias", bias_node, folded_bias, frozen=frozen)
     rest = tuple(layer.args[3:])
     layer.args = (layer.args[0], new_weight, new_bias, *rest)
     norm.replace_all_uses_with(layer)
     module.graph.erase_node(norm)
 
 
-def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: Tensor) -> Node:
-    """A parameter called `name` with new values; a layer used twice gets a parameter of its own for each use."""
+def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: Tensor, *, frozen: bool) -> Node:
+    """A parameter called `name` with new values; where another layer reads one of that name, a name beside it is used."""
+    read = {parameter_name(n) for n in module.graph.nodes if n is not old and n.users}
+    if old is not None and len(old.users) > 1:
+        read.add(parameter_name(old))
     path, _, leaf = name.rpartition(".")
-    holder = module.get_submodule(path)
-    shared = old is not None and len(old.users) > 1
-    count = 2
-    while shared and hasattr(holder, leaf):
-        leaf, count = f"{name.rpartition('.')[2]}_{count}", count + 1
-    setattr(holder, leaf, nn.Parameter(values))
-    return module.graph.get_attr(f"{path}.{leaf}" if path else leaf)
+    chosen, count = leaf, 2
+    while (f"{path}.{chosen}" if path else chosen) in read:
+        chosen, count = f"{leaf}_{count}", count + 1
+    setattr(module.get_submodule(path), chosen, nn.Parameter(values, requires_grad=not frozen))
+    return module.graph.get_attr(f"{path}.{chosen}" if path else chosen)
 
 
 def _drop_unused(module: fx.GraphModule) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
-from compresskit.graph import Captured, Node, capture, parameter_name
+from compresskit.graph import Captured, capture, parameter_name
+from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import fold_batchnorm_
 from compresskit.quant.observers import Observer
@@ -24,8 +25,8 @@ from compresskit.quant.quantizer import (
 )
 from compresskit.quant.rewrite import rewrite_
 from compresskit.quant.targets import Target
-from compresskit.surgery import structure
-from compresskit.task import Inputs, call
+from compresskit.surgery import get_tensor, structure
+from compresskit.task import Inputs, call_checked
 
 
 class Quantized(nn.Module):
@@ -71,10 +72,14 @@ class Quantized(nn.Module):
             quantizer.observing = True
         with torch.no_grad():
             for inputs in batches:
-                call(self, inputs)
+                call_checked(self, inputs, "calibration data")
         for quantizer in self.activation_quantizers():
             quantizer.observing = False
             quantizer.freeze_range_()
+        for node in self.body.graph.nodes:
+            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(rounding, BiasQuantizer):
+                rounding.make_room_(get_tensor(self.body, node.args[0].target))
         self.enable_()
 
     def enable_(self, on: bool = True) -> None:
@@ -168,7 +173,7 @@ def _insert_weight(body: fx.GraphModule, node: Node, target: Target, behind: dic
     weight = node.args[1]
     name = "quantizers.weight_" + str(parameter_name(weight)).replace(".", "_")
     if not hasattr(body.quantizers, name.rpartition(".")[2]):
-        body.add_submodule(name, WeightQuantizer(target.weights, 0))
+        body.add_submodule(name, WeightQuantizer(target.weights, 0, get_tensor(body, str(parameter_name(weight))).shape[0]))
     quantizer = body.get_submodule(name)
     with body.graph.inserting_before(node):
         rounded = body.graph.call_module(name, (weight,))

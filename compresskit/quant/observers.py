@@ -32,8 +32,8 @@ class MinMax:
     def update(self, values: Tensor) -> None:
         """Take in values, (channels, n)."""
         low, high = torch.aminmax(values.detach(), dim=1)
-        self.low = low if self.low is None else torch.minimum(self.low, low)
-        self.high = high if self.high is None else torch.maximum(self.high, high)
+        self.low = low if self.low is None else torch.minimum(self.low.to(low.device), low)
+        self.high = high if self.high is None else torch.maximum(self.high.to(high.device), high)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """(low, high), each (channels,)."""
@@ -55,8 +55,8 @@ class MovingAverage:
     def update(self, values: Tensor) -> None:
         """Take in values, (channels, n)."""
         low, high = torch.aminmax(values.detach(), dim=1)
-        self.low = low if self.low is None else torch.lerp(self.low, low, self.momentum)
-        self.high = high if self.high is None else torch.lerp(self.high, high, self.momentum)
+        self.low = low if self.low is None else torch.lerp(self.low.to(low.device), low, self.momentum)
+        self.high = high if self.high is None else torch.lerp(self.high.to(high.device), high, self.momentum)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """(low, high), each (channels,)."""

@@ -12,64 +12,13 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from compresskit.graph import Node, aten, module_path, parameter_name
-from compresskit.quant.fold import CONVS, TRANSPOSED
+from compresskit.errors import SettingError
+from compresskit.graph import module_path, parameter_name
+from compresskit.normalize import Node
+from compresskit.quant.kinds import KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.targets import Target
-
-KINDS: dict[Any, str] = {
-    **dict.fromkeys(CONVS, "conv"),
-    **dict.fromkeys(TRANSPOSED, "conv_transpose"),
-    aten.linear.default: "linear",
-    aten.matmul.default: "matmul",
-    aten.bmm.default: "matmul",
-    aten.add.Tensor: "add",
-    aten.mul.Tensor: "mul",
-    aten.cat.default: "concat",
-    aten.relu.default: "clamp",
-    aten.hardtanh.default: "clamp",
-    aten.relu6.default: "clamp",
-    aten.clamp.default: "clamp",
-    aten.avg_pool1d.default: "avg_pool",
-    aten.avg_pool2d.default: "avg_pool",
-    aten.avg_pool3d.default: "avg_pool",
-    aten.adaptive_avg_pool1d.default: "mean",
-    aten.adaptive_avg_pool2d.default: "mean",
-    aten.adaptive_avg_pool3d.default: "mean",
-    aten.mean.dim: "mean",
-    aten.sigmoid.default: "sigmoid",
-    aten.hardsigmoid.default: "hardsigmoid",
-    aten.batch_norm.default: "batch_norm",
-    **dict.fromkeys(
-        (
-            aten.reshape.default,
-            aten.view.default,
-            aten.flatten.using_ints,
-            aten.unflatten.int,
-            aten.permute.default,
-            aten.transpose.int,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.squeeze.default,
-            aten.unsqueeze.default,
-            aten.slice.Tensor,
-            aten.select.int,
-            aten.expand.default,
-            aten.pad.default,
-            aten.constant_pad_nd.default,
-            aten.max_pool1d.default,
-            aten.max_pool2d.default,
-            aten.chunk.default,
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-            operator.getitem,
-            aten.pixel_shuffle.default,
-            aten.channel_shuffle.default,
-        ),
-        "move",
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +84,9 @@ def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = ()) -> Pla
         target: where it will run.
         skip: dotted paths of modules whose operators stay float.
     """
+    paths = {module_path(node) for node in graph.nodes}
+    if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
+        raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
     return _Placer(graph, target, skip).run()
 
 
@@ -150,14 +102,14 @@ class _Placer:
 
     def run(self) -> Placement:
         for node in self.graph.nodes:
-            if node.op == "call_function" and _is_float_tensor(node):
+            if node.op == "call_function" and is_float_tensor(node):
                 self._visit(node)
         numbers: dict[Node, int] = {}
         points = []
         for node in self.graph.nodes:
             if node in self.rounded:
                 number = numbers.setdefault(self._root(node), len(numbers))
-                clamp = _bounds(node) if self._fused(node) else None
+                clamp = self._clamp(node)
                 anchor = 3.0 if self._root(node) in {self._root(a) for a in self.anchored} else None
                 points.append(Point(node=node.name, group=number, clamp=clamp, everywhere=self.rounded[node], anchor=anchor))
         named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
@@ -177,7 +129,7 @@ class _Placer:
         if kind == "move" or kind == "concat":
             self._carry(node, kind)
             return
-        if kind == "clamp" and node.args[0] in self.integer and _fusible(node):
+        if kind == "clamp" and self._fused(node):
             return  # rounded behind it, when its producer was visited
         reason = self._reason_to_stay_float(node, kind)
         if reason is not None:
@@ -211,7 +163,7 @@ class _Placer:
                 return "one of its operands is a constant"
             if node.kwargs.get("alpha", 1) != 1:
                 return "it scales an operand (alpha)"
-        if kind == "mean" and not _is_global(node):
+        if kind == "mean" and not is_global(node):
             return "it does not average over all spatial positions"
         if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):
             return "it does not stand directly behind an integer operator"
@@ -223,23 +175,31 @@ class _Placer:
     def _operands(node: Node, kind: str) -> list[Node]:
         if kind in ("conv", "linear"):
             return [node.args[0]]
-        return [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr" and _is_float_tensor(a)]
+        return [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr" and is_float_tensor(a)]
 
     def _carry(self, node: Node, kind: str) -> None:
         values = node.args[0] if kind == "concat" else [node.args[0]]
         known = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
         # A concat that joins mostly float values would cost more roundings than it saves bytes.
-        if sum(known) * 2 < len(known) or not any(known) or not _keeps_grid(node):
+        if sum(known) * 2 < len(known) or not any(known) or not keeps_grid(node):
             if kind == "concat":
                 self.floating[node] = "most of what it joins is float"
             return
         if any(not isinstance(v, fx.Node) or v.op == "get_attr" for v in values):
             self.floating[node] = "it joins a constant"
             return
-        self.carried[node] = kind
         sources = [s for value in values for s in self._sources(value)]
         for source in sources:
             self._round(source, everywhere=self.rounded.get(source, False))
+        if kind == "concat" and len({self._clamp(source) for source in sources}) > 1:
+            # On one grid for all, the clamps of some would have to be computed after all, in float.
+            if kind not in self.target.operators:
+                self.floating[node] = "what it joins is clamped differently"
+                return
+            self.integer[node] = kind
+            self._round(self._behind(node), everywhere=True)
+            return
+        self.carried[node] = kind
         for other in sources[1:]:
             self.group[self._root(other)] = self._root(sources[0])
 
@@ -268,44 +228,13 @@ class _Placer:
     def _behind(self, node: Node) -> Node:
         """The node itself, or the clamp that is its only reader."""
         users = list(node.users)
-        if len(users) == 1 and KINDS.get(users[0].target) == "clamp" and _fusible(users[0]):
+        if len(users) == 1 and KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
             return users[0]
         return node
 
     def _fused(self, node: Node) -> bool:
-        return KINDS.get(node.target) == "clamp" and node.args[0] in self.integer
+        """Whether the grid does this clamp's work: it is all that its integer producer feeds."""
+        return node.op == "call_function" and node.args[0] in self.integer and self._behind(node.args[0]) is node
 
-
-def _bounds(node: Node) -> tuple[float, float | None]:
-    if node.target is aten.relu.default:
-        return 0.0, None
-    low, high = (*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]) if node.target is aten.hardtanh.default else (0.0, 6.0)
-    return float(low), float(high)
-
-
-def _fusible(node: Node) -> bool:
-    """A clamp from 0 up: an unsigned grid with zero point 0 does its work."""
-    return node.target is not aten.clamp.default and _bounds(node)[0] == 0.0
-
-
-def _is_float_tensor(node: Node) -> bool:
-    value = node.meta.get("val")
-    parts = value if isinstance(value, tuple | list) else [value]
-    return any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
-
-
-def _is_global(node: Node) -> bool:
-    rank = node.args[0].meta["val"].ndim
-    if node.target is aten.mean.dim:
-        return rank > 2 and sorted(d % rank for d in node.args[1]) == list(range(2, rank))
-    size = node.args[1]
-    return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
-
-
-def _keeps_grid(node: Node) -> bool:
-    """Whether the moved values lie on the grid of the input: padding with anything but zeros does not."""
-    if node.target in (aten.pad.default, aten.constant_pad_nd.default):
-        mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
-        fill = node.args[-1] if len(node.args) > (3 if node.target is aten.pad.default else 2) else 0.0
-        return mode != "constant" or fill in (None, 0, 0.0)
-    return True
+    def _clamp(self, source: Node) -> tuple[float, float | None] | None:
+        return bounds(source) if KINDS.get(source.target) == "clamp" and self._fused(source) else None

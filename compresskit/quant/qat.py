@@ -75,8 +75,10 @@ class QAT(Train):
         )
 
         def hold(step: int, steps: int) -> None:
-            if step == int(self.freeze * steps):
+            if step >= self.freeze * steps:
                 quantized.observe_(False)
+
+        hold(0, 1)
 
         fit_(quantized, goal, self, after_step=[hold], label="QAT")
         quantized.observe_(False)

@@ -85,11 +85,18 @@ class ActivationQuantizer(Quantizer):
 
 
 class WeightQuantizer(Quantizer):
-    """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`."""
+    """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`.
 
-    def __init__(self, scheme: Scheme, axis: int) -> None:
+    floor: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
+        their grid than int32 can hold.
+    """
+
+    floor: Tensor
+
+    def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
         super().__init__()
         self.scheme, self.axis = scheme, axis
+        self.register_buffer("floor", torch.zeros(channels) if scheme.per_channel else torch.tensor(0.0))
 
     def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) for a weight, each (channels,) or a scalar."""
@@ -97,7 +104,9 @@ class WeightQuantizer(Quantizer):
         values = weight.detach().float()
         observer.update(values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1))
         low, high = observer.range()
-        return affine(low, high, self.scheme) if self.scheme.per_channel else affine(low[0], high[0], self.scheme)
+        low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
+        scale, zero_point = affine(low, high, self.scheme)
+        return torch.maximum(scale, self.floor), zero_point
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.enabled:
@@ -117,6 +126,12 @@ class BiasQuantizer(Quantizer):
     def numbers(self, weight: Tensor) -> Tensor:
         """The scale, (channels,) or a scalar."""
         return self.grid[0].scale * self.grid[1].numbers(weight)[0]
+
+    def make_room_(self, bias: Tensor) -> None:
+        """Raise the floor of the weight's scale so that this bias, and one twice as large, is an int32."""
+        activation, weight = self.grid
+        floor = bias.detach().float().abs() / (activation.scale * 2.0**30)
+        weight.floor.copy_(torch.maximum(weight.floor, floor if weight.floor.ndim else floor.max()))
 
     def forward(self, bias: Tensor, weight: Tensor) -> Tensor:
         if not self.enabled:

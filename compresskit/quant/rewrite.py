@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from compresskit.graph import Node, aten, parameter_name
+from compresskit.graph import parameter_name
+from compresskit.normalize import Node, aten
 from compresskit.quant.targets import Target
 from compresskit.surgery import get_tensor
 

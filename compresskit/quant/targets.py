@@ -45,6 +45,7 @@ X86 = Target(
         "linear": Integer(output=False),
         "add": Integer(follow=True),
         "mul": Integer(follow=True),
+        "concat": Integer(follow=True),
         "avg_pool": Integer(follow=True),
         "mean": Integer(follow=True),
         "sigmoid": Integer(follow=True),

@@ -91,7 +91,7 @@ def test_files_that_do_not_load(tmp_path) -> None:
 
 def test_bad_settings_and_places(tmp_path) -> None:
     model = build(networks.Chain)
-    with pytest.raises(SettingError, match=r"wanted 18\.\.23, got 9"):
+    with pytest.raises(SettingError, match=r"wanted 19\.\.23, got 9"):
         ck.export_onnx(model, tmp_path / "f.onnx", image(2), opset=9)
     with pytest.raises(ExportError, match="does not exist"):
         ck.export_onnx(model, tmp_path / "nowhere" / "f.onnx", image(2))

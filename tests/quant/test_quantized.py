@@ -17,8 +17,9 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.graph import aten, capture
+from compresskit.graph import capture
 from compresskit.measure import numpy_inputs, session
+from compresskit.normalize import aten
 from compresskit.quant import X86, Integer, Quantized, Target, prepare_qat, quantize_static
 from compresskit.quant.fold import fold_batchnorm_
 

@@ -1,0 +1,117 @@
+"""One form for every captured graph: functional operators, no identities, no guards, one operator for one thing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: An `fx.Node`. torch annotates its arguments as a union of 24 types, which every reader would have to narrow.
+Node = Any
+
+#: Operators that do nothing in eval mode; they are taken out of the graph.
+IDENTITIES = frozenset(
+    {
+        aten.dropout.default,
+        aten.dropout_.default,
+        aten.feature_dropout.default,
+        aten.alpha_dropout.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.detach_.default,
+        aten.lift_fresh_copy.default,
+    }
+)
+
+_PADDED_BY_NAME = {
+    aten.conv1d.padding: aten.conv1d.default,
+    aten.conv2d.padding: aten.conv2d.default,
+    aten.conv3d.padding: aten.conv3d.default,
+}
+
+
+def is_inplace(node: Node) -> bool:
+    """Whether the operator writes into an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node.op == "call_function"
+
+
+def normalize_(module: fx.GraphModule) -> None:
+    """Functional operators only, no identities, no guards, `batch_norm` in its one-output form."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_module" and "guard" in str(node.target):
+            graph.erase_node(node)
+        elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _slices_nothing(node)):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif is_inplace(node) and (functional := _functional(node.target)) is not None:
+            node.target = functional
+        elif node.target in _PADDED_BY_NAME:
+            _pad_by_numbers(graph, node)
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # a view may need the copy that an identity made
+        elif node.target is aten._native_batch_norm_legit_no_training.default:
+            _restore_batch_norm(graph, node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    if hasattr(module, "_guards_fn"):
+        delattr(module, "_guards_fn")
+    graph.lint()
+    module.recompile()
+
+
+def _functional(target: Any) -> Callable[..., Any] | None:
+    packet, overload = target.overloadpacket.__name__, target._overloadname
+    other = getattr(aten, packet.removesuffix("_"), None)
+    return getattr(other, overload, None) if packet.endswith("_") and other is not None else None
+
+
+def _slices_nothing(node: Node) -> bool:
+    given = tuple(node.args)
+    start = given[2] if len(given) > 2 else None
+    end = given[3] if len(given) > 3 else None
+    step = given[4] if len(given) > 4 else 1
+    return start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62)) and step == 1
+
+
+def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
+    *tensors, momentum, eps = node.args
+    with graph.inserting_before(node):
+        plain = graph.call_function(aten.batch_norm.default, (*tensors, False, momentum, eps, False))
+    for user in list(node.users):
+        if user.target is operator.getitem and user.args[1] == 0:
+            plain.meta = dict(user.meta)
+            user.replace_all_uses_with(plain)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _pad_by_numbers(graph: fx.Graph, node: Node) -> None:
+    """`padding="same"` or `"valid"` as numbers; where "same" is not symmetric, as a pad and a convolution without."""
+    given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
+    x, weight, bias, stride, padding, dilation, groups = given
+    spatial = weight.meta["val"].ndim - 2
+    dilations = list(dilation) if isinstance(dilation, list | tuple) else [dilation] * spatial
+    total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, weight.meta["val"].shape[2:], strict=True)]
+    sides = [n // 2 for n in total]
+    if any(n % 2 for n in total):
+        with graph.inserting_before(node):
+            around = [side for n in reversed(total) for side in (n // 2, n - n // 2)]
+            padded = graph.call_function(aten.pad.default, (x, around))
+        shape = list(x.meta["val"].shape)
+        shape[2:] = [n + t for n, t in zip(shape[2:], total, strict=True)]
+        padded.meta = {**node.meta, "val": x.meta["val"].new_empty(shape)}
+        x, sides = padded, [0] * spatial
+    node.target = _PADDED_BY_NAME[node.target]
+    strides = list(stride) if isinstance(stride, list | tuple) else [stride] * spatial
+    node.args = (x, weight, bias, strides, sides, dilations, groups)

@@ -1,0 +1,114 @@
+"""Before and after a stage: try everything once, seed, and measure what came out."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.checkpoint import FORMAT, write_json
+from compresskit.errors import CompressError, DataError, ExportError
+from compresskit.export.onnx import export_onnx
+from compresskit.export.verify import Verification, verify_onnx
+from compresskit.graph import capture, check_runs
+from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
+from compresskit.task import Inputs, Task, call, first_rows, shapes_of
+from compresskit.train import supervised_loss
+
+
+def rehearse(model: nn.Module, task: Task) -> None:
+    """Try everything once that would otherwise fail hours later: the model, its capture, the loss and the metric on one batch.
+
+    Raises ModelError or DataError; the model is not changed.
+    """
+    for which in ("val", "train", "calibration"):
+        if which != "val" and getattr(task, which) is None:
+            continue
+        task.length(which)
+        inputs, target = task.split(next(iter(task.batches(which))))
+        probe = copy.deepcopy(model).to(task.device)
+        check_runs(probe, inputs)
+        with torch.no_grad():
+            predictions = task.predict(call(probe.eval(), inputs))
+            try:
+                if which == "train":
+                    supervised_loss(task, predictions, target)
+                elif which == "val" and not hasattr(task.metric, "update"):
+                    task.metric(predictions, target)
+            except CompressError:
+                raise
+            except Exception as error:
+                what = "loss" if which == "train" else "metric"
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise DataError(
+                    f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
+                    f" {shapes_of(target) or type(target).__name__}): {first}"
+                ) from error
+    if not hasattr(model, "deployed"):
+        capture(model, first_rows(task.example(), 2))
+
+
+def seed_everything(seed: int, task: Task) -> None:
+    """Seed the global generators of torch, numpy and random, and those of the loaders themselves."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  what data loaders of users draw from
+    for loader in (task.train, task.val, task.calibration):
+        for holder in (loader, getattr(loader, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+
+
+def measure(model: nn.Module, task: Task, folder: Path, *, seconds: float, wanted: bool) -> Row:
+    """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`."""
+    path = folder / "model.onnx"
+    proof: Verification | None = None
+    executed = None
+    if wanted:
+        opset = getattr(getattr(model, "target", None), "opset", 20)
+        export_onnx(model, path, task.example(), opset=opset, metadata={"stage": folder.name})
+        proof = verify_onnx(path, model, (task.split(batch)[0] for batch in task.batches("val")))
+        write_json(folder / "verify.json", {"format": FORMAT, **proof.to_json()})
+        if not proof.passed:
+            path.replace(folder / "model.rejected.onnx")
+            raise ExportError(f"{folder / 'model.rejected.onnx'}: {proof}")
+        executed = session(path)
+    run = model if executed is None else _runner(executed, model, task.example())
+    return Row(
+        stage=folder.name,
+        metric=evaluate(run, task),
+        parameters=count_parameters(model),
+        nonzero=count_nonzero(model),
+        macs=count_macs(model, task.example()),
+        seconds=round(seconds, 2),
+        bytes=file_bytes(path) if wanted else None,
+        executed=executed is not None,
+        verified=None if proof is None else proof.passed,
+    )
+
+
+def _runner(executed: Any, model: nn.Module, example: Inputs) -> Callable[..., Any]:
+    """The session as a function that gives what the model gives: a tensor, a tuple, a dict."""
+    with torch.no_grad():
+        leaves, spec = pytree.tree_flatten(call(model, first_rows(example, 2)))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outputs = iter(executed.run(None, numpy_inputs(executed, kwargs or args)))
+        filled = [torch.from_numpy(np.asarray(next(outputs))) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(filled, spec)
+
+    return run
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes of an ONNX file, its external data included."""
+    data = path.with_name(path.name + ".data")
+    return path.stat().st_size + (data.stat().st_size if data.exists() else 0)
