@@ -1,7 +1,70 @@
 """Distillation: losses as pure functions, teachers, and the objective that joins them."""
 
-from compresskit.distill.losses import LOSSES, soft_targets
+from compresskit.distill.chunked import chunked_soft_targets
+from compresskit.distill.crd import MemoryBank, crd
+from compresskit.distill.features import (
+    attention_kl,
+    attention_scores,
+    attention_transfer,
+    cosine,
+    hcl,
+    hint,
+    relation_kl,
+)
+from compresskit.distill.logits import (
+    dist,
+    dkd,
+    hard_targets,
+    jsd,
+    kl_plus_ce,
+    label_smoothing,
+    reverse_kl,
+    soft_targets,
+    standardize,
+    standardized,
+)
+from compresskit.distill.losses import LOSSES
 from compresskit.distill.objective import DistillLoss, Imitate, imitate
+from compresskit.distill.relations import (
+    correlation_congruence,
+    info_nce,
+    pkt,
+    rkd_angle,
+    rkd_distance,
+    similarity,
+)
 from compresskit.distill.stage import Distill
 
-__all__ = ["LOSSES", "Distill", "DistillLoss", "Imitate", "imitate", "soft_targets"]
+__all__ = [
+    "LOSSES",
+    "Distill",
+    "DistillLoss",
+    "Imitate",
+    "MemoryBank",
+    "attention_kl",
+    "attention_scores",
+    "attention_transfer",
+    "chunked_soft_targets",
+    "correlation_congruence",
+    "cosine",
+    "crd",
+    "dist",
+    "dkd",
+    "hard_targets",
+    "hcl",
+    "hint",
+    "imitate",
+    "info_nce",
+    "jsd",
+    "kl_plus_ce",
+    "label_smoothing",
+    "pkt",
+    "relation_kl",
+    "reverse_kl",
+    "rkd_angle",
+    "rkd_distance",
+    "similarity",
+    "soft_targets",
+    "standardize",
+    "standardized",
+]
