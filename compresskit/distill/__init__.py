@@ -24,7 +24,7 @@ from compresskit.distill.logits import (
     standardized,
 )
 from compresskit.distill.losses import LOSSES
-from compresskit.distill.objective import DistillLoss, Imitate, imitate
+from compresskit.distill.objective import Imitate, imitate
 from compresskit.distill.relations import (
     correlation_congruence,
     info_nce,
@@ -34,6 +34,8 @@ from compresskit.distill.relations import (
     similarity,
 )
 from compresskit.distill.stage import Distill
+from compresskit.distill.taps import find_taps, tapped
+from compresskit.distill.terms import DistillLoss, Term, project
 
 __all__ = [
     "LOSSES",
@@ -41,6 +43,7 @@ __all__ = [
     "DistillLoss",
     "Imitate",
     "MemoryBank",
+    "Term",
     "attention_kl",
     "attention_scores",
     "attention_transfer",
@@ -50,6 +53,7 @@ __all__ = [
     "crd",
     "dist",
     "dkd",
+    "find_taps",
     "hard_targets",
     "hcl",
     "hint",
@@ -59,6 +63,7 @@ __all__ = [
     "kl_plus_ce",
     "label_smoothing",
     "pkt",
+    "project",
     "relation_kl",
     "reverse_kl",
     "rkd_angle",
@@ -67,4 +72,5 @@ __all__ = [
     "soft_targets",
     "standardize",
     "standardized",
+    "tapped",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from compresskit.distill.objective import imitate
+from compresskit.distill.objective import Imitate, imitate
+from compresskit.distill.terms import DistillLoss, Term, drop_adapters_
 from compresskit.errors import SettingError
 from compresskit.task import Task
 from compresskit.train import Train, fit_
@@ -21,18 +22,20 @@ class Distill(Train):
     student: a module, or a function that makes one; it takes the incoming model's place, which becomes its teacher. With
         None the incoming model is trained itself.
     teacher: None takes the incoming model where there is a student, else the task's reference.
-    temperature, weight, task_weight: see `imitate`.
+    terms, loss, temperature, weight, task_weight: see `imitate`.
     """
 
     student: nn.Module | Callable[[], nn.Module] | None = None
     teacher: nn.Module | None = None
+    terms: Sequence[Term] = ()
+    loss: DistillLoss | None = None
     temperature: float = 4.0
     weight: float = 0.9
     task_weight: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        imitate(temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
+        self.goal(self.teacher)
         if self.objective is not None:
             raise SettingError("Distill(objective=...): it is the teacher; use Train(objective=imitate(...)) for another")
 
@@ -41,8 +44,22 @@ class Distill(Train):
         if self.student is not None:
             teacher = model if teacher is None else teacher
             model = self.skeleton(model)
-        goal = imitate(teacher, temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
-        return fit_(model.to(task.device), task, self, objective=goal, label="distil")
+        model = model.to(task.device)
+        try:
+            return fit_(model, task, self, objective=self.goal(teacher), label="distil")
+        finally:
+            drop_adapters_(model)
+
+    def goal(self, teacher: nn.Module | None) -> Imitate:
+        """What is minimised."""
+        return imitate(
+            teacher,
+            terms=self.terms,
+            loss=self.loss,
+            temperature=self.temperature,
+            weight=self.weight,
+            task_weight=self.task_weight,
+        )
 
     def skeleton(self, model: nn.Module) -> nn.Module:
         """The module that is trained, before it is."""
