@@ -273,3 +273,13 @@ def crd(anchor, own, others, samples, z, temperature):
             loss -= math.log(noise / (q + noise))
         total.append(loss)
     return np.mean(total)
+
+
+def bucketed(student, teacher, k, temperature):
+    """T^2 KL after all classes but the teacher's k likeliest are put together."""
+    total = []
+    for s, t in zip(array64(student) / temperature, array64(teacher) / temperature, strict=True):
+        p, q = softmax64(t), softmax64(s)
+        top = np.argsort(-t)[:k]
+        total.append(kl64([*p[top], 1 - p[top].sum()], [*q[top], 1 - q[top].sum()]))
+    return temperature**2 * np.mean(total)

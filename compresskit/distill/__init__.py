@@ -1,5 +1,6 @@
 """Distillation: losses as pure functions, teachers, and the objective that joins them."""
 
+from compresskit.distill.cache import Cached, TopK, cache, top_k, top_soft_targets
 from compresskit.distill.chunked import chunked_soft_targets
 from compresskit.distill.crd import MemoryBank, crd
 from compresskit.distill.features import (
@@ -35,18 +36,24 @@ from compresskit.distill.relations import (
 )
 from compresskit.distill.stage import Distill
 from compresskit.distill.taps import find_taps, tapped
+from compresskit.distill.teacher import EMA, Teacher
 from compresskit.distill.terms import DistillLoss, Term, project
 
 __all__ = [
+    "EMA",
     "LOSSES",
+    "Cached",
     "Distill",
     "DistillLoss",
     "Imitate",
     "MemoryBank",
+    "Teacher",
     "Term",
+    "TopK",
     "attention_kl",
     "attention_scores",
     "attention_transfer",
+    "cache",
     "chunked_soft_targets",
     "correlation_congruence",
     "cosine",
@@ -73,4 +80,6 @@ __all__ = [
     "standardize",
     "standardized",
     "tapped",
+    "top_k",
+    "top_soft_targets",
 ]

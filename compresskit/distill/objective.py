@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compresskit.distill.cache import Cached, top_soft_targets
 from compresskit.distill.logits import soft_targets
 from compresskit.distill.taps import tapped
+from compresskit.distill.teacher import EMA, Follower, Source, Teacher
 from compresskit.distill.terms import (
     DistillLoss,
     Link,
@@ -23,9 +25,22 @@ from compresskit.distill.terms import (
     term_losses,
 )
 from compresskit.errors import ModelError, SettingError
-from compresskit.surgery import frozen_copy, mode
+from compresskit.surgery import mode
 from compresskit.task import Losses, Task, call
 from compresskit.train import supervised_loss
+
+AnyTeacher = nn.Module | EMA | Cached
+
+
+def as_source(teacher: AnyTeacher, student: nn.Module) -> Source:
+    """A model is frozen and copied, unless it is a Teacher already; a cache gives its own opinion."""
+    if isinstance(teacher, EMA):
+        return Follower(student, teacher.decay)
+    if isinstance(teacher, Teacher | Cached):
+        return teacher
+    if not isinstance(teacher, nn.Module):
+        raise SettingError(f"imitate(): wanted a model, a Teacher, an EMA or a cache, got {type(teacher).__name__}")
+    return Teacher(teacher)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +50,13 @@ class Imitate:
     What binding put on the student (adapters, if any term has one) `close()` takes off again.
     """
 
-    teacher: nn.Module | None
+    teacher: AnyTeacher | None
     loss: DistillLoss
     weight: float
     task_weight: float
     terms: tuple[Term, ...] = ()
     task: Task | None = None
+    source: Source | None = None
     student: nn.Module | None = None
     links: tuple[Link, ...] = ()
     adapters: dict[str, nn.Module] = field(default_factory=dict)
@@ -53,22 +69,19 @@ class Imitate:
         if teacher is model:
             raise SettingError("imitate(): teacher and student are one module; pass a copy of the teacher")
         drop_adapters_(model)
-        frozen = frozen_copy(teacher).to(task.device)
-        links = [replace(link, name="imitate") for link in linked([Term(self.loss, weight=self.weight)], model, frozen)]
-        links += linked(self.terms, model, frozen)
-        bound = replace(self, teacher=frozen, task=task, student=model, links=tuple(links))
+        source = as_source(teacher, model)
+        if isinstance(source, nn.Module):
+            source.to(task.device)
+        links = [replace(link, name="imitate") for link in linked([Term(self._loss(source), weight=self.weight)], model, None)]
+        links += linked(self.terms, model, source.inside)
+        bound = replace(self, source=source, task=task, student=model, links=tuple(links))
         example = task.example()
         with torch.no_grad(), mode(model, training=False):
-            try:
-                wanted, theirs = bound.see_teacher(example)
-            except (ModelError, SettingError):
-                raise
-            except Exception as error:
-                raise ModelError(f"the teacher {type(teacher).__name__} does not run on the student's inputs: {error}") from error
+            wanted, theirs = source.example(example, task, bound.taps())
             got, own = bound.see_student(model, example)
             if wanted.shape != got.shape:
                 raise ModelError(
-                    f"the teacher {type(teacher).__name__} gives predictions {tuple(wanted.shape)}, the student"
+                    f"the teacher {source.label} gives predictions {tuple(wanted.shape)}, the student"
                     f" {type(model).__name__} {tuple(got.shape)}; both must have the same classes"
                 )
             adapters = make_adapters(links, own, theirs)
@@ -91,29 +104,39 @@ class Imitate:
         with tapped(self.student, [link.student for link in self.links if link.student is not None]) as features:
             return self.task.predict(call(model, inputs)), features
 
-    def see_teacher(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The teacher's predictions and features."""
-        assert self.task is not None, "bind first"
-        assert self.teacher is not None, "bind first"
-        # no_grad, not inference_mode: autograd refuses to save an inference tensor for the student's backward pass.
-        with torch.no_grad(), tapped(self.teacher, [link.teacher for link in self.links if link.teacher is not None]) as features:
-            return self.task.predict(call(self.teacher, inputs)), features
+    def taps(self) -> list[str]:
+        """The teacher's taps."""
+        return [link.teacher for link in self.links if link.teacher is not None]
+
+    def _loss(self, source: Source) -> DistillLoss:
+        """The loss of the predictions; what a cache has of the top k it can only say to soft targets of one temperature."""
+        if not isinstance(source, Cached) or not source.top:
+            return self.loss
+        given = self.loss.keywords if isinstance(self.loss, partial) and self.loss.func is soft_targets else {}
+        if given != {"temperature": source.temperature} or any(term.student_tap is None for term in self.terms):
+            raise SettingError(
+                f"imitate(): a cache of the top {source.top} serves soft targets at temperature {source.temperature} alone;"
+                f" pass temperature={source.temperature} and no other loss of the predictions, or cache whole rows (top=None)"
+            )
+        return top_soft_targets
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task = self.task
+        task, source = self.task, self.source
         assert task is not None, "bind first"
+        assert source is not None, "bind first"
         inputs, target = task.split(batch)
         seen = self.see_student(model, inputs)
         losses: Losses = {}
         if self.links:
-            losses |= term_losses(self.links, self.adapters, seen, self.see_teacher(inputs), target)
+            opinion = source.opinion(model, batch, inputs, task, self.taps())
+            losses |= term_losses(self.links, self.adapters, seen, opinion, target)
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, seen[0], target)
         return losses
 
 
 def imitate(
-    teacher: nn.Module | None = None,
+    teacher: AnyTeacher | None = None,
     *,
     terms: Sequence[Term] = (),
     loss: DistillLoss | None = None,
@@ -124,7 +147,8 @@ def imitate(
     """An objective: weight * loss(student, teacher) + the terms + task_weight * (the task's loss).
 
     teacher: a trained model; None takes the task's reference, which in a chain is the trained dense float model. It is
-        copied, frozen and kept in eval mode, so that neither its weights nor its running statistics change.
+        copied, frozen and kept in eval mode, so that neither its weights nor its running statistics change. `Teacher(a, b)`
+        is an ensemble, or one cast to half; `EMA()` the student's own average; `cache(...)` what a teacher said before.
     terms: more losses, between any modules of the two: `[Term(hint, "layer3", weight=100, adapt=project)]`. weight=0 leaves
         the terms alone.
     loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; soft targets at

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compresskit.distill.objective import Imitate, imitate
+from compresskit.distill.objective import AnyTeacher, Imitate, imitate
 from compresskit.distill.terms import DistillLoss, Term, drop_adapters_
 from compresskit.errors import SettingError
 from compresskit.task import Task
@@ -26,7 +26,7 @@ class Distill(Train):
     """
 
     student: nn.Module | Callable[[], nn.Module] | None = None
-    teacher: nn.Module | None = None
+    teacher: AnyTeacher | None = None
     terms: Sequence[Term] = ()
     loss: DistillLoss | None = None
     temperature: float = 4.0
@@ -50,7 +50,7 @@ class Distill(Train):
         finally:
             drop_adapters_(model)
 
-    def goal(self, teacher: nn.Module | None) -> Imitate:
+    def goal(self, teacher: AnyTeacher | None) -> Imitate:
         """What is minimised."""
         return imitate(
             teacher,

@@ -146,7 +146,7 @@ def term_losses(
     links: Sequence[Link],
     adapters: dict[str, nn.Module],
     student: tuple[Tensor, dict[str, Tensor]],
-    teacher: tuple[Tensor, dict[str, Tensor]],
+    teacher: tuple[Any, dict[str, Tensor]],
     target: Any,
 ) -> Losses:
     """Weighted losses by name, for (predictions, features by tap) of both."""
