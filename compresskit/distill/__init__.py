@@ -12,6 +12,7 @@ from compresskit.distill.features import (
     hint,
     relation_kl,
 )
+from compresskit.distill.layers import init_from_, layer_map
 from compresskit.distill.logits import (
     dist,
     dkd,
@@ -66,9 +67,11 @@ __all__ = [
     "hint",
     "imitate",
     "info_nce",
+    "init_from_",
     "jsd",
     "kl_plus_ce",
     "label_smoothing",
+    "layer_map",
     "pkt",
     "project",
     "relation_kl",

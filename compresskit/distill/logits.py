@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compresskit.distill.rows import positive, rows, unit, weighted_mean
+from compresskit.distill.rows import check_weight, positive, rows, unit, weighted_mean
 from compresskit.errors import DataError, SettingError
 from compresskit.task import check_labels
 
@@ -95,8 +95,7 @@ def _labels(where: str, target: Tensor, logits: Tensor, weight: Tensor | None) -
         check_labels(target, logits.shape[-1], where)
     counted = (target != IGNORE).float()
     if weight is not None:
-        if weight.shape != target.shape[: weight.ndim]:
-            raise DataError(f"{where}(weight=...): wanted shape {tuple(target.shape)}, or its start, got {tuple(weight.shape)}")
+        check_weight(where, target, weight)
         counted = counted * weight.reshape(*weight.shape, *[1] * (target.ndim - weight.ndim))
     return target.clamp(min=0).unsqueeze(-1), counted
 
@@ -194,8 +193,23 @@ def label_smoothing(
     return weighted_mean("label_smoothing", -(1 - smoothing) * picked - smoothing * log_q.mean(-1), weight)
 
 
-def hard_targets(student: Tensor, teacher: Tensor, *, weight: Tensor | None = None, dim: int = 1) -> Tensor:
-    """CE to the teacher's argmax, for a head of its own such as DeiT's distillation token (Touvron et al., 2012.12877)."""
+def hard_targets(
+    student: Tensor, teacher: Tensor, *, threshold: float = 0.0, weight: Tensor | None = None, dim: int = 1
+) -> Tensor:
+    """CE to the teacher's argmax where its probability is at least `threshold`; needs no labels, so the data may have none.
+
+    Pseudo-labels (Parthasarathi & Strom, 1904.01624; with a threshold, FixMatch, Sohn et al., 2001.07685), and the target of
+    DeiT's distillation token (Touvron et al., 2012.12877). student, teacher: logits (N, C, ...). The mean is over what the
+    teacher is sure of; 0 where it is sure of nothing.
+    """
+    if not 0 <= threshold < 1:
+        raise SettingError(f"hard_targets(threshold=...): wanted a number in [0, 1), got {threshold}")
     s, t = rows("hard_targets", student, teacher, dim)
     values = F.cross_entropy(s.flatten(0, -2), t.flatten(0, -2).argmax(-1), reduction="none").reshape(s.shape[:-1])
-    return weighted_mean("hard_targets", values, weight)
+    if not threshold:
+        return weighted_mean("hard_targets", values, weight)
+    sure = (t.softmax(-1).amax(-1) >= threshold).float()
+    if weight is not None:
+        check_weight("hard_targets", sure, weight)
+        sure = sure * weight.reshape(*weight.shape, *[1] * (sure.ndim - weight.ndim))
+    return weighted_mean("hard_targets", values, sure)

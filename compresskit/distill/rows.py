@@ -31,12 +31,17 @@ def rows(where: str, student: Tensor, teacher: Tensor, dim: int) -> tuple[Tensor
     return student.float().movedim(dim, -1), teacher.detach().float().movedim(dim, -1)
 
 
+def check_weight(where: str, values: Tensor, weight: Tensor) -> None:
+    """Raise `DataError` unless a weight has the shape of the values, or of their leading dimensions."""
+    if weight.shape != values.shape[: weight.ndim]:
+        raise DataError(f"{where}(weight=...): wanted shape {tuple(values.shape)}, or its start, got {tuple(weight.shape)}")
+
+
 def weighted_mean(where: str, values: Tensor, weight: Tensor | None) -> Tensor:
     """Mean of values (N, ...), or sum(weight * values) / sum(weight) for weights of their leading dimensions; 0 if all are 0."""
     if weight is None:
         return values.mean()
-    if weight.shape != values.shape[: weight.ndim]:
-        raise DataError(f"{where}(weight=...): wanted shape {tuple(values.shape)}, or its start, got {tuple(weight.shape)}")
+    check_weight(where, values, weight)
     weight = weight.to(values.dtype)
     total = weight.sum() * (values.numel() / max(1, weight.numel()))
     weight = weight.reshape(*weight.shape, *[1] * (values.ndim - weight.ndim))

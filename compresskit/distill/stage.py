@@ -22,6 +22,8 @@ class Distill(Train):
     student: a module, or a function that makes one; it takes the incoming model's place, which becomes its teacher. With
         None the incoming model is trained itself.
     teacher: None takes the incoming model where there is a student, else the task's reference.
+    generations: how many students in a row, each taught by the one before it (born-again networks, 1805.04770). Assistants of
+        different sizes (Mirzadeh et al., 1902.03393) are one Distill each.
     terms, loss, temperature, weight, task_weight: see `imitate`.
     """
 
@@ -32,23 +34,31 @@ class Distill(Train):
     temperature: float = 4.0
     weight: float = 0.9
     task_weight: float = 0.1
+    generations: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.goal(self.teacher)
+        if self.generations < 1:
+            raise SettingError(f"Distill(generations=...): wanted a whole number >= 1, got {self.generations}")
+        if self.generations > 1 and self.student is None:
+            raise SettingError("Distill(generations=...): each generation starts afresh; pass student=, a module or a function")
         if self.objective is not None:
             raise SettingError("Distill(objective=...): it is the teacher; use Train(objective=imitate(...)) for another")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher
-        if self.student is not None:
-            teacher = model if teacher is None else teacher
-            model = self.skeleton(model)
-        model = model.to(task.device)
-        try:
-            return fit_(model, task, self, objective=self.goal(teacher), label="distil")
-        finally:
-            drop_adapters_(model)
+        for _ in range(self.generations):
+            if self.student is not None:
+                teacher = model if teacher is None else teacher
+                model = self.skeleton(model)
+            model = model.to(task.device)
+            try:
+                fit_(model, task, self, objective=self.goal(teacher), label="distil")
+            finally:
+                drop_adapters_(model)
+            teacher = None if self.student is not None else teacher
+        return model
 
     def goal(self, teacher: AnyTeacher | None) -> Imitate:
         """What is minimised."""
