@@ -26,6 +26,7 @@ from compresskit.distill.logits import (
     standardized,
 )
 from compresskit.distill.losses import LOSSES
+from compresskit.distill.mutual import Mutual, mutual
 from compresskit.distill.objective import Imitate, imitate
 from compresskit.distill.relations import (
     correlation_congruence,
@@ -48,6 +49,7 @@ __all__ = [
     "DistillLoss",
     "Imitate",
     "MemoryBank",
+    "Mutual",
     "Teacher",
     "Term",
     "TopK",
@@ -72,6 +74,7 @@ __all__ = [
     "kl_plus_ce",
     "label_smoothing",
     "layer_map",
+    "mutual",
     "pkt",
     "project",
     "relation_kl",
