@@ -34,10 +34,9 @@ def attention_transfer(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _map(features: Tensor) -> Tensor:
-    """Energy (N, H, W); each sample is scaled to at most 1 first, so that no square overflows (the map is unit anyway)."""
-    f = features.float()
-    largest = f.detach().abs().amax((1, 2, 3), keepdim=True).clamp(min=1e-12)
-    return (f / largest).square().mean(1)
+    """Energy (N, H, W), divided by each sample's largest, for the map is scaled to length 1 anyway: faint ones stay alive."""
+    energy = features.float().square().mean(1)
+    return energy / energy.detach().amax((1, 2), keepdim=True).clamp(min=1e-30)
 
 
 def hcl(student: Tensor, teacher: Tensor, *, levels: tuple[int, ...] = (4, 2, 1)) -> Tensor:
