@@ -125,10 +125,11 @@ class Imitate:
         assert task is not None, "bind first"
         assert source is not None, "bind first"
         inputs, target = task.split(batch)
+        # The teacher first: its activations are gone before the student's, which stay for the backward pass, are made.
+        opinion = source.opinion(model, batch, inputs, task, self.taps()) if self.links else None
         seen = self.see_student(model, inputs)
         losses: Losses = {}
-        if self.links:
-            opinion = source.opinion(model, batch, inputs, task, self.taps())
+        if opinion is not None:
             losses |= term_losses(self.links, self.adapters, seen, opinion, target)
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, seen[0], target)
