@@ -68,3 +68,218 @@ def adamw(weights, gradients, *, lr, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
 def macs(layers):
     """Multiply-accumulates from first principles: (positions, inputs a group, kernel size, outputs) of each layer."""
     return sum(positions * inputs * kernel * outputs for positions, inputs, kernel, outputs in layers)
+
+
+def softmax64(row):
+    """Probabilities of one row of logits."""
+    row = np.asarray(row, np.float64)
+    e = np.exp(row - row.max())
+    return e / e.sum()
+
+
+def kl64(p, q):
+    """KL(p || q) of two rows of probabilities; 0 log 0 is 0."""
+    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def array64(tensor):
+    """A tensor as a float64 array."""
+    return tensor.detach().double().numpy()
+
+
+def reverse_kl(student, teacher, temperature):
+    """T^2 KL(p_s || p_t), sample by sample."""
+    pairs = zip(array64(student) / temperature, array64(teacher) / temperature, strict=True)
+    return temperature**2 * np.mean([kl64(softmax64(s), softmax64(t)) for s, t in pairs])
+
+
+def jsd(student, teacher, beta, temperature):
+    """T^2 [beta KL(p_t || m) + (1 - beta) KL(p_s || m)], m their mixture."""
+    total = []
+    for s, t in zip(array64(student) / temperature, array64(teacher) / temperature, strict=True):
+        p, q = softmax64(t), softmax64(s)
+        m = beta * p + (1 - beta) * q
+        total.append(beta * kl64(p, m) + (1 - beta) * kl64(q, m))
+    return temperature**2 * np.mean(total)
+
+
+def standardized(student, teacher, temperature):
+    """Soft targets of z-scores, with the sample standard deviation."""
+
+    def z(x):
+        x = array64(x)
+        return torch.from_numpy((x - x.mean(1, keepdims=True)) / x.std(1, ddof=1, keepdims=True))
+
+    return soft_targets(z(student), z(teacher), temperature)
+
+
+def dkd(student, teacher, target, alpha, beta, temperature):
+    """Target / not target, and the other classes among themselves, from probabilities."""
+    total = []
+    for s, t, y in zip(array64(student) / temperature, array64(teacher) / temperature, target.tolist(), strict=True):
+        q, p = softmax64(s), softmax64(t)
+        tckd = kl64([p[y], 1 - p[y]], [q[y], 1 - q[y]])
+        nckd = kl64(np.delete(p, y) / (1 - p[y]), np.delete(q, y) / (1 - q[y]))
+        total.append(alpha * tckd + beta * nckd)
+    return temperature**2 * np.mean(total)
+
+
+def dist(student, teacher, beta, gamma, temperature):
+    """Pearson correlations of probabilities along both axes, by numpy."""
+    q, p = (np.stack([softmax64(row) for row in array64(x) / temperature]) for x in (student, teacher))
+    inter = np.mean([1 - np.corrcoef(a, b)[0, 1] for a, b in zip(q, p, strict=True)])
+    intra = np.mean([1 - np.corrcoef(a, b)[0, 1] for a, b in zip(q.T, p.T, strict=True)])
+    return temperature**2 * (beta * inter + gamma * intra)
+
+
+def smoothed_ce(student, target, smoothing):
+    """Cross-entropy to (1 - e) one-hot + e / C."""
+    total = []
+    for s, y in zip(array64(student), target.tolist(), strict=True):
+        wanted = np.full(len(s), smoothing / len(s))
+        wanted[y] += 1 - smoothing
+        total.append(-np.sum(wanted * np.log(softmax64(s))))
+    return np.mean(total)
+
+
+def hint(student, teacher):
+    """Mean of squares."""
+    return np.mean((array64(student) - array64(teacher)) ** 2)
+
+
+def attention_transfer(student, teacher):
+    """Unit energy maps."""
+    maps = []
+    for x in (student, teacher):
+        q = (array64(x) ** 2).sum(1).reshape(len(x), -1)
+        maps.append(q / np.linalg.norm(q, axis=1, keepdims=True))
+    return np.mean((maps[0] - maps[1]) ** 2)
+
+
+def hcl(student, teacher, levels):
+    """The squared difference of block means, for levels that divide the size."""
+    d = array64(student) - array64(teacher)
+    size, value, share, total = d.shape[2], np.mean(d**2), 1.0, 1.0
+    for level in levels:
+        if level < size:
+            share /= 2
+            k = size // level
+            means = d.reshape(*d.shape[:2], level, k, level, k).mean((3, 5))
+            value, total = value + share * np.mean(means**2), total + share
+    return value / total
+
+
+def cosine(student, teacher):
+    """1 - cosine along the last axis."""
+    s, t = array64(student), array64(teacher)
+    return np.mean(1 - (s * t).sum(-1) / np.linalg.norm(s, axis=-1) / np.linalg.norm(t, axis=-1))
+
+
+def attention_kl(student, teacher, mask=None):
+    """KL of attention rows, over the tokens that are there."""
+    s, t = array64(student), array64(teacher)
+    total = []
+    for n, h, i in np.ndindex(s.shape[:3]):
+        keep = np.ones(s.shape[3], bool) if mask is None else mask[n].numpy().astype(bool)
+        if keep[i]:
+            total.append(kl64(softmax64(t[n, h, i][keep]), softmax64(s[n, h, i][keep])))
+    return np.mean(total)
+
+
+def relation_kl(student, teacher):
+    """Attention of values to values."""
+    scores = [np.einsum("nhid,nhjd->nhij", v, v) / np.sqrt(v.shape[-1]) for v in (array64(student), array64(teacher))]
+    return attention_kl(*map(torch.from_numpy, scores))
+
+
+def similarity(student, teacher):
+    """Row-normalized Gram matrices."""
+    grams = []
+    for x in (student, teacher):
+        f = array64(x).reshape(len(x), -1)
+        g = f @ f.T
+        grams.append(g / np.linalg.norm(g, axis=1, keepdims=True))
+    return np.sum((grams[0] - grams[1]) ** 2) / len(student) ** 2
+
+
+def huber(x):
+    """Half a square below 1, a line above."""
+    return np.where(np.abs(x) < 1, 0.5 * x**2, np.abs(x) - 0.5)
+
+
+def rkd_distance(student, teacher):
+    """Distances one pair at a time."""
+    out = []
+    for x in (student, teacher):
+        f = array64(x).reshape(len(x), -1)
+        d = np.array([[np.linalg.norm(a - b) for b in f] for a in f])
+        out.append(d / d[d > 0].mean())
+    return np.mean(huber(out[0] - out[1]))
+
+
+def rkd_angle(student, teacher):
+    """Angles one triple at a time; a side of length 0 has cosine 0."""
+
+    def unit(v):
+        length = np.linalg.norm(v)
+        return v / length if length > 0 else v
+
+    out = []
+    for x in (student, teacher):
+        f = array64(x).reshape(len(x), -1)
+        out.append(np.array([[[unit(b - a) @ unit(c - a) for c in f] for b in f] for a in f]))
+    return np.mean(huber(out[0] - out[1]))
+
+
+def cosines(x):
+    """Cosines between the rows of a batch."""
+    f = array64(x).reshape(len(x), -1)
+    f = f / np.linalg.norm(f, axis=1, keepdims=True)
+    return f @ f.T
+
+
+def pkt(student, teacher, eps=1e-7):
+    """Divergence of cosine kernels read as probabilities."""
+    s, t = ((cosines(x) + 1) / 2 for x in (student, teacher))
+    s, t = (k / k.sum(1, keepdims=True) for k in (s, t))
+    return np.mean(t * np.log((t + eps) / (s + eps)))
+
+
+def correlation_congruence(student, teacher, gamma, order):
+    """Taylor series of exp(-gamma |a - b|^2) for unit rows."""
+    kernels = [
+        math.exp(-2 * gamma) * sum((2 * gamma) ** p / math.factorial(p) * cosines(x) ** p for p in range(order + 1))
+        for x in (student, teacher)
+    ]
+    return np.mean((kernels[0] - kernels[1]) ** 2)
+
+
+def info_nce(student, teacher, temperature):
+    """Cross-entropy of the diagonal."""
+    s, t = (array64(x).reshape(len(x), -1) for x in (student, teacher))
+    s, t = (f / np.linalg.norm(f, axis=1, keepdims=True) for f in (s, t))
+    return np.mean([-math.log(softmax64(row)[i]) for i, row in enumerate(s @ t.T / temperature)])
+
+
+def crd(anchor, own, others, samples, z, temperature):
+    """-log h(own) - sum log(1 - h), from probabilities."""
+    noise = others.shape[1] / samples
+    total = []
+    for a, o, rest in zip(array64(anchor), array64(own), array64(others), strict=True):
+        p = math.exp(a @ o / temperature) / z
+        loss = -math.log(p / (p + noise))
+        for r in rest:
+            q = math.exp(a @ r / temperature) / z
+            loss -= math.log(noise / (q + noise))
+        total.append(loss)
+    return np.mean(total)
+
+
+def bucketed(student, teacher, k, temperature):
+    """T^2 KL after all classes but the teacher's k likeliest are put together."""
+    total = []
+    for s, t in zip(array64(student) / temperature, array64(teacher) / temperature, strict=True):
+        p, q = softmax64(t), softmax64(s)
+        top = np.argsort(-t)[:k]
+        total.append(kl64([*p[top], 1 - p[top].sum()], [*q[top], 1 - q[top].sum()]))
+    return temperature**2 * np.mean(total)

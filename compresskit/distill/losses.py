@@ -1,25 +1,55 @@
-"""Distillation losses: pure functions of plain tensors, logits in, computed in fp32."""
+"""Every loss of the library, by family; the contract tests run over these lists. A loss is a pure function of plain tensors:
+
+logits.py      what the teacher predicts           chunked.py   the same for large vocabularies
+features.py    what lies inside the two networks   relations.py how the samples of a batch relate
+crd.py         contrast against a memory bank
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from compresskit.distill.chunked import chunked_soft_targets
+from compresskit.distill.features import (
+    attention_kl,
+    attention_scores,
+    attention_transfer,
+    cosine,
+    hcl,
+    hint,
+    relation_kl,
+)
+from compresskit.distill.logits import (
+    dist,
+    dkd,
+    hard_targets,
+    jsd,
+    kl_plus_ce,
+    label_smoothing,
+    reverse_kl,
+    soft_targets,
+    standardized,
+)
+from compresskit.distill.relations import (
+    correlation_congruence,
+    info_nce,
+    pkt,
+    rkd_angle,
+    rkd_distance,
+    similarity,
+)
 
-from compresskit.errors import SettingError
+#: `(student logits, teacher logits) -> scalar`, (N, C, ...).
+LOGIT_LOSSES = (soft_targets, reverse_kl, jsd, standardized, dist, hard_targets, chunked_soft_targets)
 
+#: `(student features, teacher features) -> scalar` that compare positions one by one.
+FEATURE_LOSSES = (hint, attention_transfer, hcl, cosine, attention_scores, attention_kl, relation_kl)
 
-def soft_targets(student: Tensor, teacher: Tensor, *, temperature: float = 4.0) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), averaged over the batch (Hinton et al., 1503.02531).
+#: `(student features, teacher features) -> scalar` that compare samples with one another.
+RELATION_LOSSES = (similarity, rkd_distance, rkd_angle, pkt, correlation_congruence, info_nce)
 
-    student, teacher: logits (N, C, ...), classes in dim 1; other dimensions are averaged over too. T^2 keeps the size of the
-    gradient the same for every temperature.
-    """
-    if temperature <= 0:
-        raise SettingError(f"soft_targets(temperature=...): wanted a positive number, got {temperature}")
-    log_p = torch.log_softmax(teacher.float() / temperature, dim=1)
-    log_q = torch.log_softmax(student.float() / temperature, dim=1)
-    return (log_p.exp() * (log_p - log_q)).sum(1).mean() * temperature**2
+#: Every `(student, teacher) -> scalar`; the contract tests run over this list.
+LOSSES = (*LOGIT_LOSSES, *FEATURE_LOSSES, *RELATION_LOSSES)
 
+#: `(student logits, teacher logits, target) -> scalar`.
+TARGET_LOSSES = (dkd, kl_plus_ce)
 
-#: Every loss of the library; the contract tests run over this list.
-LOSSES = (soft_targets,)
+__all__ = ["FEATURE_LOSSES", "LOGIT_LOSSES", "LOSSES", "RELATION_LOSSES", "TARGET_LOSSES", "label_smoothing", "soft_targets"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from compresskit.distill.objective import imitate
+from compresskit.distill.objective import AnyTeacher, Imitate, imitate
+from compresskit.distill.terms import DistillLoss, Term, drop_adapters_
 from compresskit.errors import SettingError
 from compresskit.task import Task
 from compresskit.train import Train, fit_
@@ -21,28 +22,54 @@ class Distill(Train):
     student: a module, or a function that makes one; it takes the incoming model's place, which becomes its teacher. With
         None the incoming model is trained itself.
     teacher: None takes the incoming model where there is a student, else the task's reference.
-    temperature, weight, task_weight: see `imitate`.
+    generations: how many students in a row, each taught by the one before it (born-again networks, 1805.04770). Assistants of
+        different sizes (Mirzadeh et al., 1902.03393) are one Distill each.
+    terms, loss, temperature, weight, task_weight: see `imitate`.
     """
 
     student: nn.Module | Callable[[], nn.Module] | None = None
-    teacher: nn.Module | None = None
+    teacher: AnyTeacher | None = None
+    terms: Sequence[Term] = ()
+    loss: DistillLoss | None = None
     temperature: float = 4.0
     weight: float = 0.9
     task_weight: float = 0.1
+    generations: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        imitate(temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
+        self.goal(self.teacher)
+        if self.generations < 1:
+            raise SettingError(f"Distill(generations=...): wanted a whole number >= 1, got {self.generations}")
+        if self.generations > 1 and self.student is None:
+            raise SettingError("Distill(generations=...): each generation starts afresh; pass student=, a module or a function")
         if self.objective is not None:
             raise SettingError("Distill(objective=...): it is the teacher; use Train(objective=imitate(...)) for another")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher
-        if self.student is not None:
-            teacher = model if teacher is None else teacher
-            model = self.skeleton(model)
-        goal = imitate(teacher, temperature=self.temperature, weight=self.weight, task_weight=self.task_weight)
-        return fit_(model.to(task.device), task, self, objective=goal, label="distil")
+        for _ in range(self.generations):
+            if self.student is not None:
+                teacher = model if teacher is None else teacher
+                model = self.skeleton(model)
+            model = model.to(task.device)
+            try:
+                fit_(model, task, self, objective=self.goal(teacher), label="distil")
+            finally:
+                drop_adapters_(model)
+            teacher = None if self.student is not None else teacher
+        return model
+
+    def goal(self, teacher: AnyTeacher | None) -> Imitate:
+        """What is minimised."""
+        return imitate(
+            teacher,
+            terms=self.terms,
+            loss=self.loss,
+            temperature=self.temperature,
+            weight=self.weight,
+            task_weight=self.task_weight,
+        )
 
     def skeleton(self, model: nn.Module) -> nn.Module:
         """The module that is trained, before it is."""

@@ -1,0 +1,219 @@
+"""Taps, terms and adapters: what they read, that they are trained along, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import networks
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import build, images_task
+from torch import nn
+
+import compresskit as ck
+from compresskit import distill as kd
+from compresskit.distill import Term
+from compresskit.distill.terms import ADAPTERS
+from compresskit.errors import ModelError, SettingError
+
+
+class Wide(networks.Chain):
+    """A teacher of twice the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = networks.conv(3, 32), networks.conv(32, 64), nn.Linear(64, 10)
+
+
+class Odd(nn.Module):
+    """Outputs that are no tensors, keyword inputs, a module called twice and one that never is."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.act, self.name, self.unused = nn.GRU(4, 4, batch_first=True), nn.ReLU(inplace=True), Name(), nn.ReLU()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.name(x)
+        y, _ = self.rnn(x)
+        return self.act(self.linear(input=self.act(y - 0.1)) - 0.5)
+
+
+class Name(nn.Module):
+    def forward(self, x):
+        return "no tensor"
+
+
+def hooks(model):
+    return [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def test_taps_read_outputs_inputs_and_the_first_of_a_tuple() -> None:
+    model, x = Odd(), torch.randn(2, 3, 4)
+    with kd.tapped(model, ["rnn", "rnn:in", "linear", "linear:in", "act", "act"]) as seen:
+        output = model(x)
+    y = model.rnn(x)[0]
+    torch.testing.assert_close(seen["rnn"], y)
+    torch.testing.assert_close(seen["rnn:in"], x)
+    torch.testing.assert_close(seen["linear:in"], F.relu(y - 0.1))
+    torch.testing.assert_close(seen["linear"], model.linear(F.relu(y - 0.1)))  # before the ReLU in place behind it
+    torch.testing.assert_close(seen["act"], output)  # the last of two calls
+    assert not hooks(model)
+    with pytest.raises(ModelError, match="tap 'name': no tensor there, only str"), kd.tapped(model, ["name"]):
+        model(x)
+    assert not hooks(model)
+
+
+def test_globs() -> None:
+    model = build(networks.Chain)
+    assert kd.find_taps(model, "?") == ["a", "b"]
+    assert kd.find_taps(model, "*.0:in") == ["a.0:in", "b.0:in"]
+    assert kd.find_taps(model, "b.1") == ["b.1"]
+    with pytest.raises(ModelError, match=r"tap 'heat': Chain has no such module; the nearest are \['head'"):
+        kd.find_taps(model, "heat")
+
+
+def test_losses_are_named_and_weighted() -> None:
+    student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
+    terms = [
+        Term(kd.attention_transfer, "?", weight=3.0),
+        Term(kd.rkd_distance, "head:in", weight=2.0),
+        Term(partial(kd.dkd, beta=2.0)),
+        Term(kd.dkd),
+        Term(kd.hint, "a", weight=0.0),
+    ]
+    goal = ck.imitate(teacher, terms=terms).bind(student, task)
+    x, y = batch = task.train[0]
+    losses = goal(student.eval(), batch)
+    assert list(losses) == [
+        "imitate",
+        "attention_transfer:a",
+        "attention_transfer:b",
+        "rkd_distance:head:in",
+        "dkd",
+        "dkd#2",
+        "task",
+    ]
+    with torch.no_grad():
+        s, t = student.a(x), teacher.eval().a(x)
+        torch.testing.assert_close(losses["attention_transfer:a"], 3 * kd.attention_transfer(s, t))
+        s, t = (m.b(m.a(x)).mean((2, 3)) for m in (student, teacher))
+        torch.testing.assert_close(losses["rkd_distance:head:in"], 2 * kd.rkd_distance(s, t))
+        torch.testing.assert_close(losses["dkd"], kd.dkd(student(x), teacher(x), y, beta=2.0))
+    assert not hooks(student)
+    assert not hooks(teacher)
+    assert not goal.parameters()
+
+
+def test_terms_alone_and_a_loss_with_targets() -> None:
+    student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
+    only = ck.imitate(teacher, terms=[Term(kd.similarity, "b")], weight=0, task_weight=0).bind(student, task)
+    assert list(only(student, task.train[0])) == ["similarity:b"]
+    goal = ck.imitate(teacher, loss=kd.dkd, weight=1.0, task_weight=0).bind(student, task)
+    x, y = task.train[0]
+    torch.testing.assert_close(goal(student, (x, y))["imitate"], kd.dkd(student(x), teacher.eval()(x), y))
+
+
+def test_adapters_are_made_trained_and_dropped() -> None:
+    student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
+    names, before = set(student.state_dict()), copy.deepcopy(teacher.state_dict())
+    terms = [Term(kd.hint, "b", weight=1.0, adapt=kd.project), Term(kd.hint, "head:in", adapt=kd.project)]
+    stage = ck.Distill(epochs=1, teacher=teacher, terms=terms, optimizer=partial(torch.optim.SGD, lr=0.05))
+    goal = stage.goal(teacher).bind(student, task)
+    first, second = goal.adapters["hint:b"], goal.adapters["hint:head:in"]
+    assert isinstance(first, nn.Conv2d)
+    assert isinstance(second, nn.Linear)
+    assert first.weight.shape == (64, 32, 1, 1)
+    assert len(goal.parameters()) == 4
+    assert set(student.state_dict()) > names  # a checkpoint in the middle of training has them too
+    again = stage.goal(teacher).bind(student, task)  # the first ones are replaced, not added to
+    assert len(list(getattr(student, ADAPTERS).parameters())) == 4
+    start = [p.detach().clone() for p in again.parameters()]
+    ck.fit_(student, task, stage, objective=Bound(again))
+    assert not any(torch.equal(a, b) for a, b in zip(start, again.parameters(), strict=True))
+    again.close()
+    assert set(student.state_dict()) == names
+    trained = stage(student, task)
+    assert trained is student
+    assert set(student.state_dict()) == names
+    assert not hooks(student)
+    assert not hooks(teacher)
+    assert all(torch.equal(v, before[k]) for k, v in teacher.state_dict().items())
+
+
+class Bound:
+    """An objective that is bound already."""
+
+    def __init__(self, goal):
+        self.goal = goal  # the student carries its adapters, so its own parameters are all there are
+
+    def __call__(self, model, batch):
+        return self.goal(model, batch)
+
+
+@pytest.mark.parametrize("precision", ["FP32", "AMP_BF16", "MASTER_BF16"])
+def test_adapters_under_mixed_precision(precision) -> None:
+    student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
+    terms = [Term(kd.hint, "b", adapt=kd.project), Term(kd.rkd_angle, "head:in"), Term(kd.attention_transfer, "a")]
+    stage = ck.Distill(epochs=1, teacher=teacher, terms=terms, precision=getattr(ck.mixed, precision))
+    stage(student, task)
+    assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in student.parameters())
+
+
+def test_nothing_stays_after_a_failure() -> None:
+    student, teacher = build(networks.Chain), build(Wide)
+    names = set(student.state_dict())
+    task = images_task(ck, loss=lambda predictions, target: predictions.sum() * float("nan"))
+    with pytest.raises(ck.TrainingError):
+        ck.Distill(epochs=1, teacher=teacher, terms=[Term(kd.hint, "b", adapt=kd.project)])(student, task)
+    assert set(student.state_dict()) == names
+    assert not hooks(student)
+
+
+def test_a_hint_teaches_features() -> None:
+    student, teacher, task = build(networks.Chain), build(networks.Chain), images_task(ck)
+    with torch.no_grad():
+        for p in student.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    goal = ck.imitate(teacher, terms=[Term(kd.hint, "b", weight=10.0)], weight=0, task_weight=0)
+    before = goal.bind(student, task)(student.eval(), task.val[0])["hint:b"].item()
+    ck.fit_(student, task, ck.Train(epochs=5, optimizer=partial(torch.optim.Adam, lr=3e-3)), objective=goal)
+    assert goal.bind(student, task)(student, task.val[0])["hint:b"].item() < before / 2
+
+
+def test_bad_input() -> None:
+    student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
+
+    def bind(*terms, teacher=teacher):
+        return ck.imitate(teacher, terms=terms).bind(student, task)
+
+    with pytest.raises(ModelError, match=r"tap 'c': Chain has no such module; the nearest are \["):
+        bind(Term(kd.hint, "c"))
+    with pytest.raises(ModelError, match="tap 'down': Wide has no such module"):
+        bind(Term(kd.hint, "b", "down"))
+    with pytest.raises(ModelError, match=r"Term\(hint\): 2 taps in the student \(a, \.\.\.\), 1 in the teacher \(b, \.\.\.\)"):
+        bind(Term(kd.hint, "?", "b"))
+    with pytest.raises(ModelError, match=r"term hint:b, teacher's b: hint: student and teacher must have one shape.*Term\(adapt"):
+        bind(Term(kd.hint, "b"))
+    with pytest.raises(ModelError, match=r"term hint:b, teacher's head: no adapter turns features .* dimensions differ"):
+        bind(Term(kd.hint, "b", "head", adapt=kd.project))
+    smaller = build(networks.PaddedShortcut)
+    with pytest.raises(ModelError, match=r"its adapter gives \(32, 32, 16, 16\), the teacher has \(32, 32, 8, 8\)"):
+        bind(Term(kd.hint, "b", "out", adapt=kd.project), teacher=smaller)
+    odd = nn.Sequential(build(networks.Chain))
+    odd[0].extra = nn.ReLU()
+    with pytest.raises(ModelError, match="tap '0.extra': the forward pass does not call that module"):
+        bind(Term(kd.hint, "a", "0.extra"), teacher=odd)
+    with pytest.raises(SettingError, match=r"Term\(loss=\.\.\.\): wanted a function, got str"):
+        Term("kd")
+    with pytest.raises(SettingError, match=r"Term\(adapt=\.\.\.\): wanted a function, got bool"):
+        Term(kd.hint, "a", adapt=True)
+    with pytest.raises(SettingError, match=r"Term\(weight=\.\.\.\): wanted a number >= 0, got -1"):
+        Term(kd.hint, "a", weight=-1)
+    with pytest.raises(SettingError, match="without a student_tap"):
+        Term(kd.hint, teacher_tap="a")
+    with pytest.raises(SettingError, match=r"imitate\(terms=\.\.\.\): wanted Terms, got function"):
+        ck.imitate(teacher, terms=[kd.hint])
+    assert not hasattr(student, ADAPTERS)
