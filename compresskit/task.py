@@ -31,7 +31,8 @@ class Objective(Protocol):
     """`(model, batch) -> named losses`; their sum is minimised.
 
     An objective that needs the task, or that holds teachers, hooks or adapters while it is used, may also have
-    `bind(model, task) -> Objective`: the training loop calls it once, before the first step.
+    `bind(model, task) -> Objective`: the training loop calls it once, before the first step; and `close()` of what
+    `bind` gave once, after the last.
     """
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses: ...

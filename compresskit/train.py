@@ -173,6 +173,7 @@ def fit_(
                     )
     finally:
         run.finish()
+        getattr(goal, "close", lambda: None)()
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
     return model.eval()
