@@ -69,6 +69,7 @@ def test_small_updates_are_kept_by_masters(policy, step) -> None:
     assert model.weight.item() == pytest.approx(1 + 59e-4, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:pure has no masters:UserWarning")
 def test_small_updates_are_lost_without_masters() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
