@@ -1,6 +1,8 @@
 """Mixed-precision training: half weights or autocast, fp32 masters, loss scaling. A leaf: it knows torch only."""
 
+from compresskit.mixed.average import Average
 from compresskit.mixed.levels import level
+from compresskit.mixed.lion import Lion
 from compresskit.mixed.policy import (
     AMP_BF16,
     AMP_FP16,
@@ -28,6 +30,8 @@ __all__ = [
     "PURE_FP16",
     "SPLIT_BF16",
     "SR_BF16",
+    "Average",
+    "Lion",
     "LossScaler",
     "Policy",
     "Run",

@@ -9,20 +9,24 @@ run.finish()                              # an fp32 model again, from its master
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.errors import ModelError, SettingError
+from compresskit.errors import SettingError
 from compresskit.mixed.accumulate import Sums
+from compresskit.mixed.average import Average
 from compresskit.mixed.casts import cast
+from compresskit.mixed.checks import check_model, check_numbers
+from compresskit.mixed.flat import Flat, check_flat
 from compresskit.mixed.policy import FP32, Policy
 from compresskit.mixed.scaler import LossScaler
-from compresskit.mixed.update import Divisor, Late, update_
+from compresskit.mixed.schedule import Scheduled
+from compresskit.mixed.state import load_state, state_of
+from compresskit.mixed.update import Divisor, Late, hands_over, update_
 from compresskit.mixed.weights import Weights
 
 
@@ -34,6 +38,7 @@ def prepare(
     clip: float | None = None,
     losses: Sequence[str] = (),
     scaler: Callable[[], LossScaler] | None = None,
+    flat: bool = False,
 ) -> Run:
     """Put a model and its optimizer under a policy.
 
@@ -44,10 +49,12 @@ def prepare(
         clip: largest norm of all gradients together, measured on unscaled fp32 gradients.
         losses: names of losses that each have a scale of their own, for `run.backward(loss, scaler=name)`.
         scaler: makes a loss scaler in the place of the policy's, such as `partial(LossScaler, interval=500)`.
+        flat: keep the masters of each param group in one flat tensor; bit-equal to separate ones, and refused for optimizers
+            that are not elementwise.
 
     Raises ModelError for a wrapped or half model, SettingError for parameters that are not the model's.
     """
-    return Run(model, optimizer, policy, clip=clip, losses=losses, scaler=scaler)
+    return Run(model, optimizer, policy, clip=clip, losses=losses, scaler=scaler, flat=flat)
 
 
 class Run:
@@ -62,19 +69,25 @@ class Run:
         clip: float | None = None,
         losses: Sequence[str] = (),
         scaler: Callable[[], LossScaler] | None = None,
+        flat: bool = False,
     ) -> None:
         if clip is not None and clip <= 0:
             raise SettingError(f"clip must be positive, got {clip}")
-        _check_model(model, optimizer)
+        check_model(model, optimizer)
         self.optimizer, self.policy, self.clip = optimizer, policy, clip
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        _check_numbers(policy, optimizer, self.device)
+        check_numbers(policy, optimizer, self.device)
+        if flat:
+            check_flat(policy, optimizer)
         self.scalers = self._make_scalers(losses, scaler)
         self.grad_norm: Tensor | None = None
         self.after_update: list[Callable[[], None]] = []
         self._model = model
         self._weights = Weights(model, optimizer, policy, self.device)
         self._weights.fp32_grads_(on=True)
+        self._flat = Flat(self._weights, optimizer) if flat else None
+        self._schedules: list[Scheduled] = []
+        self._averages: list[Average] = []
         self._sums, self._used = Sums(), set[str]()
         self._micro: int | None = None
         self._passes = 0
@@ -173,24 +186,61 @@ class Run:
 
     def step(self) -> None:
         """One optimizer step; skipped, and counted as such, where a gradient overflowed under a loss scale."""
-        grads = self._weights.gather(self._sums.settle())
+        grads = self._weights.gather(self._sums.settle(), self._flat.gather if self._flat else None)
         used = [self.scalers[name] for name in self._used]
         found = torch.stack([s.found_inf for s in used]).amax() if used else None
         # Of several scalers each has unscaled its own gradients; a single one's are unscaled here, by what scaled them.
         scale = used[0].scale if len(self.scalers) == 1 and used else None
-        divisor = Divisor(grads, scale, found, self.clip)
+        parts = [grad for _, grad in self._weights.graded]
+        divisor = Divisor(grads, scale, found, self.clip, parts)
         ran = update_(self.optimizer, divisor, self._weights.load)
         if self.clip is not None:
             self.grad_norm = divisor.norm
         if ran:
             for hook in self.after_update:
                 hook()
+            masters = self.named_masters() if self._averages else {}
+            for average in self._averages:
+                average.update(masters, found)
             self._weights.save()
+        skipped = self._skipped_last(known=None if ran else True)
         if found is not None:
             self._report(used, found, grads, known=not ran)
+        for scheduled in self._schedules:
+            scheduled.advance(skipped=skipped)
         self._weights.zero_()
         self._used.clear()
         self._passes = 0
+
+    def _skipped_last(self, *, known: bool | None) -> bool:
+        """Whether this step was skipped; where the device alone knows, whether the one before was."""
+        if known is not None or not self.scalers or not hands_over(self.optimizer):
+            return bool(known)
+        if not any(scheduled.on == "success" for scheduled in self._schedules):
+            return False
+        late = self._late.read(wait=True)
+        return late is not None and bool(late[0])
+
+    def schedule(self, scheduler: Any, on: Literal["attempt", "success"] = "attempt") -> Any:
+        """Let `run.step` drive a torch scheduler, at every step or only at those that were not skipped; see `Scheduled`."""
+        self._schedules.append(Scheduled(scheduler=scheduler, on=on))
+        return scheduler
+
+    def average(self, decay: float = 0.999) -> Average:
+        """An exponential moving average of the masters, taken in at every step from now on; see `Average`."""
+        self._averages.append(Average(self.named_masters(), decay))
+        return self._averages[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-exact resume needs, in fp32 and by parameter name; loads with `weights_only=True`."""
+        return state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state, of another policy too: weights and optimizer state go through fp32.
+
+        Raises CheckpointError for the state of another model, before anything is changed.
+        """
+        load_state(self, state)
 
     def _report(self, used: list[LossScaler], found: Tensor, grads: list[Tensor], *, known: bool) -> None:
         """Move the scales; note the parameters to blame, once the scale sits at its floor."""
@@ -198,8 +248,7 @@ class Run:
         late = self._late.read(wait=False)
         watch = bool(floor.item()) if known else late is not None and all(late)
         if watch and grads:
-            self._bad = ~torch.isfinite(torch.stack(torch._foreach_norm(grads, float("inf"))))
-            self._bad_names = self._weights.graded
+            self._bad_names, self._bad = self._weights.nonfinite()
         self._skips += found > 0
         self._late.push(torch.stack([found, floor.float()]))
         for scaler in used:
@@ -239,32 +288,8 @@ class Run:
 
     def finish(self) -> nn.Module:
         """Hand the fp32 model back: weights from the masters, the optimizer on the parameters again."""
+        if self._flat is not None:
+            self._flat.finish()
         self._weights.fp32_grads_(on=False)
         self._weights.finish()
         return self._model
-
-
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
-    if half := [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
-        raise ModelError(f"prepare: {half[0]} is {model.get_parameter(half[0]).dtype}; give an fp32 model, the policy casts it")
-    own = set(model.parameters())
-    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
-        raise SettingError("prepare: the optimizer holds parameters that are not the model's; make it from model.parameters()")
-
-
-def _check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Refuse what would be nan at the first step; say what is only good for measuring."""
-    if torch.float16 in (policy.param_dtype, policy.autocast_dtype) and device.type == "cpu":
-        warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=5)
-    if not policy.pure:
-        return
-    assert policy.param_dtype is not None
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if eps and not group.get("fused") and not torch.tensor(eps, dtype=policy.param_dtype).item():
-            raise SettingError(f"Policy {policy.name}: eps={eps} of {type(optimizer).__name__} is 0 in fp16 and its first step"
-                               " divides by it; use fused=True, eps=1e-4, or MASTER_FP16")  # fmt: skip
-    warnings.warn(f"{policy.name} has no masters: updates below half a step of its weights are lost; it is the speed to compare "
-                  "with, not one to train at", stacklevel=5)  # fmt: skip

@@ -62,14 +62,24 @@ def zero_momentum_(optimizer: torch.optim.Optimizer) -> None:
 class Divisor:
     """What gradients are still to be divided by, and whether a step must be skipped; both on the device."""
 
-    def __init__(self, grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None, clip: float | None) -> None:
-        """`scale` is None for gradients that are unscaled already; `found_inf` is None where nothing is ever skipped."""
+    def __init__(
+        self,
+        grads: list[Tensor],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        clip: float | None,
+        parts: list[Tensor],
+    ) -> None:
+        """`scale` is None for gradients that are unscaled already; `found_inf` is None where nothing is ever skipped.
+
+        `parts` are the gradients parameter by parameter: `grads` may be flat, and a norm is summed in the same order for both.
+        """
         self.found_inf, self.norm = found_inf, None
         self.grads, self.clip, self.scale = grads, clip, scale
         if clip is None:
             return
         device = scale.device if scale is not None else grads[0].device if grads else torch.device("cpu")
-        norm = total_norm(grads, device)
+        norm = total_norm(parts, device)
         if found_inf is not None:
             # A norm is inf or nan exactly when a gradient is, so that clipping pays for the check.
             found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norm)).float()))

@@ -7,6 +7,7 @@ pure                        the optimizer updates the half weight itself
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +38,15 @@ class Weights:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, device: torch.device) -> None:
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.names = {parameter: name for name, parameter in model.named_parameters()}
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        self.owned = {p: name for p, name in self.names.items() if p in held}
         self.slots: list[Slot] = []
         self.casted: list[nn.Parameter] = []
         self.buffers: list[tuple[nn.Module, str]] = []
         self.handles: list[RemovableHandle] = []
         self.clock = torch.zeros((), dtype=torch.int64, device=device)  # steps so far: a counter of the stochastic rounding
         self.live, self.fp32_grads = policy.digits is None, True
-        self.graded: list[str] = []
+        self.graded: list[tuple[str, Tensor]] = []
         if policy.param_dtype is not None:
             kept = kept_fp32(model, policy)
             self.handles = surround(model, policy)
@@ -96,23 +99,31 @@ class Weights:
             slot.parameter.grad_dtype = torch.float32 if on else None
         self.fp32_grads = on or not self.slots
 
-    def gather(self, held: dict[nn.Parameter, Tensor]) -> list[Tensor]:
+    def gather(self, held: dict[nn.Parameter, Tensor], into: Callable[[], None] | None = None) -> list[Tensor]:
         """Give every tensor of the optimizer its gradient, in fp32 for masters; `held` replaces `.grad`.
 
-        A parameter without a gradient leaves its master without one. Returns the gradients that the optimizer will see.
+        A parameter without a gradient leaves its master without one; `into` moves them on into flat masters. Returns the
+        gradients that the optimizer will see.
         """
         for parameter, total in held.items():
             parameter.grad = total if self.fp32_grads else total.to(parameter.dtype)
         for slot in self.slots:
             grad = held.get(slot.parameter, slot.parameter.grad)
             slot.master.grad = None if grad is None else grad.float()
-        owner = {slot.master: slot.name for slot in self.slots} | self.names
-        owned = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.graded = [owner[p] for p in owned]
-        return [p.grad for p in owned]
+        grads_of = {slot.parameter: slot.master.grad for slot in self.slots}
+        self.graded = [(name, g) for p, name in self.owned.items() if (g := grads_of.get(p, p.grad)) is not None]
+        if into is not None:
+            into()
+        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def nonfinite(self) -> tuple[list[str], Tensor]:
+        """Names of the parameters that have a gradient in this step, and on the device which are not finite."""
+        norms = torch._foreach_norm([grad for _, grad in self.graded], float("inf"))
+        return [name for name, _ in self.graded], ~torch.isfinite(torch.stack([norm.to(self.clock.device) for norm in norms]))
 
     def zero_(self) -> None:
         """Drop all gradients."""
+        self.graded = []
         for parameter in self.names:
             parameter.grad = None
         for slot in self.slots:
@@ -159,8 +170,8 @@ class Weights:
             return digits.compensate(value, slot.parameter.data, slot.rest)
         return digits.stochastic(value, digits.noise(self.policy.seed, clock, slot.start, value)), None
 
-    def put(self, slot: Slot, value: Tensor, rest: Tensor | None = None) -> None:
-        """Set one weight to an fp32 value, exactly where the policy can hold it; `rest` is a stored Kahan compensation."""
+    def put(self, slot: Slot, value: Tensor) -> None:
+        """Set one weight to an fp32 value, exactly where the policy can hold it."""
         slot.parameter.data.copy_(value)
         if self.policy.digits is None:
             slot.master.copy_(value)
@@ -168,8 +179,12 @@ class Weights:
             half, slot.rest = digits.split(value.to(slot.parameter.device))
             slot.parameter.data.copy_(half)
         elif self.policy.digits == "kahan":
-            assert slot.rest is not None
-            slot.rest.copy_(value.to(slot.rest.device) - slot.parameter.data.float() if rest is None else rest)
+            self.put_rest(slot, value.to(slot.parameter.device) - slot.parameter.data.float())
+
+    def put_rest(self, slot: Slot, rest: Tensor) -> None:
+        """Set the compensation of one weight."""
+        assert slot.rest is not None
+        slot.rest.copy_(rest)
 
     def full(self) -> dict[nn.Parameter, Tensor]:
         """Every parameter's fp32 value."""
