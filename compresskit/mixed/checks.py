@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from compresskit.errors import ModelError, SettingError
+from compresskit.mixed.compiled import check_compiled, has_compiler
+from compresskit.mixed.flat import check_flat
 from compresskit.mixed.policy import Policy
 
 
@@ -36,3 +38,21 @@ def check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torc
                                " divides by it; use fused=True, eps=1e-4, or MASTER_FP16")  # fmt: skip
     warnings.warn(f"{policy.name} has no masters: updates below half a step of its weights are lost; it is the speed to compare "
                   "with, not one to train at", stacklevel=5)  # fmt: skip
+
+
+def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str) -> bool:
+    """Whether the step is to be one compiled pass; refuses what the chosen layout or backend does not cover."""
+    if backend not in ("foreach", "compiled"):
+        raise SettingError(f"backend must be 'foreach' or 'compiled', got {backend!r}")
+    if flat:
+        check_flat(policy, optimizer)
+    if backend == "foreach":
+        return False
+    check_compiled(policy, optimizer)
+    if flat:
+        raise SettingError("backend='compiled' visits every weight once as it is; leave flat=True out")
+    if not has_compiler(device):
+        what = "Triton" if device.type == "cuda" else "a C++ compiler"
+        warnings.warn(f"backend='compiled' needs {what}, which is not here: going on with 'foreach'", stacklevel=5)
+        return False
+    return True

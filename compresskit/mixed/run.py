@@ -20,12 +20,14 @@ from compresskit.errors import SettingError
 from compresskit.mixed.accumulate import Sums
 from compresskit.mixed.average import Average
 from compresskit.mixed.casts import cast
-from compresskit.mixed.checks import check_model, check_numbers
-from compresskit.mixed.flat import Flat, check_flat
+from compresskit.mixed.checks import check_backend, check_model, check_numbers
+from compresskit.mixed.compiled import Compiled
+from compresskit.mixed.flat import Flat
 from compresskit.mixed.policy import FP32, Policy
 from compresskit.mixed.scaler import LossScaler
 from compresskit.mixed.schedule import Scheduled
 from compresskit.mixed.state import load_state, state_of
+from compresskit.mixed.stats import report_, stats_of
 from compresskit.mixed.update import Divisor, Late, hands_over, update_
 from compresskit.mixed.weights import Weights
 
@@ -39,6 +41,7 @@ def prepare(
     losses: Sequence[str] = (),
     scaler: Callable[[], LossScaler] | None = None,
     flat: bool = False,
+    backend: Literal["foreach", "compiled"] = "foreach",
 ) -> Run:
     """Put a model and its optimizer under a policy.
 
@@ -51,10 +54,12 @@ def prepare(
         scaler: makes a loss scaler in the place of the policy's, such as `partial(LossScaler, interval=500)`.
         flat: keep the masters of each param group in one flat tensor; bit-equal to separate ones, and refused for optimizers
             that are not elementwise.
+        backend: "foreach" steps any torch optimizer; "compiled" does the step of AdamW, SGD and Lion in one pass, and falls back
+            with a warning where no compiler is.
 
     Raises ModelError for a wrapped or half model, SettingError for parameters that are not the model's.
     """
-    return Run(model, optimizer, policy, clip=clip, losses=losses, scaler=scaler, flat=flat)
+    return Run(model, optimizer, policy, clip=clip, losses=losses, scaler=scaler, flat=flat, backend=backend)
 
 
 class Run:
@@ -70,6 +75,7 @@ class Run:
         losses: Sequence[str] = (),
         scaler: Callable[[], LossScaler] | None = None,
         flat: bool = False,
+        backend: Literal["foreach", "compiled"] = "foreach",
     ) -> None:
         if clip is not None and clip <= 0:
             raise SettingError(f"clip must be positive, got {clip}")
@@ -77,14 +83,14 @@ class Run:
         self.optimizer, self.policy, self.clip = optimizer, policy, clip
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         check_numbers(policy, optimizer, self.device)
-        if flat:
-            check_flat(policy, optimizer)
+        one_pass = check_backend(policy, optimizer, self.device, flat=flat, backend=backend)
         self.scalers = self._make_scalers(losses, scaler)
         self.grad_norm: Tensor | None = None
         self.after_update: list[Callable[[], None]] = []
         self._model = model
         self._weights = Weights(model, optimizer, policy, self.device)
-        self._weights.fp32_grads_(on=True)
+        self._compiled = Compiled(self._weights, optimizer) if one_pass else None
+        self._weights.fp32_grads_(on=not one_pass)
         self._flat = Flat(self._weights, optimizer) if flat else None
         self._schedules: list[Scheduled] = []
         self._averages: list[Average] = []
@@ -186,35 +192,51 @@ class Run:
 
     def step(self) -> None:
         """One optimizer step; skipped, and counted as such, where a gradient overflowed under a loss scale."""
-        grads = self._weights.gather(self._sums.settle(), self._flat.gather if self._flat else None)
-        used = [self.scalers[name] for name in self._used]
-        found = torch.stack([s.found_inf for s in used]).amax() if used else None
-        # Of several scalers each has unscaled its own gradients; a single one's are unscaled here, by what scaled them.
-        scale = used[0].scale if len(self.scalers) == 1 and used else None
-        parts = [grad for _, grad in self._weights.graded]
-        divisor = Divisor(grads, scale, found, self.clip, parts)
-        ran = update_(self.optimizer, divisor, self._weights.load)
+        held = self._sums.settle()
+        if self._compiled is not None:
+            raw = self._weights.raw(held)
+            divisor = self._divisor(list(raw.values()))
+            self._compiled.update(divisor, raw)
+            if self.after_update or self._averages:
+                self._weights.load()
+                self._after(divisor.found_inf)
+                self._weights.save(count=False)
+            ran = True
+        else:
+            divisor = self._divisor(self._weights.gather(held, self._flat.gather if self._flat else None))
+            ran = update_(self.optimizer, divisor, self._weights.load)
+            if ran:
+                self._after(divisor.found_inf)
+                self._weights.save()
         if self.clip is not None:
             self.grad_norm = divisor.norm
-        if ran:
-            for hook in self.after_update:
-                hook()
-            masters = self.named_masters() if self._averages else {}
-            for average in self._averages:
-                average.update(masters, found)
-            self._weights.save()
+        used, found = [self.scalers[name] for name in self._used], divisor.found_inf
         skipped = self._skipped_last(known=None if ran else True)
         if found is not None:
-            self._report(used, found, grads, known=not ran)
+            report_(self, used, found, known=not ran)
         for scheduled in self._schedules:
             scheduled.advance(skipped=skipped)
         self._weights.zero_()
         self._used.clear()
         self._passes = 0
 
+    def _divisor(self, grads: list[Tensor]) -> Divisor:
+        used = [self.scalers[name] for name in self._used]
+        found = torch.stack([s.found_inf for s in used]).amax() if used else None
+        # Of several scalers each has unscaled its own gradients; a single one's are unscaled here, by what scaled them.
+        scale = used[0].scale if len(self.scalers) == 1 and used else None
+        return Divisor(grads, scale, found, self.clip, [grad for _, grad in self._weights.graded])
+
+    def _after(self, found: Tensor | None) -> None:
+        for hook in self.after_update:
+            hook()
+        masters = self.named_masters() if self._averages else {}
+        for average in self._averages:
+            average.update(masters, found)
+
     def _skipped_last(self, *, known: bool | None) -> bool:
         """Whether this step was skipped; where the device alone knows, whether the one before was."""
-        if known is not None or not self.scalers or not hands_over(self.optimizer):
+        if known is not None or not self.scalers or (self._compiled is None and not hands_over(self.optimizer)):
             return bool(known)
         if not any(scheduled.on == "success" for scheduled in self._schedules):
             return False
@@ -242,20 +264,6 @@ class Run:
         """
         load_state(self, state)
 
-    def _report(self, used: list[LossScaler], found: Tensor, grads: list[Tensor], *, known: bool) -> None:
-        """Move the scales; note the parameters to blame, once the scale sits at its floor."""
-        floor = torch.stack([s.scale <= s.floor for s in used]).any()
-        late = self._late.read(wait=False)
-        watch = bool(floor.item()) if known else late is not None and all(late)
-        if watch and grads:
-            self._bad_names, self._bad = self._weights.nonfinite()
-        self._skips += found > 0
-        self._late.push(torch.stack([found, floor.float()]))
-        for scaler in used:
-            if len(self.scalers) == 1:
-                scaler.found_inf.copy_(found)
-            scaler.update()
-
     def masters(self) -> list[Tensor]:
         """What the optimizer updates, in the order of the parameters: fp32 masters where there are any, else the parameters.
 
@@ -275,21 +283,13 @@ class Run:
         At the scale's floor, after an overflow, "nonfinite" names the first parameters whose gradients are not finite. Where
         the optimizer is fused this is known one step late.
         """
-        stats: dict[str, Any] = {}
-        for name, scaler in self.scalers.items():
-            suffix = f".{name}" if name else ""
-            stats |= {f"scale{suffix}": scaler.scale.item(), f"skipped{suffix}": scaler.skipped.item()}
-        if self.grad_norm is not None:
-            stats["grad_norm"] = self.grad_norm.item()
-        stuck = any((s.scale <= s.floor) & (s.found_inf > 0) for s in self.scalers.values())
-        if stuck and self._bad is not None:
-            stats["nonfinite"] = [n for n, bad in zip(self._bad_names, self._bad.tolist(), strict=True) if bad][:5]
-        return stats
+        return stats_of(self)
 
     def finish(self) -> nn.Module:
         """Hand the fp32 model back: weights from the masters, the optimizer on the parameters again."""
-        if self._flat is not None:
-            self._flat.finish()
+        for part in (self._flat, self._compiled):
+            if part is not None:
+                part.finish()
         self._weights.fp32_grads_(on=False)
         self._weights.finish()
         return self._model

@@ -75,7 +75,7 @@ class Divisor:
         `parts` are the gradients parameter by parameter: `grads` may be flat, and a norm is summed in the same order for both.
         """
         self.found_inf, self.norm = found_inf, None
-        self.grads, self.clip, self.scale = grads, clip, scale
+        self.grads, self.parts, self.clip, self.scale = grads, parts, clip, scale
         if clip is None:
             return
         device = scale.device if scale is not None else grads[0].device if grads else torch.device("cpu")

@@ -121,6 +121,13 @@ class Weights:
         norms = torch._foreach_norm([grad for _, grad in self.graded], float("inf"))
         return [name for name, _ in self.graded], ~torch.isfinite(torch.stack([norm.to(self.clock.device) for norm in norms]))
 
+    def raw(self, held: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Gradients by parameter as they are, half or fp32, for a step that widens them itself."""
+        every = {p: held.get(p, p.grad) for p in self.owned}
+        grads = {p: grad for p, grad in every.items() if grad is not None}
+        self.graded = [(self.owned[p], grad) for p, grad in grads.items()]
+        return grads
+
     def zero_(self) -> None:
         """Drop all gradients."""
         self.graded = []
@@ -131,12 +138,27 @@ class Weights:
 
     def widened(self, slot: Slot) -> Tensor:
         """The fp32 value of one weight: its master, or a fresh tensor made of half and remainder."""
-        if self.live:
-            return slot.master
-        half = slot.parameter.data
-        if slot.rest is None:
+        return slot.master if self.live else self.widen(slot.parameter.data, slot.rest, self.policy.digits)
+
+    @staticmethod
+    def widen(half: Tensor, rest: Tensor | None, kind: str | None) -> Tensor:
+        """The fp32 value that a half weight and its remainder stand for."""
+        if rest is None:
             return half.float()
-        return digits.join(half, slot.rest) if self.policy.digits == "split" else half.float() + slot.rest.float()
+        return digits.join(half, rest) if kind == "split" else half.float() + rest.float()
+
+    @staticmethod
+    def narrow(
+        value: Tensor, half: Tensor, rest: Tensor | None, kind: str | None, seed: int, clock: Tensor, start: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Half weight and remainder of an fp32 value; `half` and `rest` are what they were before the step."""
+        if kind == "split":
+            return digits.split(value)
+        if kind == "kahan" and rest is not None:
+            return digits.compensate(value, half, rest)
+        if kind == "stochastic":
+            return digits.stochastic(value, digits.noise(seed, clock, start, value)), None
+        return value.to(half.dtype), None
 
     def load(self) -> None:
         """Give transient masters their memory and values; the optimizer may step after it."""
@@ -148,27 +170,19 @@ class Weights:
             slot.master.copy_(value)
         self.live = True
 
-    def save(self) -> None:
-        """Masters to half weights; transient masters give their memory back."""
-        self.clock += 1
+    def save(self, *, count: bool = True) -> None:
+        """Masters to half weights; transient masters give their memory back. `count` is False for a second time in one step."""
+        self.clock += count
         if self.policy.digits is None:
             if self.slots:
                 torch._foreach_copy_([slot.parameter.data for slot in self.slots], [slot.master for slot in self.slots])
             return
         for slot in self.slots:
-            half, slot.rest = self.narrowed(slot.master, slot, self.clock)
+            data, kind, seed = slot.parameter.data, self.policy.digits, self.policy.seed
+            half, slot.rest = self.narrow(slot.master, data, slot.rest, kind, seed, self.clock, slot.start)
             slot.parameter.data.copy_(half)
             slot.master.untyped_storage().resize_(0)
         self.live = False
-
-    def narrowed(self, value: Tensor, slot: Slot, clock: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Half weight and remainder of an fp32 value, by the policy's way with the digits that do not fit."""
-        if self.policy.digits == "split":
-            return digits.split(value)
-        if self.policy.digits == "kahan":
-            assert slot.rest is not None
-            return digits.compensate(value, slot.parameter.data, slot.rest)
-        return digits.stochastic(value, digits.noise(self.policy.seed, clock, slot.start, value)), None
 
     def put(self, slot: Slot, value: Tensor) -> None:
         """Set one weight to an fp32 value, exactly where the policy can hold it."""
