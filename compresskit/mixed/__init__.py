@@ -1,5 +1,6 @@
 """Mixed-precision training: half weights or autocast, fp32 masters, loss scaling. A leaf: it knows torch only."""
 
+from compresskit.mixed.advise import Advice, advise
 from compresskit.mixed.average import Average
 from compresskit.mixed.levels import level
 from compresskit.mixed.lion import Lion
@@ -30,11 +31,13 @@ __all__ = [
     "PURE_FP16",
     "SPLIT_BF16",
     "SR_BF16",
+    "Advice",
     "Average",
     "Lion",
     "LossScaler",
     "Policy",
     "Run",
+    "advise",
     "level",
     "prepare",
 ]
