@@ -27,7 +27,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Refuse what would be nan at the first step; say what is only good for measuring."""
     if torch.float16 in (policy.param_dtype, policy.autocast_dtype) and device.type == "cpu":
-        warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=5)
+        warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=4)
     if not policy.pure:
         return
     assert policy.param_dtype is not None
@@ -37,7 +37,7 @@ def check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torc
             raise SettingError(f"Policy {policy.name}: eps={eps} of {type(optimizer).__name__} is 0 in fp16 and its first step"
                                " divides by it; use fused=True, eps=1e-4, or MASTER_FP16")  # fmt: skip
     warnings.warn(f"{policy.name} has no masters: updates below half a step of its weights are lost; it is the speed to compare "
-                  "with, not one to train at", stacklevel=5)  # fmt: skip
+                  "with, not one to train at", stacklevel=4)  # fmt: skip
 
 
 def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str) -> bool:
@@ -53,6 +53,6 @@ def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torc
         raise SettingError("backend='compiled' visits every weight once as it is; leave flat=True out")
     if not has_compiler(device):
         what = "Triton" if device.type == "cuda" else "a C++ compiler"
-        warnings.warn(f"backend='compiled' needs {what}, which is not here: going on with 'foreach'", stacklevel=5)
+        warnings.warn(f"backend='compiled' needs {what}, which is not here: going on with 'foreach'", stacklevel=4)
         return False
     return True

@@ -140,3 +140,13 @@ def test_lion_is_the_papers_algorithm() -> None:
         optimizer.step()
     # By hand: m = (0.01, -0.01); second update = sign(0.9 m + 0.1 g) = sign(0.004, 0.191) = (1, 1).
     torch.testing.assert_close(w.detach(), torch.tensor([(1 * 0.95 - 0.1) * 0.95 - 0.1, (-2 * 0.95 + 0.1) * 0.95 - 0.1]))
+
+
+@compiles
+def test_b14_resume_of_compiled_steps_is_uninterrupted_bit_for_bit() -> None:
+    whole, first, second = (start(SPLIT_BF16, OPTIMIZERS["adamw"], "compiled") for _ in range(3))
+    go(whole, range(4))
+    go(first, range(2))
+    second.load_state_dict(first.state_dict())
+    go(second, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(whole.masters(), second.masters(), strict=True))
