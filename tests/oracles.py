@@ -283,3 +283,55 @@ def bucketed(student, teacher, k, temperature):
         top = np.argsort(-t)[:k]
         total.append(kl64([*p[top], 1 - p[top].sum()], [*q[top], 1 - q[top].sum()]))
     return temperature**2 * np.mean(total)
+
+
+def random_bits(seed, step, index):
+    """Sixteen bits of compresskit's counter hash, in Python integers (lowbias32, twice keyed)."""
+    mask = 0xFFFFFFFF
+
+    def mixed(x):
+        x ^= x >> 16
+        x = (x * 0x7FEB352D) & mask
+        x ^= x >> 15
+        x = (x * 0x846CA68B) & mask
+        return x ^ (x >> 16)
+
+    key = mixed((mixed((step + (seed & mask) * 0x9E3779B1) & mask) + (seed >> 32)) & mask)
+    return mixed((mixed((index & mask) ^ key) + (index >> 32)) & mask) & 0xFFFF
+
+
+def bf16_neighbours(value):
+    """The two bf16 values around an fp32 one, by cutting bits with struct; the same one twice where it is exact."""
+    import struct
+
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    low = bits & 0xFFFF0000
+    high = low if low == bits else low + 0x10000
+    return tuple(struct.unpack("<f", struct.pack("<I", b))[0] for b in (low, high))
+
+
+def loss_scales(overflows, *, start, growth=2.0, backoff=0.5, interval=2000, hysteresis=1, floor=1.0, ceiling=2.0**24):
+    """The scale after each step, as a plain loop says it."""
+    scale, clean, left, seen = start, 0, hysteresis, []
+    for overflow in overflows:
+        if overflow:
+            clean, left = 0, left - 1
+            if left <= 0:
+                scale *= backoff
+        else:
+            clean += 1
+            if clean == interval:
+                scale, clean, left = scale * growth, 0, hysteresis
+        scale = min(max(scale, floor), ceiling)
+        seen.append(scale)
+    return seen
+
+
+def sgd(weights, gradients, *, lr, momentum=0.0):
+    """SGD with momentum in float64; None among the gradients is a step that was skipped."""
+    w, buffer = weights.double(), 0.0
+    for g in gradients:
+        if g is not None:
+            buffer = momentum * buffer + g.double()
+            w = w - lr * buffer
+    return w

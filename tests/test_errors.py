@@ -13,7 +13,7 @@ from networks import build, image, images_task, trained_like
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, SettingError, TrainingError
+from compresskit.errors import DataError, ModelError, SettingError, TrainingError
 from compresskit.graph import capture
 from compresskit.prune import plan_channels, reestimate_batchnorm_, taylor
 from compresskit.quant import prepare_qat, quantize_static
@@ -276,3 +276,13 @@ def test_any_number_of_inputs() -> None:
     graph = capture(Many(), (torch.randn(2, 3), torch.randn(2, 3))).module
     x = torch.randn(5, 3), torch.randn(5, 3)
     torch.testing.assert_close(graph(*x), x[0] + x[1])
+
+
+def test_one_channel_has_no_soft_targets() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
+    x = image(8)[0]
+    task = ck.Task(train=[(x, torch.rand(8, 1))], val=[(x, torch.rand(8, 1))], loss=F.mse_loss, metric=F.mse_loss)
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
+    with pytest.raises(ModelError, match="gives one channel, of which a softmax says nothing"):
+        ck.Distill(epochs=1, teacher=teacher)(model, task)
+    ck.Train(epochs=1, objective=ck.imitate(teacher, loss=F.mse_loss))(model, task)

@@ -84,6 +84,12 @@ class Imitate:
                     f"the teacher {source.label} gives predictions {tuple(wanted.shape)}, the student"
                     f" {type(model).__name__} {tuple(got.shape)}; both must have the same classes"
                 )
+            soft = self.loss.func if isinstance(self.loss, partial) else self.loss
+            if soft is soft_targets and self.weight and got.shape[1:2] == (1,):
+                raise ModelError(
+                    f"imitate(): {type(model).__name__} gives one channel, of which a softmax says nothing; pass"
+                    " imitate(loss=...) such as F.mse_loss"
+                )
             adapters = make_adapters(links, own, theirs)
         attach_(model, adapters)
         return replace(bound, adapters=adapters)

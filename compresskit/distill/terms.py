@@ -77,7 +77,8 @@ def takes_target(loss: DistillLoss) -> bool:
     """Whether a loss has a parameter called `target` that is not set yet."""
     given = loss.keywords if isinstance(loss, functools.partial) else {}
     try:
-        return "target" in inspect.signature(loss).parameters and "target" not in given
+        # One of the first two is the prediction or the teacher's, whatever it is called: F.mse_loss(input, target).
+        return "target" in list(inspect.signature(loss).parameters)[2:] and "target" not in given
     except (TypeError, ValueError):  # builtins without a signature
         return False
 

@@ -1,7 +1,43 @@
 """Mixed-precision training: half weights or autocast, fp32 masters, loss scaling. A leaf: it knows torch only."""
 
-from compresskit.mixed.policy import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, MASTER_FP16, Policy
+from compresskit.mixed.advise import Advice, advise
+from compresskit.mixed.average import Average
+from compresskit.mixed.levels import level
+from compresskit.mixed.lion import Lion
+from compresskit.mixed.policy import (
+    AMP_BF16,
+    AMP_FP16,
+    FP32,
+    KAHAN_BF16,
+    MASTER_BF16,
+    MASTER_FP16,
+    PURE_BF16,
+    PURE_FP16,
+    SPLIT_BF16,
+    SR_BF16,
+    Policy,
+)
 from compresskit.mixed.run import Run, prepare
 from compresskit.mixed.scaler import LossScaler
 
-__all__ = ["AMP_BF16", "AMP_FP16", "FP32", "MASTER_BF16", "MASTER_FP16", "LossScaler", "Policy", "Run", "prepare"]
+__all__ = [
+    "AMP_BF16",
+    "AMP_FP16",
+    "FP32",
+    "KAHAN_BF16",
+    "MASTER_BF16",
+    "MASTER_FP16",
+    "PURE_BF16",
+    "PURE_FP16",
+    "SPLIT_BF16",
+    "SR_BF16",
+    "Advice",
+    "Average",
+    "Lion",
+    "LossScaler",
+    "Policy",
+    "Run",
+    "advise",
+    "level",
+    "prepare",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compresskit.errors import SettingError
+from compresskit.errors import CheckpointError, SettingError
 
 
 class LossScaler:
@@ -13,7 +13,8 @@ class LossScaler:
 
     Dynamic: an inf or nan in any gradient multiplies the scale by `backoff` and the step is skipped; `interval` clean
     steps in a row multiply it by `growth`. Unlike `torch.amp.GradScaler` the scale stays in [floor, ceiling], so a run of
-    overflows can neither reach 0 nor make 1/scale infinite.
+    overflows can neither reach 0 nor make 1/scale infinite. With `hysteresis` n, the first n - 1 overflows since the scale
+    last grew skip their step and leave the scale (Megatron-LM, `DynamicGradScaler`).
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class LossScaler:
         growth: float = 2.0,
         backoff: float = 0.5,
         interval: int = 2000,
+        hysteresis: int = 1,
         floor: float = 1.0,
         ceiling: float = 2.0**24,
         device: torch.device | str = "cpu",
@@ -34,19 +36,35 @@ class LossScaler:
             raise SettingError(
                 f"LossScaler: wanted growth > 1, 0 < backoff < 1, interval >= 1, got {growth}, {backoff}, {interval}"
             )
+        if hysteresis < 1:
+            raise SettingError(f"LossScaler: wanted hysteresis >= 1, got {hysteresis}")
         self.dynamic, self.growth, self.backoff, self.interval = dynamic, growth, backoff, interval
-        self.floor, self.ceiling = floor, ceiling
+        self.hysteresis, self.floor, self.ceiling = hysteresis, floor, ceiling
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.clean = torch.tensor(0, dtype=torch.int32, device=device)
+        self.tolerance = torch.tensor(hysteresis, dtype=torch.int32, device=device)
         self.skipped = torch.tensor(0, dtype=torch.int64, device=device)
         self.found_inf = torch.tensor(0.0, dtype=torch.float32, device=device)
 
+    @classmethod
+    def fixed(cls, scale: float, *, device: torch.device | str = "cpu") -> LossScaler:
+        """A scale that never moves; a step whose gradients overflow is skipped all the same."""
+        return cls(scale, dynamic=False, floor=scale, ceiling=scale, device=device)
+
+    def to(self, device: torch.device) -> LossScaler:
+        """The same scaler, on another device."""
+        for name in ("scale", "clean", "tolerance", "skipped", "found_inf"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    def inverse(self) -> Tensor:
+        """1 / scale; through float64, as it is rounded but once there."""
+        return self.scale.double().reciprocal().float()
+
     def unscale_(self, grads: list[Tensor]) -> None:
-        """Divide fp32 gradients by the scale, in place, and note in `found_inf` whether any is not finite."""
+        """Divide gradients by the scale, in place, and note in `found_inf` whether any is not finite."""
         self.found_inf.zero_()
-        if grads:
-            inverse = self.scale.double().reciprocal().float()
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, self.found_inf, inverse)
+        check_(grads, self.found_inf, self.inverse())
 
     def update(self) -> None:
         """Move the scale; called once a step, after `unscale_`, so that a step is unscaled by what scaled it."""
@@ -54,17 +72,42 @@ class LossScaler:
         self.skipped += overflow
         if not self.dynamic:
             return
+        self.tolerance.sub_(overflow.to(torch.int32))
         self.clean.copy_(torch.where(overflow, 0, self.clean + 1))
         grow = self.clean >= self.interval
-        factor = torch.where(overflow, self.backoff, torch.where(grow, self.growth, 1.0))
+        back = overflow & (self.tolerance <= 0)
+        factor = torch.where(back, self.backoff, torch.where(grow, self.growth, 1.0))
         self.scale.mul_(factor).clamp_(self.floor, self.ceiling)
         self.clean.copy_(torch.where(grow, 0, self.clean))
+        self.tolerance.copy_(torch.where(grow, self.hysteresis, self.tolerance))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Scale and counters, as tensors."""
-        return {"scale": self.scale.clone(), "clean": self.clean.clone(), "skipped": self.skipped.clone()}
+        return {name: getattr(self, name).clone() for name in ("scale", "clean", "tolerance", "skipped")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over scale and counters."""
+        if unknown := set(state) - {"scale", "clean", "tolerance", "skipped"}:
+            raise CheckpointError(f"LossScaler: a state holds scale, clean, tolerance and skipped, got {sorted(unknown)[0]!r}")
         for name, value in state.items():
             getattr(self, name).copy_(value)
+
+
+def check_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Multiply gradients by a factor, in place, and set `found_inf` to 1 where one is not finite; nothing is read back."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), same in kinds.items():
+        flag = found_inf if device == found_inf.device else torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(same, flag, factor.to(device))
+        if flag is not found_inf:
+            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Norm of all gradients together, summed in fp32: in half, 2e5 values of 60000 already make inf."""
+    if not grads:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

@@ -69,6 +69,7 @@ def test_small_updates_are_kept_by_masters(policy, step) -> None:
     assert model.weight.item() == pytest.approx(1 + 59e-4, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:pure has no masters:UserWarning")
 def test_small_updates_are_lost_without_masters() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -223,3 +224,24 @@ def test_fp16_on_a_cpu_warns() -> None:
     model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="for numerics only"):
         prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_FP16)
+
+
+def test_constant_buffers_come_back_whole() -> None:
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]))
+            self.register_buffer("seen", torch.zeros(1))
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            self.seen += 1
+            return self.layer(x - self.mean)
+
+    model = Normalised()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_BF16)
+    run.backward(run(torch.randn(4, 3)).sum())
+    run.step()
+    run.finish()
+    assert torch.equal(model.mean, torch.tensor([0.485, 0.456, 0.406]))
+    assert model.seen.item() == 1

@@ -1,0 +1,160 @@
+"""What a model would gain from half numbers, before it is trained in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.errors import ModelError
+from compresskit.mixed.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
+
+#: Exponents of fp16: below 2^-24 a value becomes 0; the largest is 65504.
+SMALLEST, LARGEST = -24, 65504.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One matrix product or convolution; `odd` names its sizes that are no multiple of 8 (fp8: 16)."""
+
+    name: str
+    kind: str
+    sizes: dict[str, int]
+    odd: tuple[str, ...]
+    odd_fp8: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """See `advise`; printed it is a table.
+
+    layers: what can run on tensor cores, and which of its sizes keep it from there.
+    exponents: histogram of all gradients' exponents, {exponent: share of the values that are not 0}.
+    flushed: share of them that fp16 would turn into 0 without loss scaling.
+    scale: smallest power of two that keeps all but 0.1 % of them, and does not overflow the largest.
+    """
+
+    layers: tuple[Layer, ...]
+    others: tuple[str, ...]
+    exponents: dict[int, float] = field(repr=False)
+    flushed: float
+    scale: float
+    policy: Policy
+    why: str
+
+    def __str__(self) -> str:
+        rows = [f"suggested policy: {self.policy.name} ({self.why})"]
+        good = [layer for layer in self.layers if not layer.odd]
+        rows.append(f"tensor cores: {len(good)} of {len(self.layers)} layers have all sizes in multiples of 8")
+        for layer in self.layers:
+            if layer.odd:
+                named = ", ".join(f"{key} = {layer.sizes[key]}" for key in layer.odd)
+                rows.append(f"  {layer.name} ({layer.kind}): {named}; pad to a multiple of 8")
+        if self.others:
+            rows.append(f"not on tensor cores: {', '.join(self.others)}")
+        rows.append(f"gradients: {self.flushed:.2%} below 2^{SMALLEST}, lost in fp16 without a scale; {self.scale:g} keeps them")
+        rows += [f"  2^{e:<4d} {share:7.2%} {'#' * round(50 * share)}" for e, share in sorted(self.exponents.items())]
+        return "\n".join(rows)
+
+
+def advise(model: nn.Module, example: Any, *, loss: Callable[[Any], Tensor] | None = None) -> Advice:
+    """Look at a model's sizes and at the gradients of one batch; the model is left as it was.
+
+    Args:
+        model: an fp32 model, on the device where it will train.
+        example: its positional inputs, as a tuple or one tensor.
+        loss: from outputs to a scalar; the mean square of all outputs where nothing is given.
+
+    Sizes: NVIDIA, "Deep Learning Performance: matrix multiplication" (multiples of 8 for fp16, 16 for fp8). Histogram:
+    Micikevicius et al., 1710.03740, figure 3.
+    """
+    args = example if isinstance(example, tuple) else (example,)
+    layers: list[Layer] = []
+    names = {module: name for name, module in model.named_modules()}
+    matrix = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
+    leaf = [m for m in names if not list(m.children()) and list(m.parameters())]
+    others = {type(m).__name__ for m in leaf if not isinstance(m, matrix)}
+
+    def note(module: nn.Module, inputs: Any, _output: Any) -> None:
+        if isinstance(module, matrix):
+            layers.append(_layer(names[module], module, inputs))
+
+    handles = [module.register_forward_hook(note) for module in names]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        output = model(*args)
+        leaves = [o for o in pytree.tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
+        if not leaves or not parameters:
+            raise ModelError("advise: no output depends on a parameter with requires_grad; there are no gradients to look at")
+        total = loss(output) if loss is not None else torch.stack([o.float().square().mean() for o in leaves]).sum()
+        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    exponents, largest = _histogram([grad for grad in grads if grad is not None])
+    policy, why = _suggested(parameters[0].device)
+    return Advice(
+        layers=tuple(layers),
+        others=tuple(sorted(others)),
+        exponents=exponents,
+        flushed=sum(share for e, share in exponents.items() if e < SMALLEST),
+        scale=_scale(exponents, largest),
+        policy=policy,
+        why=why,
+    )
+
+
+def _layer(name: str, module: nn.Module, inputs: Any) -> Layer:
+    sizes: dict[str, int] = {}
+    if isinstance(module, nn.Linear):
+        rows = inputs[0].numel() // module.in_features
+        sizes = {"rows": rows, "in_features": module.in_features, "out_features": module.out_features}
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        groups = module.groups
+        sizes = {"in_channels": module.in_channels // groups, "out_channels": module.out_channels // groups}
+    elif isinstance(module, nn.RNNBase):
+        sizes = {"input_size": module.input_size, "hidden_size": module.hidden_size}
+    elif isinstance(module, nn.MultiheadAttention):
+        sizes = {"embed_dim": module.embed_dim, "head_dim": module.head_dim}
+    odd = [tuple(key for key, size in sizes.items() if size % step) for step in (8, 16)]
+    return Layer(name=name, kind=type(module).__name__, sizes=sizes, odd=odd[0], odd_fp8=odd[1])
+
+
+def _histogram(grads: list[Tensor]) -> tuple[dict[int, float], float]:
+    flat = torch.cat([grad.detach().flatten().float().abs() for grad in grads])
+    flat = flat[torch.isfinite(flat) & (flat > 0)]
+    if not flat.numel():
+        return {}, 0.0
+    # frexp gives a mantissa in [0.5, 1), so that its exponent is one more than the usual one.
+    values, counts = (torch.frexp(flat)[1] - 1).unique(return_counts=True)
+    return dict(zip(values.tolist(), (counts / flat.numel()).tolist(), strict=True)), flat.max().item()
+
+
+def _scale(exponents: dict[int, float], largest: float) -> float:
+    scale = 1.0
+    while scale < 2.0**24 and largest * scale * 2 < LARGEST:
+        lost = sum(share for e, share in exponents.items() if scale * 2.0**e < 2.0**SMALLEST)
+        if lost <= 1e-3:
+            break
+        scale *= 2
+    return scale
+
+
+def _suggested(device: torch.device) -> tuple[Policy, str]:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return MASTER_BF16, f"compute capability {major}.{minor} has bf16 tensor cores"
+        if major >= 7:
+            return MASTER_FP16, f"compute capability {major}.{minor} has fp16 tensor cores and no bf16"
+        return FP32, f"compute capability {major}.{minor} has no tensor cores"
+    if device.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return MASTER_BF16, "this CPU multiplies bf16"
+    return FP32, f"this {device.type} is not known to multiply halves faster"

@@ -1,0 +1,58 @@
+"""What `prepare` refuses before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from compresskit.errors import ModelError, SettingError
+from compresskit.mixed.compiled import check_compiled, has_compiler
+from compresskit.mixed.flat import check_flat
+from compresskit.mixed.policy import Policy
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a wrapped or half model, and parameters that are not the model's."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
+    if half := [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+        raise ModelError(f"prepare: {half[0]} is {model.get_parameter(half[0]).dtype}; give an fp32 model, the policy casts it")
+    own = set(model.parameters())
+    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+        raise SettingError("prepare: the optimizer holds parameters that are not the model's; make it from model.parameters()")
+
+
+def check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Refuse what would be nan at the first step; say what is only good for measuring."""
+    if torch.float16 in (policy.param_dtype, policy.autocast_dtype) and device.type == "cpu":
+        warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=4)
+    if not policy.pure:
+        return
+    assert policy.param_dtype is not None
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if eps and not group.get("fused") and not torch.tensor(eps, dtype=policy.param_dtype).item():
+            raise SettingError(f"Policy {policy.name}: eps={eps} of {type(optimizer).__name__} is 0 in fp16 and its first step"
+                               " divides by it; use fused=True, eps=1e-4, or MASTER_FP16")  # fmt: skip
+    warnings.warn(f"{policy.name} has no masters: updates below half a step of its weights are lost; it is the speed to compare "
+                  "with, not one to train at", stacklevel=4)  # fmt: skip
+
+
+def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str) -> bool:
+    """Whether the step is to be one compiled pass; refuses what the chosen layout or backend does not cover."""
+    if backend not in ("foreach", "compiled"):
+        raise SettingError(f"backend must be 'foreach' or 'compiled', got {backend!r}")
+    if flat:
+        check_flat(policy, optimizer)
+    if backend == "foreach":
+        return False
+    check_compiled(policy, optimizer)
+    if flat:
+        raise SettingError("backend='compiled' visits every weight once as it is; leave flat=True out")
+    if not has_compiler(device):
+        what = "Triton" if device.type == "cuda" else "a C++ compiler"
+        warnings.warn(f"backend='compiled' needs {what}, which is not here: going on with 'foreach'", stacklevel=4)
+        return False
+    return True

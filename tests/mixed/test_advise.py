@@ -1,0 +1,55 @@
+"""Advice on sizes, gradients and the policy."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from compresskit.errors import ModelError
+from compresskit.mixed import FP32, MASTER_BF16, advise
+
+
+def test_n9_sizes_that_are_no_multiple_of_eight_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    before = copy.deepcopy(model.state_dict())
+    advice = advise(model, torch.randn(8, 3, 8, 8))
+    assert [(layer.name, layer.odd) for layer in advice.layers] == [("0", ("in_channels",)), ("4", ("out_features",))]
+    assert advice.layers[1].odd_fp8 == ("rows", "out_features")
+    assert advice.others == ("BatchNorm2d",)
+    assert "4 (Linear): out_features = 10; pad to a multiple of 8" in str(advice)
+    assert advice.policy in (FP32, MASTER_BF16)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_n4_the_histogram_says_what_fp16_would_flush() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    x = torch.tensor([[2.0**-30, 2.0**-26, 2.0**-10, 1.0]])
+    advice = advise(model, x, loss=lambda out: out.sum())
+    assert advice.exponents == {-30: 0.25, -26: 0.25, -10: 0.25, 0: 0.25}
+    assert advice.flushed == 0.5
+    assert advice.scale == 2.0**6  # 2^-30 comes to 2^-24
+    assert "50.00% below 2^-24" in str(advice)
+
+
+def test_b22_recurrent_and_attention_layers_are_seen() -> None:
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.attention = nn.LSTM(8, 12, batch_first=True), nn.MultiheadAttention(12, 2, batch_first=True)
+
+        def forward(self, x):
+            x, _ = self.rnn(x)
+            return self.attention(x, x, x)[0]
+
+    advice = advise(Net(), (torch.randn(2, 5, 8),))
+    assert {layer.name: layer.odd for layer in advice.layers} == {"rnn": ("hidden_size",), "attention": ("embed_dim", "head_dim")}
+
+
+def test_advice_without_gradients_is_refused() -> None:
+    with pytest.raises(ModelError, match="advise: no output depends on a parameter with requires_grad"):
+        advise(nn.ReLU(), torch.ones(1))

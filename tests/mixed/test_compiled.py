@@ -1,0 +1,152 @@
+"""The compiled one-pass step agrees with foreach, skips on the device, and shares its state."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from compresskit import mixed
+from compresskit.errors import SettingError
+from compresskit.mixed import AMP_FP16, FP32, KAHAN_BF16, MASTER_BF16, MASTER_FP16, PURE_BF16, SPLIT_BF16, SR_BF16, Lion, prepare
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning"),
+    # torch.compile's own machinery warns of torch's other parts
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+compiles = pytest.mark.skipif(not mixed.compiled.has_compiler(torch.device("cpu")), reason="no C++ compiler here")
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "plain": functools.partial(torch.optim.SGD, lr=0.05),
+    "lion": functools.partial(Lion, lr=0.01, weight_decay=0.1),
+}
+BY_POLICY = [(policy, "adamw") for policy in (FP32, AMP_FP16, MASTER_BF16, MASTER_FP16, SPLIT_BF16, KAHAN_BF16, SR_BF16)]
+CASES = BY_POLICY + [(MASTER_BF16, name) for name in OPTIMIZERS if name != "adamw"]
+
+
+def start(policy, make, backend, clip=1.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    policy = replace(policy, loss_scale=64.0) if policy.loss_scale else policy
+    return prepare(model, make(model.parameters()), policy, clip=clip, backend=backend)
+
+
+def go(run, steps, bad=()):
+    for i in steps:
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(i))
+        run.backward(run(x).square().mean() * (float("inf") if i in bad else 1))
+        run.step()
+
+
+@compiles
+@pytest.mark.parametrize(("policy", "name"), CASES, ids=lambda v: getattr(v, "name", v))
+def test_compiled_agrees_with_foreach(policy, name) -> None:
+    bad = (0, 3) if policy.loss_scale else ()
+    runs = [start(policy, OPTIMIZERS[name], backend) for backend in ("foreach", "compiled")]
+    # A sign of nearly 0, and a rounding by chance, may fall the other way after a last bit: fewer steps, or a wider margin.
+    steps, margin = (2, 1e-6) if name == "lion" else (6, 4e-3 if policy in (SR_BF16, KAHAN_BF16) else 2e-5)
+    for run in runs:
+        go(run, range(steps), bad)
+    for a, b in zip(runs[0].masters(), runs[1].masters(), strict=True):
+        torch.testing.assert_close(a, b, atol=margin, rtol=margin)
+    assert runs[0].stats() == pytest.approx(runs[1].stats(), rel=1e-2)
+    runs[1].optimizer.param_groups[0]["lr"] *= 0.5
+    go(runs[1], range(steps, steps + 1))  # a schedule does not recompile into something else
+    # the state is torch's own: it moves over, and the optimizer goes on by itself after finish
+    runs[0].load_state_dict(runs[1].state_dict())
+    go(runs[0], range(10, 11))
+    model = runs[1].finish()
+    model(torch.ones(2, 6)).sum().backward()
+    runs[1].optimizer.step()
+
+
+@compiles
+def test_compiled_skips_on_the_device_and_moves_nothing() -> None:
+    run = start(MASTER_FP16, OPTIMIZERS["adamw"], "compiled", clip=None)
+    go(run, range(1))
+    before = run.state_dict()
+    go(run, range(1, 2), bad=(1,))
+    after = run.state_dict()
+    assert run.skipped == 1
+    for part in ("weights", "optimizer"):
+        pairs = zip(torch.utils._pytree.tree_leaves(before[part]), torch.utils._pytree.tree_leaves(after[part]), strict=True)
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+@compiles
+def test_compiled_split_equals_compiled_masters_and_hooks_work() -> None:
+    results = []
+    for policy in (MASTER_BF16, SPLIT_BF16):
+        run = start(policy, OPTIMIZERS["adamw"], "compiled")
+        run.after_update.append(lambda run=run: run.masters()[0][0].zero_())
+        average = run.average(0.5)
+        with run.accumulate(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+            for _ in range(3):
+                run.backward(run(x).square().mean())
+        run.step()
+        go(run, range(2))
+        assert not run.model[0].weight[0].any()
+        results.append([*run.masters(), *average.values.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_without_a_compiler_it_falls_back_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(mixed.checks, "has_compiler", lambda device: False)
+    with pytest.warns(UserWarning, match="needs a C\\+\\+ compiler, which is not here: going on with 'foreach'"):
+        run = start(MASTER_BF16, OPTIMIZERS["adamw"], "compiled")
+    other = start(MASTER_BF16, OPTIMIZERS["adamw"], "foreach")
+    go(run, range(2))
+    go(other, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(run.masters(), other.masters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "settings", "message"),
+    [
+        (torch.optim.RMSprop, FP32, {}, "there are kernels for AdamW, SGD, Lion, got RMSprop"),
+        (functools.partial(torch.optim.AdamW, amsgrad=True), FP32, {}, r"AdamW\(amsgrad=True\) is not covered"),
+        (functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1), FP32, {}, r"SGD\(dampening=0.1\) is not covered"),
+        (torch.optim.SGD, PURE_BF16, {}, "PURE_BF16 has no fp32 to update"),
+        (torch.optim.SGD, MASTER_BF16, {"flat": True}, "leave flat=True out"),
+        (torch.optim.SGD, MASTER_BF16, {"backend": "triton"}, "backend must be 'foreach' or 'compiled', got 'triton'"),
+    ],
+)
+def test_what_compiled_does_not_cover_is_refused(make, policy, settings, message) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(SettingError, match=message):
+        prepare(model, make(model.parameters(), lr=0.1), policy, **({"backend": "compiled"} | settings))
+    assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("settings", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -1.0}])
+def test_lion_refuses_settings_out_of_range(settings) -> None:
+    with pytest.raises(SettingError, match="Lion: wanted lr >= 0, betas in"):
+        Lion([torch.zeros(1)], **settings)
+
+
+def test_lion_is_the_papers_algorithm() -> None:
+    w = torch.tensor([1.0, -2.0], requires_grad=True)
+    optimizer = Lion([w], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    for gradient in ([1.0, -1.0], [-0.05, 2.0]):
+        w.grad = torch.tensor(gradient)
+        optimizer.step()
+    # By hand: m = (0.01, -0.01); second update = sign(0.9 m + 0.1 g) = sign(0.004, 0.191) = (1, 1).
+    torch.testing.assert_close(w.detach(), torch.tensor([(1 * 0.95 - 0.1) * 0.95 - 0.1, (-2 * 0.95 + 0.1) * 0.95 - 0.1]))
+
+
+@compiles
+def test_b14_resume_of_compiled_steps_is_uninterrupted_bit_for_bit() -> None:
+    whole, first, second = (start(SPLIT_BF16, OPTIMIZERS["adamw"], "compiled") for _ in range(3))
+    go(whole, range(4))
+    go(first, range(2))
+    second.load_state_dict(first.state_dict())
+    go(second, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(whole.masters(), second.masters(), strict=True))

@@ -1,0 +1,174 @@
+"""Checkpoints: resume is bit-exact, policies and layouts convert, another model is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from compresskit import mixed
+from compresskit.errors import CheckpointError
+from compresskit.mixed import prepare
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # fp16 on a CPU, pure policies: meant here
+POLICIES = [getattr(mixed, name) for name in mixed.__all__ if name.isupper()]
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-4),
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def start(policy, make, *, flat=False):
+    model = net()
+    optimizer = make(model.parameters())
+    scaler = functools.partial(mixed.LossScaler, 2.0**10, interval=3) if policy.loss_scale else None
+    run = prepare(model, optimizer, policy, clip=1.0, flat=flat, scaler=scaler)
+    run.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), on="success")
+    return run, run.average(0.9)
+
+
+def go(run, steps):
+    for i in steps:
+        x = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(i))
+        overflow = i == 2 and run.scaler is not None
+        run.backward(run(x).square().mean() * (float("inf") if overflow else 1))
+        run.step()
+
+
+def stored(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def leaves(state):
+    return dict(torch.utils._pytree.tree_flatten_with_path(state)[0])
+
+
+def same(one, other):
+    one, other = leaves(one), leaves(other)
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        equal = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        assert equal, key
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_b14_resume_is_uninterrupted_bit_for_bit(policy, fused, name) -> None:
+    make = functools.partial(OPTIMIZERS[name], fused=fused)
+    whole, _ = start(policy, make)
+    go(whole, range(8))
+    first, _ = start(policy, make)
+    go(first, range(4))
+    second, _ = start(policy, make)
+    go(second, range(6, 7))  # it may have trained already
+    second.load_state_dict(stored(first.state_dict()))
+    same(first.state_dict(), second.state_dict())
+    halves = [torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)]
+    assert all(halves)
+    go(second, range(4, 8))
+    same(whole.state_dict(), second.state_dict())
+    results = zip(whole.finish().state_dict().values(), second.finish().state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in results)
+
+
+def test_b14_the_state_is_fp32_by_name() -> None:
+    run, _ = start(mixed.MASTER_BF16, OPTIMIZERS["adamw"])
+    go(run, range(2))
+    state = run.state_dict()
+    assert list(state["weights"]) == [name for name, _ in run.model.named_parameters()]
+    assert {v.dtype for v in state["weights"].values()} == {torch.float32}
+    assert set(state["optimizer"]["state"]["0.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("target", POLICIES, ids=lambda p: p.name)
+@pytest.mark.parametrize("source", POLICIES, ids=lambda p: p.name)
+def test_policies_convert(source, target) -> None:
+    make = OPTIMIZERS["adamw"]
+    before, _ = start(source, make)
+    go(before, range(3))
+    after, _ = start(target, make)
+    after.load_state_dict(stored(before.state_dict()))
+    exact = {None, "split"}
+    loses = target.pure or target.digits not in exact
+    for a, b in zip(before.masters(), after.masters(), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2**-8 if loses else 0, atol=1e-6 if loses else 0)
+    go(after, range(3, 5))
+    assert all(torch.isfinite(m).all() for m in after.masters())
+
+
+@pytest.mark.parametrize("policy", [mixed.FP32, mixed.MASTER_BF16, mixed.MASTER_FP16], ids=lambda p: p.name)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_flat_and_separate_masters_share_checkpoints(policy, name) -> None:
+    for flat in (False, True):
+        before, _ = start(policy, OPTIMIZERS[name], flat=flat)
+        go(before, range(3))
+        after, _ = start(policy, OPTIMIZERS[name], flat=not flat)
+        go(after, range(1))
+        after.load_state_dict(stored(before.state_dict()))
+        go(after, range(3, 6))
+        go(before, range(3, 6))
+        states = before.state_dict(), after.state_dict()
+        same(*states) if policy.loss_scale is None else same(states[0]["weights"], states[1]["weights"])
+
+
+def test_resume_from_unfused_into_fused() -> None:
+    results = []
+    for fused in (False, True):
+        before, _ = start(mixed.MASTER_BF16, OPTIMIZERS["adamw"])
+        go(before, range(3))
+        after, _ = start(mixed.MASTER_BF16, functools.partial(OPTIMIZERS["adamw"], fused=fused))
+        after.load_state_dict(before.state_dict())
+        go(after, range(3, 5))
+        assert after.optimizer.param_groups[0]["fused"] is fused
+        results.append(after.masters())
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_not_this_run_is_refused() -> None:
+    run, _ = start(mixed.MASTER_BF16, OPTIMIZERS["sgd"])
+    good = run.state_dict()
+
+    def changed(**new):
+        return copy.deepcopy(good) | new
+
+    weights = dict(good["weights"])
+    wrong = {"0.weight": torch.zeros(1)} | {k: v for k, v in weights.items() if k != "0.weight"}
+    for state, message in (
+        ({"model": 1}, "wanted the state of a Run, version 1, got None"),
+        ([], "wanted the state of a Run, version 1, got list"),
+        (changed(weights=weights | {"5.weight": torch.zeros(1)}), "another model: parameter 5.weight is only in the state"),
+        (changed(weights={k: v for k, v in weights.items() if k != "4.bias"}), "parameter 4.bias is not in the state"),
+        (changed(weights=wrong), r"parameter 0.weight is \(4, 2, 3, 3\) here, \(1,\) in the state"),
+        (changed(buffers={}), "another model: buffer 1.num_batches_tracked is not in the state"),
+        (changed(optimizer=good["optimizer"] | {"kind": "AdamW"}), "of optimizer AdamW, this run has SGD"),
+        (changed(optimizer=good["optimizer"] | {"groups": []}), "param groups hold other parameters"),
+        (changed(averages=[]), "the state has 0 averages, this run 1"),
+        (changed(schedules=[]), "the state has 0 schedules, this run 1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            run.load_state_dict(state)
+    same(good, run.state_dict())
+    run.backward(run(torch.randn(4, 2, 6, 6)).sum())
+    with pytest.raises(CheckpointError, match="call it after step"):
+        run.state_dict()
+
+
+def test_the_seed_of_stochastic_rounding_is_a_setting_and_its_step_is_saved() -> None:
+    run, _ = start(replace(mixed.SR_BF16, seed=3), OPTIMIZERS["sgd"])
+    go(run, range(3))
+    assert run.state_dict()["clock"] == 3
