@@ -1,9 +1,9 @@
 """Static int8 of torchvision networks: ours against onnxruntime's own quantizer in its strongest setting, and fp32.
 
 onnxruntime: pre-processed, per channel, uint8 activations; for transformers Conv, Gemm and MatMul only. Both calibrate on
-the same inputs. Latency: batch 1, one thread, the three files measured in turn, as a ratio to the fp32 file. SQNR: of the outputs,
-against fp32, in dB. The weights are random (no hub can be reached), BatchNorm statistics those of random images: such
-networks amplify noise with depth, so SQNR compares the rows of one network and says nothing about trained ones.
+the same inputs. Latency: batch 1, one thread, the three files measured in turn, as a ratio to the fp32 file. SQNR: of the
+outputs, against fp32, in dB. The weights are random (no hub can be reached), BatchNorm statistics those of random images:
+such networks amplify noise with depth, so SQNR compares the rows of one network and says nothing about trained ones.
 
 Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that are there already are kept.
 """
