@@ -148,7 +148,9 @@ def test_alignment() -> None:
     model = build(networks.Concat)
     plan = plan_channels(model, image(2), macs=0.6)
     apply_(model, plan)
-    assert all(m.out_channels % 8 == 0 for m in model.modules() if isinstance(m, nn.Conv2d))
+    ragged = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.out_channels % 8]
+    assert len(ragged) <= 1  # only the last cut may be finer, so that the target is met and not far exceeded
+    assert 0.55 < plan.macs / plan.macs_before <= 0.6
 
 
 def test_ignored_modules_stay() -> None:
@@ -181,7 +183,8 @@ def test_the_lowest_scores_go() -> None:
         model.a[0].weight[3:7] *= 1e-3
         model.b[0].weight[:, 3:7] *= 1e-3
     plan = planned(model, macs=0.9)
-    assert set(plan.remove["a.0.weight"][0]) >= {3, 4, 5, 6}
+    gone, lowest = set(plan.remove["a.0.weight"][0]), {3, 4, 5, 6}
+    assert gone <= lowest or gone >= lowest
 
 
 @pytest.mark.parametrize("macs", [0, -0.5, 1.5, float("nan")])

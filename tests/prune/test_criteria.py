@@ -102,7 +102,7 @@ def test_settings_matter() -> None:
     model = build(networks.Concat)
     base = dict(macs=0.65, round_to=4)
     plan = plan_channels(model, networks.image(2), **base)
-    for change in ({"macs": 0.8}, {"round_to": 8}, {"ignore": ("a",)}, {"criterion": lambda s: -l2(s) + 100}):
+    for change in ({"macs": 0.8}, {"round_to": 1}, {"ignore": ("a",)}, {"criterion": lambda s: -l2(s) + 100}):
         assert plan_channels(model, networks.image(2), **(base | change)).remove != plan.remove
 
 
