@@ -22,13 +22,14 @@ def comes_trained(stage: Stage) -> bool:
     return not trains or getattr(stage, "student", None) is not None
 
 
-def stage_keys(model: nn.Module, task: Task, stages: list[Any], seed: int) -> list[str]:
+def stage_keys(model: nn.Module, task: Task, stages: list[Any], seed: int, *, trained: bool) -> list[str]:
     """A key for each stage: its settings, all before it, the model's structure, the data (lengths, first validation batch), the
-    loss and the metric.
+    loss and the metric; and the model's weights, where the chain starts from trained ones.
     """
     lengths = [None if getattr(task, w) is None else task.length(w) for w in ("train", "val", "calibration")]
     data = [lengths, fingerprint(next(iter(task.batches("val")))), describe([task.loss, task.metric, task.predict])]
-    digest = hashlib.sha256(json.dumps([structure(model), seed, data], sort_keys=True).encode())
+    weights = fingerprint(model) if trained else None
+    digest = hashlib.sha256(json.dumps([structure(model), seed, data, weights], sort_keys=True).encode())
     keys = []
     for record in stages:
         digest.update(json.dumps(record, sort_keys=True).encode())
@@ -36,8 +37,11 @@ def stage_keys(model: nn.Module, task: Task, stages: list[Any], seed: int) -> li
     return keys
 
 
-def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any]) -> None:
-    """Make `out` this recipe's, or raise `CheckpointError` where it is somebody else's or cannot be written."""
+def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any], *, trained: bool) -> None:
+    """Make `out` this recipe's, or raise `CheckpointError` where it is somebody else's or cannot be written.
+
+    Other initial weights of a chain that begins with training are only warned of: what is finished no longer depends on them.
+    """
     shape = hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
     record = record | {"model": type(model).__name__, "structure": shape, "weights": fingerprint(model)}
     try:
@@ -56,7 +60,7 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any])
                 f"{out}: belongs to another recipe ({old.get('model')}: {', '.join(before)}), this one is {record['model']}:"
                 f" {', '.join(names)}{'' if same else ' of another model'}; choose another out=, or delete the folder"
             )
-        if old.get("weights") != record["weights"]:
+        if not trained and old.get("weights") != record["weights"]:
             warnings.warn(
                 f"{out}: the incoming weights are not those that this run started from; finished stages are kept. Seed before the"
                 " model is made to silence this, or choose another out= to start afresh",

@@ -104,11 +104,12 @@ class Recipe:
             raise ModelError("the model is quantized already; start from the float model it came from")
         rehearse(model, task)
         names = [f"{i}-{type(stage).__name__.lower()}" for i, stage in enumerate(self.stages, 1)]
-        keys = stage_keys(model, task, self.describe(), self.seed)
-        claim(out, model, names, {"format": FORMAT, "stages": self.describe(), "seed": self.seed})
+        trained = comes_trained(self.stages[0])
+        keys = stage_keys(model, task, self.describe(), self.seed, trained=trained)
+        claim(out, model, names, {"format": FORMAT, "stages": self.describe(), "seed": self.seed}, trained=trained)
         model = copy.deepcopy(model).to(task.device)
         steps: list[tuple[str, str, Stage | None]] = list(zip(names, keys, self.stages, strict=True))
-        if comes_trained(self.stages[0]):
+        if trained:
             # The model comes trained: it is the row that all others are compared with.
             steps.insert(0, ("0-start", keys[0] + "-start", None))
         rows: list[Row] = []

@@ -322,6 +322,17 @@ def test_other_weights_are_told_and_other_data_runs_again(finished, tmp_path) ->
     assert {r.metric for r in run(tmp_path / "run", other).rows} == {0.125}
 
 
+def test_another_checkpoint_is_another_run(tmp_path) -> None:
+    """A chain that starts from trained weights never hands back the model of other weights."""
+    task, x = images_task(ck, samples=64), image(8)
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        results.append(ck.Recipe(ck.StaticQuant()).run(networks.build(networks.Chain), task, tmp_path / "run"))
+    with torch.no_grad():
+        assert not torch.allclose(results[0].model(*x), results[1].model(*x))
+
+
 def test_a_changed_stage_that_fails_loses_nothing(finished, tmp_path) -> None:
     out, task, _ = finished
     shutil.copytree(out, tmp_path / "run")

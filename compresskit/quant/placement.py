@@ -1,9 +1,9 @@
 """Decide, on a captured graph, which operators run in integers and where quantizers stand. Pure: nothing is changed.
 
-kinds           each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown"
-points          the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled)
-is rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it
-groups          values that a concat joins must share their numbers
+* kinds: each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown".
+* points: the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled) is
+  rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it.
+* groups: values that a concat joins must share their numbers.
 """
 
 from __future__ import annotations

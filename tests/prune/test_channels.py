@@ -152,6 +152,10 @@ def test_alignment() -> None:
     assert len(ragged) <= 1  # only the last cut may be finer, so that the target is met and not far exceeded
     assert 0.55 < plan.macs / plan.macs_before <= 0.6
 
+    wide = trained_like(nn.Sequential(*(networks.conv(i, o) for i, o in ((3, 64), (64, 128), (128, 64)))), image(16))
+    apply_(wide, plan_channels(wide, image(2), macs=0.475))  # what 56 and 64 of the channels cost
+    assert all(m.out_channels % 8 == 0 for m in wide.modules() if isinstance(m, nn.Conv2d))
+
 
 def test_ignored_modules_stay() -> None:
     plan = planned(build(networks.Concat), macs=0.8, ignore=("a",))
