@@ -107,7 +107,7 @@ def _convolve(graph: ir.Graph, pool: ir.Node) -> None:
     pads = list(pool.attributes.get_ints("pads", [0] * 2 * len(kernel)))
     whole = pool.attributes.get_int("count_include_pad", 0) == 1 or not any(pads)
     settings = ("auto_pad", "dilations", "kernel_shape", "pads", "strides")
-    if not whole or pool.attributes.get_int("ceil_mode", 0) or len(kernel) != 2:
+    if not whole or pool.attributes.get_int("ceil_mode", 0) != 0 or len(kernel) != 2:
         return
     if x is None or x.shape is None or not isinstance(x.shape[1], int):
         return
@@ -138,6 +138,6 @@ def _is_quantized_input(value: ir.Value | None) -> bool:
 
 
 def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
