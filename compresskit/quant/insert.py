@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -104,24 +104,37 @@ class Quantized(nn.Module):
         return deploy(self.body, hardsigmoids)
 
 
-def build(
-    model: nn.Module, example: Inputs, target: Target, observer: Callable[[], Observer], *, skip: tuple[str, ...] = ()
-) -> Quantized:
-    """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
-
-    The result still computes in float: `calibrate_` gives the quantizers their ranges and switches them on.
-    """
+def lower(model: nn.Module, example: Inputs, target: Target, skip: tuple[str, ...]) -> tuple[Captured, dict[str, Any]]:
+    """A float model as the graph that quantizers are placed on, and what it came from; the model itself is not changed."""
     if isinstance(model, Quantized):
         raise ModelError("this model is quantized already; quantize the float model it came from")
     origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
     captured = capture(copy.deepcopy(model), example)
-    body = captured.module
-    fold_batchnorm_(body)
-    rewrite_(body, target)
-    placement = place(body.graph, target, skip=skip)
+    fold_batchnorm_(captured.module)
+    rewrite_(captured.module, target)
+    return captured, origin
+
+
+def build(
+    model: nn.Module,
+    example: Inputs,
+    target: Target,
+    observer: Callable[[], Observer],
+    *,
+    skip: tuple[str, ...] = (),
+    floating: Mapping[str, str] | None = None,
+) -> Quantized:
+    """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
+
+    The result still computes in float: `calibrate_` gives the quantizers their ranges and switches them on.
+    `floating`: nodes of the graph that stay float, each with its reason, beside what the target's rules say.
+    """
+    captured, origin = lower(model, example, target, skip)
+    origin["floating"] = dict(floating or {})
+    placement = place(captured.module.graph, target, skip=skip, floating=floating)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
-    insert_(body, placement, target, observer)
+    insert_(captured.module, placement, target, observer)
     return Quantized(captured, target, placement, origin).train(model.training)
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,23 +77,24 @@ class Placement:
         return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
 
 
-def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = ()) -> Placement:
+def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None) -> Placement:
     """Decide where the integers are.
 
     Args:
         graph: captured and BatchNorm-folded.
         target: where it will run.
         skip: dotted paths of modules whose operators stay float.
+        floating: names of nodes that stay float, each with its reason.
     """
     paths = {module_path(node) for node in graph.nodes}
     if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
         raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
-    return _Placer(graph, target, skip).run()
+    return _Placer(graph, target, skip, floating or {}).run()
 
 
 class _Placer:
-    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...]) -> None:
-        self.graph, self.target, self.skip = graph, target, skip
+    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...], kept: Mapping[str, str]) -> None:
+        self.graph, self.target, self.skip, self.kept = graph, target, skip, kept
         self.integer: dict[Node, str] = {}
         self.floating: dict[Node, str] = {}
         self.carried: dict[Node, str] = {}
@@ -151,6 +153,8 @@ class _Placer:
         path = module_path(node)
         if any(path == s or path.startswith(f"{s}.") for s in self.skip):
             return "skipped by the user"
+        if node.name in self.kept:
+            return self.kept[node.name]
         if kind == "unknown":
             return f"no rule for {node.target}"
         if kind not in self.target.operators:
