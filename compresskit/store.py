@@ -31,7 +31,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if not isinstance(model, Quantized):
         save_model(model, folder)
         return
-    folder = Path(folder)
+    model, folder = model.settled(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / MODEL, model.state_dict())
     write_json(folder / STRUCTURE, {"format": FORMAT, **record(model)})

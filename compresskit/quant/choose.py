@@ -41,7 +41,7 @@ def slower_in_integers(
     that make the file at least 2 % faster go back to float together, or the best of them alone where that is faster still. Logs a
     warning where the result is no faster than the float model's own file. Writes to a temporary folder only.
     """
-    captured, origin = lower(model, example, target, skip)
+    captured, origin, _ = lower(model, example, target, skip)
     placement = place(captured.module.graph, target, skip=skip)
     if not placement.integer:
         return {}

@@ -139,7 +139,7 @@ class _Placer:
             return
         rule = self.target.operators[kind]
         self.integer[node] = kind
-        for value in self._operands(node, kind):
+        for value in self._rounded_operands(node, kind):
             if self.integer.get(value) == "hardsigmoid":
                 continue  # it has the numbers of what it reads
             for source in self._sources(value):
@@ -148,6 +148,8 @@ class _Placer:
             self.anchored.add(self._root(node.args[0]))
         if rule.output:
             self._round(self._behind(node), everywhere=True)
+        if rule.shared:
+            self._share([*self._operands(node, kind), self._behind(node)])
 
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         path = module_path(node)
@@ -174,6 +176,20 @@ class _Placer:
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
             return "none of its inputs is in integers"
         return None
+
+    def _rounded_operands(self, node: Node, kind: str) -> list[Node]:
+        """The operands, without the one that a convolution hands over inside its kernel."""
+        operands = self._operands(node, kind)
+        if self.target.operators[kind].fuses:
+            inside = [v for v in operands if self.integer.get(v) == "conv" and len(v.users) == 1]
+            operands = [v for v in operands if v not in inside[:1]]
+        return operands
+
+    def _share(self, values: list[Node]) -> None:
+        """One scale for all of them."""
+        sources = [s for value in values for s in self._sources(value) if s in self.rounded]
+        for other in sources[1:]:
+            self.group[self._root(other)] = self._root(sources[0])
 
     @staticmethod
     def _operands(node: Node, kind: str) -> list[Node]:
@@ -204,8 +220,7 @@ class _Placer:
             self._round(self._behind(node), everywhere=True)
             return
         self.carried[node] = kind
-        for other in sources[1:]:
-            self.group[self._root(other)] = self._root(sources[0])
+        self._share(sources)
 
     def _sources(self, value: Node) -> list[Node]:
         """Where the value was made, looking through moves."""

@@ -16,7 +16,7 @@ from compresskit.quant.placement import place
 
 
 def parts_of(kind: type) -> dict[str, list[str]]:
-    captured, _ = lower(build(kind), image(4), X86, ())
+    captured, _, _ = lower(build(kind), image(4), X86, ())
     return choose.parts(captured, place(captured.module.graph, X86))
 
 
