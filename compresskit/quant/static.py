@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, overload
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
+from compresskit.graph import Dynamic, check_runs, inputs_inside
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.targets import X86, Target
+from compresskit.surgery import mode
 from compresskit.task import Inputs, Task
+
+
+@overload
+def quantize_static(  # noqa: D418  every public name says what it is
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    target: Target = X86,
+    observer: Callable[[], Observer] = MinMax,
+    skip: tuple[str, ...] = (),
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: None = None,
+) -> Quantized:
+    """The whole model, quantized."""
+
+
+@overload
+def quantize_static(  # noqa: D418  every public name says what it is
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    target: Target = X86,
+    observer: Callable[[], Observer] = MinMax,
+    skip: tuple[str, ...] = (),
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None,
+) -> nn.Module:
+    """A copy of the model with one part quantized."""
 
 
 def quantize_static(
@@ -24,18 +58,43 @@ def quantize_static(
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
     skip: tuple[str, ...] = (),
-) -> Quantized:
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None = None,
+) -> nn.Module:
     """A quantized copy of a float model, its ranges found on batches of inputs (tuples or dicts).
 
-    The first batch is also the example that the model is captured with. Raises DataError where there is no batch.
+    Args:
+        model: any float module; it is left as it was.
+        batches: inputs; the first is also the example that the model is captured with.
+        target: where it will run.
+        observer: makes one range observer for each rounded value.
+        skip: dotted names of modules that stay float.
+        dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
+        strict: raise where an operator is one that no rule knows, instead of leaving it float.
+        inside: dotted name of a submodule. It alone is quantized, with what it receives when the model runs on the batches,
+            and the result is a copy of the whole model that holds the quantized part in its place (a detection model, say, with
+            `inside="backbone", dynamic=(0, 2, 3)`).
+
+    Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
+    nothing that runs in integers.
     """
     batches = iter(batches)
     first = next(batches, None)
     if first is None:
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
-    quantized = build(model, first, target, observer, skip=skip)
-    quantized.calibrate_(itertools.chain([first], batches))
-    return quantized
+    if inside is None:
+        quantized = build(model, first, target, observer, skip=skip, dynamic=dynamic, strict=strict)
+        quantized.calibrate_(itertools.chain([first], batches))
+        return quantized
+    check_runs(model, first)
+    with torch.no_grad(), mode(model, training=False):
+        part, example = inputs_inside(model, first, inside)
+    quantized = build(part, example, target, observer, skip=skip, dynamic=dynamic, strict=strict)
+    whole = copy.deepcopy(model)
+    whole.set_submodule(inside, quantized)
+    quantized.calibrate_(itertools.chain([first], batches), through=whole)
+    return whole
 
 
 def calibration_inputs(task: Task, samples: int) -> Iterable[Inputs]:
@@ -62,6 +121,7 @@ class StaticQuant:
     observer: makes one range observer for each rounded value.
     samples: how many calibration samples to look at, from `Task(calibration=...)` or the training data.
     skip: dotted names of modules that stay float.
+    dynamic, strict, inside: as in `quantize_static`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -71,6 +131,9 @@ class StaticQuant:
     observer: Callable[[], Observer] = MinMax
     samples: int = 512
     skip: tuple[str, ...] = ()
+    dynamic: Dynamic = (0,)
+    strict: bool = False
+    inside: str | None = None
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -79,5 +142,12 @@ class StaticQuant:
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
         return quantize_static(
-            model, calibration_inputs(task, self.samples), target=self.target, observer=self.observer, skip=self.skip
+            model,
+            calibration_inputs(task, self.samples),
+            target=self.target,
+            observer=self.observer,
+            skip=self.skip,
+            dynamic=self.dynamic,
+            strict=self.strict,
+            inside=self.inside,
         )
