@@ -58,7 +58,9 @@ def export_onnx(
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    from compresskit.export.passes import optimize_  # loads onnx_ir, which only exporting needs
+    # Both load onnx_ir, which only exporting needs.
+    from compresskit.export.kernels import pad_input_channels, pool_as_convolution
+    from compresskit.export.passes import optimize_
 
     try:
         if inside is not None:
@@ -68,7 +70,8 @@ def export_onnx(
     except ExportError as error:
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
-    optimize_(file)
+    tuned = any(part.target.tuned for part in model.modules() if hasattr(part, "deployed"))
+    optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
     _name_dimensions(file, captured)
     if coarsest(model) is torch.bfloat16:
         store_bf16_(file)

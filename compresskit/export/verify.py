@@ -216,7 +216,11 @@ def _verdict(plain: Level, optimized: Level, quantized: bool, allowed: float) ->
     for name, level in (("as written", plain), ("optimized", optimized)):
         if not quantized and level.largest > allowed:
             return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"
-        if level.noise is not None and np.isfinite(level.largest) and (level.noise <= QUANTIZED_NOISE or (level.excess or 0) <= QUANTIZED_EXCESS):
+        if (
+            level.noise is not None
+            and np.isfinite(level.largest)
+            and (level.noise <= QUANTIZED_NOISE or (level.excess or 0) <= QUANTIZED_EXCESS)
+        ):
             continue
         if quantized and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
             return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"

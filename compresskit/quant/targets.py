@@ -26,6 +26,7 @@ class Target:
 
     operators: kind of operator (see `placement.KINDS`) -> how it runs in integers; kinds not named stay float.
     opset: of the exported file.
+    tuned: whether the file is rewritten for the integer kernels of ONNX Runtime, see `export.kernels`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Target:
     weights: Scheme = field(default_factory=lambda: Scheme(signed=True, symmetric=True, per_channel=True))
     operators: Mapping[str, Integer]
     opset: int = 20
+    tuned: bool = False
 
 
 #: ONNX Runtime on x86 with VNNI. Measured: uint8 activations let it drop the Relu behind a Conv and keep residual adds in
@@ -51,4 +53,5 @@ X86 = Target(
         "sigmoid": Integer(follow=True),
         "hardsigmoid": Integer(output=False, follow=True),
     },
+    tuned=True,
 )
