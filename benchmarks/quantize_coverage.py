@@ -16,12 +16,11 @@ memory: largest resident set of the process, GiB.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
-import os
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -95,17 +94,22 @@ def family_of(name: str) -> str:
     return next(family for family, module in FAMILIES.items() if name in models.list_models(module))
 
 
+#: One of each architecture; they are measured first.
+FIRST = """squeezenet1_1 mobilenet_v3_small shufflenet_v2_x0_5 resnet18 mnasnet0_5 mobilenet_v2 regnet_y_400mf vgg11_bn googlenet
+ efficientnet_b0 densenet121 inception_v3 vit_b_32 swin_t convnext_tiny lraspp_mobilenet_v3_large ssdlite320_mobilenet_v3_large
+ deeplabv3_mobilenet_v3_large r3d_18 s3d fasterrcnn_mobilenet_v3_large_320_fpn fcn_resnet50 swin_v2_t mvit_v2_s swin3d_t
+ raft_small maxvit_t ssd300_vgg16 retinanet_resnet50_fpn fcos_resnet50_fpn keypointrcnn_resnet50_fpn maskrcnn_resnet50_fpn
+ resnext50_32x4d wide_resnet50_2 efficientnet_v2_s regnet_x_400mf mc3_18 r2plus1d_18 alexnet""".split()
+#: Large ones, which come last.
+LAST = (
+    "efficientnet_b7 vgg19 vgg19_bn convnext_large vit_l_32 vit_l_16 regnet_x_32gf regnet_y_32gf regnet_y_128gf vit_h_14".split()
+)
+
+
 def names() -> list[str]:
-    """Every model, the small ones first."""
-    late = ["128gf", "vit_h", "vit_l", "large", "swin_v2_b", "swin3d_b", "efficientnet_v2_l", "64x4d", "b7", "32gf", "vgg"]
+    """Every model: one of each architecture, then their relatives by size, then the largest."""
     every = [n for module in FAMILIES.values() for n in models.list_models(module) if "quantized" not in n]
-
-    def size(name: str) -> int:
-        return max(
-            (len(late) - i for i, part in enumerate(late) if part in name and family_of(name) == "classification"), default=0
-        )
-
-    return sorted(every, key=size)
+    return [*FIRST, *(n for n in every if n not in FIRST and n not in LAST), *LAST]
 
 
 def network(name: str, how: Setting) -> nn.Module:
@@ -181,28 +185,31 @@ def _measure(name: str, how: Setting, model: nn.Module, path: Path, row: dict[st
 
 def separately(name: str, log: Path | None) -> dict[str, Any]:
     """`measure` in a process of its own, which is ended where it holds more than `LIMIT`."""
-    command = [sys.executable, str(Path(__file__)), "--row", name]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, "PYTHONPATH": str(HERE.parent)})
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        process = multiprocessing.get_context("fork").Process(target=_child, args=(name, out, log))
+        process.start()
         largest = 0
-        while process.poll() is None:
+        while process.is_alive():
             largest = max(largest, resident(process.pid))
             if largest > LIMIT:
                 process.kill()
-            time.sleep(0.2)
-        out.seek(0)
-        err.seek(0)
-        text = out.read()
-        if log is not None:
-            with log.open("a") as file:
-                file.write(f"== {name}\n{err.read()[-6000:]}\n")
-    if process.returncode == 0:
-        return dict(json.loads(text.splitlines()[-1]))
-    cause = f"needs more than {LIMIT // 2**30} GiB" if largest > LIMIT else f"the process ended with {process.returncode}"
+            process.join(0.2)
+        if process.exitcode == 0:
+            return dict(json.loads(out.read_text()))
+    cause = f"needs more than {LIMIT // 2**30} GiB" if largest > LIMIT else f"the process ended with {process.exitcode}"
     return {"family": family_of(name), "cause": cause, "memory": round(largest / 2**30, 2)}
 
 
-def resident(pid: int) -> int:
+def _child(name: str, out: Path, log: Path | None) -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    if log is not None:
+        logging.basicConfig(filename=log, force=True)
+    out.write_text(json.dumps(measure(name)))
+
+
+def resident(pid: int | None) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
@@ -248,6 +255,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="measure these again; else all that have no row yet")
     parser.add_argument("--failed", action="store_true", help="also measure again what is not verified")
     parser.add_argument("--log", type=Path, help="append what each process says to this file")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="every N-th model from the K-th on: K N")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
@@ -255,16 +263,24 @@ def main() -> None:
         logging.disable(logging.WARNING)
         print(json.dumps(measure(args.row)))
         return
-    path = HERE / "quantize_coverage.json"
-    for name in args.models or names():
-        rows = json.loads(path.read_text())["rows"] if path.exists() else {}
+    import onnxscript.optimizer  # noqa: F401  loaded once, before the processes part
+    import torch._dynamo
+    import torch.onnx._internal.exporter._core  # noqa: F401
+
+    for name in args.models or names()[args.part[0] :: args.part[1]]:
+        rows = read()
         if not args.models and name in rows and (rows[name].get("verified") or not args.failed):
             continue
         row = separately(name, args.log)
         print(name, json.dumps({k: v for k, v in row.items() if k not in ("family", "proof")}), flush=True)
-        rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-        rows[name] = row
-        write(rows)
+        with Path(__file__).open() as lock:  # several sweeps may write
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            write(read() | {name: row})
+
+
+def read() -> dict[str, Any]:
+    path = HERE / "quantize_coverage.json"
+    return dict(json.loads(path.read_text())["rows"]) if path.exists() else {}
 
 
 if __name__ == "__main__":

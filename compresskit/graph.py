@@ -70,9 +70,7 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
         check_runs(model, example)
         if inside is not None:
             model, example = inputs_inside(model, example, inside)
-        if varies(dynamic):
-            example = first_rows(_at_least_two(example), 2)
-        program = _export(model, example, dynamic)
+        program, example = trace(model, example, dynamic)
         module = program.module()
         if _mutates_a_view(module.graph):
             # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
@@ -96,7 +94,13 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
         ) from error
 
 
-def _export(model: nn.Module, example: Inputs, dynamic: Dynamic) -> torch.export.ExportedProgram:
+def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.export.ExportedProgram, Inputs]:
+    """What `torch.export` makes of a model in eval mode, and the inputs it was shown: two rows where the batch may vary.
+
+    Raises ModelError and SettingError as `capture` does.
+    """
+    if varies(dynamic):
+        example = first_rows(_at_least_two(example), 2)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dims = dynamic_dims(model, example, dynamic)
     try:
@@ -110,7 +114,7 @@ def _export(model: nn.Module, example: Inputs, dynamic: Dynamic) -> torch.export
             "  Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
             " inside='backbone' (the dotted name of a submodule), or rewrite that line."
         ) from error
-    return program
+    return program, example
 
 
 def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:

@@ -44,7 +44,7 @@ def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> st
     """
     import onnx  # heavy, and only looking for an error needs it
 
-    program, _ = to_program(model, inputs)
+    program = to_program(model, inputs)
     assert program.exported_program is not None
     module = program.exported_program.module()
     inputs = widened(model, inputs)[1]

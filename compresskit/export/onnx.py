@@ -18,7 +18,7 @@ from compresskit.errors import ExportError, SettingError
 from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops import translations
-from compresskit.graph import Captured, Dynamic, capture, dynamic_dims, inputs_inside
+from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call
 from compresskit.version import __version__
@@ -66,13 +66,14 @@ def export_onnx(
         if inside is not None:
             with torch.no_grad(), mode(model, training=False):
                 model, example = inputs_inside(model, example, inside)
-        program, captured = to_program(model, example, opset=opset, dynamic=dynamic)
+        dynamic = _dynamic_of(model) if dynamic is None else dynamic
+        program = to_program(model, example, opset=opset, dynamic=dynamic)
     except ExportError as error:
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
     tuned = any(part.target.tuned for part in model.modules() if hasattr(part, "deployed"))
     optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
-    _name_dimensions(file, captured)
+    _name_dimensions(file, dynamic)
     if coarsest(model) is torch.bfloat16:
         store_bf16_(file)
     file.producer_name, file.producer_version = "compresskit", __version__
@@ -95,37 +96,43 @@ def _about(model: nn.Module) -> dict[str, Any]:
 
 def to_program(
     model: nn.Module, example: Inputs, *, opset: int | None = None, dynamic: Dynamic | None = None
-) -> tuple[torch.onnx.ONNXProgram, Captured]:
-    """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the graph it was made from."""
-    if dynamic is None:
-        dynamic = getattr(model, "dynamic", (0,)) if hasattr(model, "deployed") else (0,)
+) -> torch.onnx.ONNXProgram:
+    """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the program it was made from."""
+    dynamic = _dynamic_of(model) if dynamic is None else dynamic
     if opset is None:
-        opset = max([m.target.opset for m in model.modules() if hasattr(m, "deployed")], default=20)
+        opset = max([part.target.opset for part in model.modules() if hasattr(part, "deployed")], default=20)
     with torch.no_grad(), mode(model, training=False):
+        check_runs(model, example)
         module, example = widened(deployed(model), example)
         outputs = output_names(call(module, example))
-        captured = capture(module, example, dynamic=dynamic)
-    args, kwargs = ((), captured.example) if isinstance(captured.example, dict) else (captured.example, {})
+        module.eval()
+        program, example = trace(module, example, dynamic)
+    nodes = [
+        node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
+    ]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter warns of its own internals
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            program = torch.onnx.export(
-                captured.module,
-                args,
-                kwargs=kwargs,
+            result = torch.onnx.export(
+                program,
                 dynamo=True,
                 opset_version=opset,
-                input_names=list(captured.inputs),
+                input_names=[node.name for node in nodes],
                 output_names=outputs,
-                dynamic_shapes=dynamic_dims(captured.module, captured.example, dynamic),
                 custom_translation_table=translations(),
                 verbose=False,
             )
     except Exception as error:
         raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
-    assert program is not None
-    return program, captured
+    assert result is not None
+    return result
+
+
+def _dynamic_of(model: nn.Module) -> Dynamic:
+    """The dimensions that a quantized model was captured with; the batch of any other."""
+    found: Dynamic = getattr(model, "dynamic", (0,)) if hasattr(model, "deployed") else (0,)
+    return found
 
 
 def deployed(model: nn.Module) -> nn.Module:
@@ -148,7 +155,7 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _name_dimensions(file: Any, captured: Captured) -> None:
+def _name_dimensions(file: Any, dynamic: Dynamic) -> None:
     """Give the dimensions that vary their names, at every input and output: `batch` for the first, `dim_2` for others, or the
     user's.
     """
@@ -159,7 +166,7 @@ def _name_dimensions(file: Any, captured: Captured) -> None:
         for d, size in enumerate(value.shape or ()):
             if isinstance(size, int):
                 continue
-            given = captured.dynamic.get(value.name, {}) if isinstance(captured.dynamic, Mapping) else {}
+            given = dynamic.get(value.name, {}) if isinstance(dynamic, Mapping) else {}
             names.setdefault(size, given.get(d, "batch" if d == 0 else f"dim_{d}"))
     for value in [*file.graph.inputs, *file.graph.outputs]:
         if value.shape is not None:

@@ -5,8 +5,8 @@ it would be. Fused integer kernels may fall to the other side of a rounding tie 
 flips early moves everything behind it a little. So a quantized file is judged by how many values lie within two steps
 and by agreement of the largest class; or, where the network amplifies every rounding (deep and untrained, for example),
 by its difference being small beside what quantization itself does to the outputs, or by being as near to the unrounded
-model as the simulation is: dozens of layers deep, two correct executions round apart as far as independent noise. A float file is judged by its largest
-error, in half precision by what the roundings of that precision add up to.
+model as the simulation is: dozens of layers deep, two correct executions round apart as far as independent noise. A float
+file is judged by its largest error, in half precision by what the roundings of that precision add up to.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Quantized(nn.Module):
         self.enable_(False)
         self.observe_(True)
         model = self if through is None else through
-        with torch.inference_mode(), mode(model, training=False):
+        with torch.no_grad(), mode(model, training=False):  # not inference_mode: what a model caches must stay trainable
             for inputs in batches:
                 call_checked(model, inputs, "calibration data")
         self.observe_(False)

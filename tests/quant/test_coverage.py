@@ -170,7 +170,15 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
     assert proof.quantized
     assert proof.samples == 6
     with pytest.raises(ModelError, match="its part 'backbone' is quantized already"):
-        quantize_static(whole, batches, inside="head")
+        quantize_static(whole, [(photos((16, 16)),)])
+    with pytest.raises(ModelError, match="this model is quantized already"):
+        quantize_static(whole, batches, inside="backbone")
+    whole = quantize_static(whole, batches, inside="head", dynamic=(0, 2, 3))
+    assert isinstance(whole.head, Quantized)
+    ck.save(whole, tmp_path / "saved")
+    again = ck.load(Detector(), tmp_path / "saved")
+    x = photos((32, 16), (16, 16))
+    assert all(torch.equal(a, b) for a, b in zip(again.eval()(*x), whole.eval()(*x), strict=True))
 
 
 def test_inside_ranges_are_those_of_the_whole_model() -> None:
@@ -283,12 +291,22 @@ def test_shapes_that_depend_on_data(tmp_path) -> None:
                 return x
             return -x
 
-    for call in (
-        lambda: ck.export_onnx(Selects(), tmp_path / "f.onnx", image(2)),
-        lambda: quantize_static(Selects(), [image(2)]),
-    ):
-        with pytest.raises(ModelError, match=r"(?s)cannot be captured as a graph.*x\.sum\(\) > 0.*inside='backbone'"):
-            call()
+    class Keeps(Selects):
+        def forward(self, x):
+            x = self.conv(x)
+            kept = x[x.mean((1, 2, 3)) > 0]
+            if len(kept) > 1:
+                return kept[:1]
+            return kept
+
+    for kind, line in ((Selects, r"x\.sum\(\) > 0"), (Keeps, r"len\(kept\) > 1")):
+        for call in (
+            lambda kind=kind: ck.export_onnx(kind(), tmp_path / "f.onnx", image(2)),
+            lambda kind=kind: quantize_static(kind(), [image(2)]),
+        ):
+            with pytest.raises(ModelError, match=rf"(?s)cannot be captured as a graph.*{line}.*inside='backbone'"):
+                call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_quantized_model_is_not_quantized_again() -> None:
