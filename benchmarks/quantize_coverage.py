@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
 import json
 import logging
 import multiprocessing
@@ -202,6 +203,7 @@ def separately(name: str, log: Path | None) -> dict[str, Any]:
 
 
 def _child(name: str, out: Path, log: Path | None) -> None:
+    gc.set_threshold(50_000)  # tracing makes objects by the million
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     if log is not None:
@@ -255,7 +257,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="measure these again; else all that have no row yet")
     parser.add_argument("--failed", action="store_true", help="also measure again what is not verified")
     parser.add_argument("--log", type=Path, help="append what each process says to this file")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="every N-th model from the K-th on: K N")
+    parser.add_argument("--reverse", action="store_true", help="from the other end, for a second sweep at the same time")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
@@ -267,7 +269,8 @@ def main() -> None:
     import torch._dynamo
     import torch.onnx._internal.exporter._core  # noqa: F401
 
-    for name in args.models or names()[args.part[0] :: args.part[1]]:
+    gc.freeze()
+    for name in args.models or (names()[::-1] if args.reverse else names()):
         rows = read()
         if not args.models and name in rows and (rows[name].get("verified") or not args.failed):
             continue

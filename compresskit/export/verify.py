@@ -127,9 +127,10 @@ def verify_onnx(
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
-    columns = [[np.concatenate(output) for output in zip(*batched, strict=True)] for batched in kept]
-    exact = [np.concatenate(output) for output in zip(*rounding, strict=True)] if quantized else None
-    plain, optimized = compare(columns[0], columns[1], exact), compare(columns[0], columns[2], exact)
+    wanted, written, fast = map(_joined, kept)
+    heads = len({batch[0].shape[1:] for batch in kept[0]})
+    exact = _joined(rounding) if quantized else None
+    plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
     reason = _verdict(plain, optimized, quantized, steps_allowed(coarsest(model)))
     if reason and (where := first_disagreement(path, model, first)):
         reason = f"{reason}; {where}"
@@ -157,6 +158,15 @@ def _arrays(output: Any) -> list[np.ndarray]:
     return [np.atleast_1d(v.detach().float().cpu().numpy()) for v in tensors]
 
 
+def _joined(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Each output over all batches; one array for each shape that it has, where batches come in several sizes."""
+    joined: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
+    for batch in batches:
+        for i, output in enumerate(batch):
+            joined.setdefault((i, output.shape[1:]), []).append(output)
+    return [np.concatenate(joined[key]) for key in sorted(joined)]
+
+
 def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
     """Outputs of a quantized model with its quantizers switched off."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "deployed")]
@@ -169,12 +179,17 @@ def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
             part.enable_(True)
 
 
-def compare(reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray] | None = None) -> Level:
+def compare(
+    reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray] | None = None, *, heads: int = 1
+) -> Level:
     """Agreement of a file's outputs with the model's, over all samples at once.
 
-    exact: outputs of a quantized model without rounding.
+    exact: outputs of a quantized model without rounding. heads: how many of the arrays, from the first, are predictions.
     """
     steps = []
+    shapes = [[v.shape for v in values] for values in (reference, outputs)]
+    if len(reference) != len(outputs):
+        raise ExportError(f"the file gives outputs of shapes {shapes[1]} where the model gives {shapes[0]}")
     for wanted, got in zip(reference, outputs, strict=True):
         if wanted.shape != got.shape:
             raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
@@ -186,10 +201,10 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[
         error[wanted == got] = 0  # a masked logit of -inf agrees with itself
         steps.append(error.ravel() / (span / 255))
     errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
-    first, other = reference[0], outputs[0]
-    classes = first.ndim > 1 and first.shape[1] > 1
+    classes = all(v.ndim > 1 and v.shape[1] > 1 for v in reference[:heads])
+    same = [(a.argmax(1) == b.argmax(1)).ravel() for a, b in zip(reference[:heads], outputs, strict=False)] if classes else []
     return Level(
-        agreement=float((first.argmax(1) == other.argmax(1)).mean()) if classes else None,
+        agreement=float(np.concatenate(same).mean()) if classes else None,
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
