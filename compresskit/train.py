@@ -142,8 +142,7 @@ def fit_(
     if not parameters:
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
     goal = bound(objective or how.objective, model, task)
-    extra = list(getattr(goal, "parameters", list)())
-    optimizer = how.optimizer([*parameters, *extra])
+    optimizer = how.optimizer([*parameters, *getattr(goal, "parameters", list)()])
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip)
     rates = [group["lr"] for group in optimizer.param_groups]
     steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)
@@ -156,6 +155,7 @@ def fit_(
                 for seen, batch in enumerate(task.batches("train"), 1):
                     start = (seen - 1) // how.accumulate * how.accumulate  # the last step of an epoch may have fewer batches
                     together = min(how.accumulate, steps_per_epoch - start)
+                    getattr(goal, "advance", lambda done: None)(step / steps)
                     # Off the CPU a look at the loss waits for the device, so it is rare there.
                     look = run.device.type == "cpu" or seen % 50 == 0 or seen == steps_per_epoch
                     total = _backward(run, goal, batch, together, f"epoch {epoch + 1}, batch {seen}", look=look)
