@@ -28,7 +28,7 @@ def batches(steps):
 
 
 def go(run, rank, ranks, steps=5):
-    """Steps on this rank's share of each batch of eight; every loss is a mean over the share, so that ranks average to the whole."""
+    """Steps on this rank's share of each batch of eight; losses are means, so that the ranks average to the whole."""
     for x in batches(steps):
         run.backward(run(x.chunk(ranks)[rank]).square().mean())
         run.step()
