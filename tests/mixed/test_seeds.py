@@ -308,3 +308,34 @@ def test_b10_consecutive_means_that_an_overflow_starts_the_count_anew() -> None:
         scaler.update()
         scales.append(scaler.scale.item())
     assert scales == [4, 4, 2, 2, 2, 4]
+
+
+#: By policy: bytes per parameter of the foreach step, and of the compiled one.
+BYTES = dict.fromkeys(("FP32", "TF32", "AMP_BF16", "AMP_FP16"), (16, 16))
+BYTES |= dict.fromkeys(("MASTER_BF16", "MASTER_FP16", "FP8"), (18, 16)) | dict.fromkeys(("SPLIT_BF16", "KAHAN_BF16"), (16, 14))
+BYTES |= {"SR_BF16": (14, 12), "PURE_BF16": (8, None), "PURE_FP16": (8, None)}
+
+
+@pytest.mark.parametrize("backend", ["foreach", "compiled"])
+@pytest.mark.parametrize("name", BYTES)
+def test_n10_bytes_per_parameter(name, backend) -> None:
+    """Weight, master or remainder, moments, gradient: the table of docs/mixed.md; of the compiled step by its gradients alone."""
+    import compresskit.mixed as mixed
+
+    wanted = BYTES[name][backend == "compiled"]
+    if wanted is None:
+        pytest.skip("no compiled step")
+    policy = getattr(mixed, name)
+    policy = replace(policy, fp8="emulated") if policy.fp8 else policy
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    run = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), policy)
+    if backend == "compiled" and run._weights.slots:
+        run._weights.fp32_grads_(on=False)  # what prepare(backend="compiled") does
+    for _ in range(2):
+        run.backward(run(torch.randn(16, 64)).sum())
+        held = [*model.parameters(), *(p.grad for p in model.parameters()), *(s.master for s in run._weights.slots)]
+        held += [s.rest for s in run._weights.slots if s.rest is not None]
+        held += [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+        run.step()
+    assert sum(storages.values()) == wanted * 64 * 64
