@@ -210,8 +210,8 @@ class Bench:
                 done.append(empty | {"note": "left out: out of time"})
                 continue
             # A default that other rows must not inherit: TF32 is asked for by name.
-            places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-            for place in places:
+            backends: Any = torch.backends
+            for place in (backends.cuda.matmul, backends.cudnn.conv):
                 place.fp32_precision = "tf32" if name == "fp32, TF32" else "ieee"
             try:
                 got = self.measure(make(row))

@@ -96,7 +96,7 @@ class Policy:
                 "stochastic": "stochastic rounding",
             }
             parts.append("fp32 masters" if self.master else digits[self.digits] if self.digits else "no masters")
-            names = [kind if isinstance(kind, str) else kind.__name__.strip("_") for kind in self.keep_fp32]
+            names = [kind if isinstance(kind, str) else kind.__name__.lstrip("_") for kind in self.keep_fp32]
             parts += [f"{' and '.join(names)} in fp32"] if names else []
         if self.fp8 is not None:
             parts.append(f"fp8 products in linear layers ({self.fp8})")

@@ -18,7 +18,8 @@ def tf32(on: bool | None) -> Iterator[None]:
     if on is None:
         yield
         return
-    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    backends: Any = torch.backends  # its stubs do not know all of it
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     before = [place.fp32_precision for place in places]
     try:
         for place in places:

@@ -21,6 +21,7 @@ pytestmark = [
 def two(tmp_path_factory):
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("ranks")
+    # A mistake in a case shows here with the child process's traceback.
     torch.multiprocessing.spawn(ranks.main, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
