@@ -187,6 +187,8 @@ class Masking(TorchDispatchMode):
         self.seen[func] += 1
         masked = self.masks.get((func, self.seen[func]))
         kwargs = kwargs or {}
+        if func is aten._weight_norm.default:
+            return torch.nan_to_num(func(*args, **kwargs))  # a row of zeros has no direction: 0 / 0, times 0
         if masked is None:
             return func(*args, **kwargs)
         x = args[0]

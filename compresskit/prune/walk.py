@@ -106,7 +106,7 @@ class Walk:
         if isinstance(value, Raw):
             own = self.one_axis(value)
             if own is not None and varying(own) == [dim]:
-                return own.movedim(dim, 0).flatten(1)[:, 0]
+                return own.movedim(dim, 0).reshape(own.shape[dim], -1)[:, 0]
             self.pin(value.name, "used as if it were an activation")
             return torch.zeros(value.shape[dim], dtype=torch.long)
         size = value.shape[dim]
@@ -246,7 +246,7 @@ class Walk:
         if kind not in ("mul", "div") or len(args) < 2 or type(args[1]) not in (int, float) or not args[1]:
             return
         factor = args[1] if kind == "mul" else 1 / args[1]
-        candidates = [(result, d) for d in varying(result)]
+        candidates = [(result, d) for d in reversed(varying(result))]
         if (before := self._products.get(node.args[0])) is not None:
             candidates.append(before)
         for labels, dim in candidates:

@@ -63,7 +63,7 @@ class Raw:
             if dim in along:
                 if along != [dim]:
                     return None
-                found.append((own, indices.movedim(dim, 0).flatten(1)[:, 0]))
+                found.append((own, indices.movedim(dim, 0).reshape(indices.shape[dim], -1)[:, 0]))
         return found[0] if len(found) == 1 else None
 
 
