@@ -132,6 +132,8 @@ def build(
     if quantized := [name for name, part in model.named_modules() if isinstance(part, Quantized)]:
         where = f"its part {quantized[0]!r}" if quantized[0] else "this model"
         raise ModelError(f"{where} is quantized already; quantize the float model it came from")
+    if half := [f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+        raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {half[0]}; quantize model.float()")
     origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
     captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
     body = captured.module

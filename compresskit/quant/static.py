@@ -83,7 +83,7 @@ def quantize_static(
     first = next(batches, None)
     if first is None:
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
-    if inside is None:
+    if not inside:
         quantized = build(model, first, target, observer, skip=skip, dynamic=dynamic, strict=strict)
         quantized.calibrate_(itertools.chain([first], batches))
         return quantized

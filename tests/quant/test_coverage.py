@@ -167,6 +167,9 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
     assert [f.ndim for f in found] == [1, 1]
     path = ck.export_onnx(whole, tmp_path / "backbone.onnx", batches[0], inside="backbone")
     assert session(path).get_inputs()[0].shape == ["batch", 3, "dim_2", "dim_3"]
+    # Multiply-accumulates of the two layers at 32 x 32 and 16 x 16 positions, though the file names no size.
+    assert ck.audit(path, size=32).macs == 32 * 32 * 16 * 27 + 16 * 16 * 16 * 16 * 9
+    assert ck.audit(path).share == 1.0
     proof = ck.verify_onnx(path, whole, [*batches, photos((40, 16))], inside="backbone")
     assert proof.passed, proof
     assert proof.quantized
@@ -311,11 +314,13 @@ def test_shapes_that_depend_on_data(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_quantized_model_is_not_quantized_again() -> None:
+def test_what_is_not_quantized() -> None:
     quantized = quantize_static(build(networks.Chain), [image(16)])
     for again in (quantize_static, prepare_qat):
         with pytest.raises(ModelError, match="this model is quantized already; quantize the float model it came from"):
             again(quantized, [image(16)])
+    with pytest.raises(ModelError, match=r"wanted fp32 weights, but a\.0\.weight is torch\.bfloat16; quantize model\.float\(\)"):
+        quantize_static(build(networks.Chain).bfloat16(), [(image(2)[0].bfloat16(),)])
     with pytest.raises(DataError, match="no calibration batch"):
         quantize_static(build(networks.Chain), [])
 
