@@ -34,7 +34,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if not parts:
         save_model(model, folder)
         return
-    folder = Path(folder)
+    model, folder = model.settled(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / MODEL, model.state_dict())
     records = {name: record(part) for name, part in parts.items()}

@@ -32,7 +32,8 @@ class Objective(Protocol):
 
     An objective that needs the task, or that holds teachers, hooks or adapters while it is used, may also have
     `bind(model, task) -> Objective`: the training loop calls it once, before the first step; and `close()` of what
-    `bind` gave once, after the last.
+    `bind` gave once, after the last. Where it changes on the way, `advance(done)` tells it before every batch how much of the
+    training is done, in [0, 1].
     """
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses: ...
