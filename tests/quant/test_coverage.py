@@ -186,6 +186,22 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.eval()(*x), whole.eval()(*x), strict=True))
 
 
+def test_calibration_in_pieces_sees_what_whole_batches_show(monkeypatch) -> None:
+    from compresskit.quant import MovingAverage, insert
+
+    model, x = build(networks.Residual), image(30)
+    whole = quantize_static(model, [x]).state_dict()
+    seen = []
+    monkeypatch.setattr(insert, "call_checked", lambda m, inputs, where: seen.append(len(inputs[0])) or m(*inputs))
+    monkeypatch.setattr(insert, "PIECE", 4 * 16 * 16 * 16 * 4)  # four rows of the largest activation
+    for name, value in quantize_static(model, [x]).state_dict().items():
+        torch.testing.assert_close(value, whole[name], msg=name)
+    assert seen == [4] * 7 + [2]
+    seen.clear()
+    quantize_static(model, [x], observer=MovingAverage)
+    assert seen == [30]
+
+
 def test_inside_ranges_are_those_of_the_whole_model() -> None:
     """The part is calibrated with what it receives: the images behind a layer that makes them ten times larger."""
     model = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), build(networks.Chain)).eval()
