@@ -286,7 +286,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(args.threads)
-    data = cifar10(args.data, None)
+    data = cifar10(args.data, 512 if args.latency else None)
     test = Images(*data["test"], 500, MEAN, STD)
     path = args.out / "quantize_cifar.json"
     for name in args.networks:
