@@ -50,6 +50,7 @@ class Target:
     zero_points: whether activations may have a zero point other than 0.
     saturates: products are added in pairs in int16, so that full 8-bit weights can overflow.
     opset: of the exported file.
+    tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.kernels`.
 
     Raises SettingError where a scheme cannot be expressed there, or in ONNX at all; the message names the field.
     """
@@ -61,6 +62,7 @@ class Target:
     zero_points: bool = True
     saturates: bool = False
     opset: int = 20
+    tuned: bool = False
 
     def __post_init__(self) -> None:
         a, w = self.activations, self.weights
@@ -95,7 +97,7 @@ _ONNX_RUNTIME = {
 }
 
 #: ONNX Runtime on x86 with VNNI.
-X86 = Target(name="X86", operators=_ONNX_RUNTIME)
+X86 = Target(name="X86", operators=_ONNX_RUNTIME, tuned=True)
 
 #: ONNX Runtime on x86 without VNNI: `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; with 7-bit weights the largest
 #: sum is 2 * 255 * 63 = 32130, which fits.
