@@ -7,7 +7,7 @@ mean   a classifier of the same digits under a cross entropy that weighs 1e-5, a
        does: gradients fall below 2^-24 and are lost, and the network learns less or nothing. A dynamic scale lifts them.
 
 Masters are fp32 in all rows: what fails is gradients alone. Data: scikit-learn's digits, 1,500 to train and 297 to test. Prints
-tables and writes `mixed_divergence.json` and `mixed_divergence.md` beside this file; `--smoke` makes three steps and writes nothing.
+tables and writes `mixed_divergence.json` and `mixed_divergence.md` beside this file; `--smoke` makes three steps alone.
 """
 
 from __future__ import annotations
