@@ -45,7 +45,7 @@ def test_b16_ddp_trains_as_one_process_and_ranks_agree_bit_for_bit(two, name) ->
     first, second = (rank["ddp"][name] for rank in two)
     assert all(torch.equal(first[key], second[key]) for key in first)
     # Adam steps by parts of the rate whatever the gradient's size, so that one near 0 counts as it is rounded.
-    tolerance = {"FP32": 1e-6, "SR_BF16": 1.5e-2}.get(name, 4e-3)
+    tolerance = {"FP32": 1e-6, "SR_BF16": 8e-3}.get(name, 1e-3)
     close(first, ranks.numbers(alone(getattr(mixed, name), clip=0.5)), tolerance)
 
 
