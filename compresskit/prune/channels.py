@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from compresskit.errors import ModelError, SettingError
+from compresskit.errors import DataError, ModelError, SettingError
 from compresskit.graph import capture
 from compresskit.measure import count_macs
-from compresskit.prune.criteria import Criterion, NeedsGradients, l2
+from compresskit.prune.collect import collect
+from compresskit.prune.criteria import (
+    Criterion,
+    Needs,
+    NeedsActivations,
+    NeedsGradients,
+    NeedsLosses,
+    NeedsSampleGradients,
+    l2,
+)
 from compresskit.prune.groups import Found, Group, Widths, find_groups
 from compresskit.prune.plan import Line, Plan
 from compresskit.prune.prove import prove
-from compresskit.task import Inputs
+from compresskit.task import Inputs, Task
 
 SLACK = 0.02  # share of the MACs by which a plan may fall below its target for the sake of aligned widths
 
-#: Gives the gradients of a batch to the model's parameters each time it is advanced.
-Backwards = Iterable[None]
+#: What a criterion may ask for, in words.
+NEEDED: dict[type[Needs], str] = {
+    NeedsGradients: "gradients",
+    NeedsSampleGradients: "gradients of single samples",
+    NeedsActivations: "activations",
+    NeedsLosses: "losses without channels",
+}
 
 
 def plan_channels(
@@ -30,7 +43,8 @@ def plan_channels(
     *,
     macs: float,
     criterion: Criterion = l2,
-    backwards: Callable[[], Backwards] | None = None,
+    task: Task | None = None,
+    samples: int = 3072,
     round_to: int = 8,
     ignore: tuple[str, ...] = (),
     inside: str | None = None,
@@ -43,8 +57,8 @@ def plan_channels(
         macs: share of the multiply-accumulates that stays, in (0, 1]; the plan comes out at or just below it, as far as the
             widths allow.
         criterion: scores channels.
-        backwards: for criteria that read gradients: makes an iterator that leaves the gradients of one batch in the
-            parameters each time it is advanced. Scores are averaged over the batches.
+        task: data and loss for criteria that read more than weights. Scores are averaged over its batches.
+        samples: how many samples such criteria see.
         round_to: widths stay multiples of this, which runs faster than the last bit of choice is worth (ragged widths run
             1.2 to 1.4 times faster at half the MACs, multiples of 8 1.5 times; ResNet-20 in ONNX Runtime).
         ignore: dotted names of modules that are never cut.
@@ -66,7 +80,7 @@ def plan_channels(
     total = count_macs(part, captured.example)
     for wary in (False, True):
         found = find_groups(captured, total, ignore=ignore, wary=wary)
-        _score_(found.groups, model, prefix, criterion, backwards)
+        _score_(found.groups, model, prefix, criterion, task, samples)
         _choose_(found, macs, total, round_to, type(model).__name__)
         plan = _plan(found, total, prefix)
         failure = prove(model, plan, example)
@@ -83,22 +97,40 @@ def _check_dtypes(model: nn.Module) -> None:
             raise ModelError(f"{name} is {p.dtype}; a quantized model cannot be pruned, prune before quantizing")
 
 
-def _score_(
-    groups: list[Group], model: nn.Module, prefix: str, criterion: Criterion, backwards: Callable[[], Backwards] | None
-) -> None:
-    try:
-        raw = [criterion(g.slices(model, prefix, gradients=False)) for g in groups]
-    except NeedsGradients:
-        if backwards is None:
-            raise SettingError("this criterion reads gradients; pass plan_channels(backwards=...)") from None
-        raw = [torch.zeros(g.size) for g in groups]
-        for _ in backwards():
-            raw = [r + criterion(g.slices(model, prefix, gradients=True)).cpu() for r, g in zip(raw, groups, strict=True)]
+def _score_(groups: list[Group], model: nn.Module, prefix: str, criterion: Criterion, task: Task | None, samples: int) -> None:
+    needs: set[type[Needs]] = set()
+    while True:
+        try:
+            raw = _scores(groups, model, prefix, criterion, task, samples, needs)
+            break
+        except Needs as need:
+            if task is None:
+                raise SettingError(
+                    f"this criterion reads {NEEDED[type(need)]}, which needs data; pass plan_channels(task=...)"
+                ) from None
+            needs.add(type(need))
     for group, score in zip(groups, raw, strict=True):
         if score.shape != (group.size,) or not bool(torch.isfinite(score).all()):
             raise ModelError(f"{group.title}: the criterion gave scores of shape {tuple(score.shape)}, or not all finite")
         # Layers differ in scale for reasons that say nothing about importance; within a group the mean becomes 1.
         group.scores = (score / score.mean().clamp(min=1e-30)).double().cpu()
+
+
+def _scores(
+    groups: list[Group], model: nn.Module, prefix: str, criterion: Criterion, task: Task | None, samples: int,
+    needs: set[type[Needs]],
+) -> list[Tensor]:  # fmt: skip
+    if not needs or task is None:
+        return [criterion(g.slices(model, prefix)) for g in groups]
+    raw, seen = [torch.zeros(g.size, dtype=torch.double) for g in groups], 0
+    for rows, evidence in collect(model, [g.places for g in groups], prefix, task, needs=needs, samples=samples):
+        for i, group in enumerate(groups):
+            score = criterion(group.slices(model, prefix, evidence)).cpu()
+            raw[i] = raw[i] + rows * score if score.shape == raw[i].shape else score
+        seen += rows
+    if not seen:
+        raise DataError("scoring channels: the loader gave no batch")
+    return [r / seen for r in raw]
 
 
 def _steps(group: Group, round_to: int) -> int:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import nn
-from tqdm import tqdm
 
 from compresskit.errors import SettingError
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels import plan_channels
+from compresskit.prune.collect import calibration
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.plan import apply_
-from compresskit.surgery import frozen_copy, mode
-from compresskit.task import PROPERTIES, Inputs, Task, batch_size
-from compresskit.train import Train, bound, fit_
+from compresskit.surgery import frozen_copy
+from compresskit.task import PROPERTIES, Task
+from compresskit.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ class Prune:
     macs: share of the multiply-accumulates that stays.
     criterion: scores channels, see `compresskit.prune`.
     finetune: training after the cut, with a schedule of its own; None leaves it at re-estimated BatchNorm statistics.
-    samples: training samples for the scores of gradient criteria and for BatchNorm statistics.
+    samples: samples for criteria that read more than weights, and for BatchNorm statistics.
     round_to: widths stay multiples of this.
     ignore: dotted names of modules that are not cut. inside: prune only this submodule.
     """
@@ -64,46 +62,16 @@ class Prune:
             task.example(),
             macs=self.macs,
             criterion=self.criterion,
-            backwards=lambda: self._backwards(model, task),
+            task=task,
+            samples=self.samples,
             round_to=self.round_to,
             ignore=self.ignore,
             inside=self.inside,
         )
         log.info("%s", plan)
         apply_(model, plan)
-        reestimate_batchnorm_(model, self._inputs(task, "re-estimate BatchNorm"))
+        reestimate_batchnorm_(model, calibration(task, self.samples, "re-estimate BatchNorm"))
         if self.finetune is not None:
             goal = task if task.reference is not None else replace(task, reference=dense)
             fit_(model, goal, self.finetune, label="fine-tune")
         return model.eval()
-
-    def _batches(self, task: Task, which: str, label: str) -> Iterator[object]:
-        seen = 0
-        with tqdm(total=self.samples, desc=label, disable=None, leave=False, unit="sample") as bar:
-            for batch in task.batches(which):
-                yield batch
-                rows = batch_size(task.split(batch)[0])
-                seen += rows
-                bar.update(rows)
-                if seen >= self.samples:
-                    return
-
-    def _inputs(self, task: Task, label: str) -> Iterator[Inputs]:
-        return (task.split(batch)[0] for batch in self._batches(task, "calibration", label))
-
-    def _backwards(self, model: nn.Module, task: Task) -> Iterator[None]:
-        """The gradients of the task's loss, a batch at a time, in eval mode."""
-        objective = bound(None, model, task)
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        try:
-            with mode(model, training=False), torch.enable_grad():
-                for parameter in frozen:
-                    parameter.requires_grad_(True)
-                for batch in self._batches(task, "train", "score"):
-                    model.zero_grad(set_to_none=True)
-                    torch.stack(list(objective(model, batch).values())).sum().backward()
-                    yield
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
-            model.zero_grad(set_to_none=True)
