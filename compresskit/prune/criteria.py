@@ -7,7 +7,7 @@ scores catches `Needs`, collects that evidence from data, and asks again, a batc
     weights only              l1 l2 group_l2 fpgm lamp bn_scale random
     gradients of a batch      taylor
     gradients of each sample  taylor_samples fisher obd
-    activations, no labels    mean_activation apoz output_energy
+    activations, no labels    mean_activation apoz output_energy irreplaceable
     losses without channels   shapley
 """
 
@@ -220,6 +220,29 @@ def output_energy(slices: Slices) -> Tensor:
     return slices.values.double().var(1, correction=0) * slices.weight[:, slices.used].double().square().sum(1)
 
 
+def irreplaceable(slices: Slices, *, damping: float = 1e-3) -> Tensor:
+    """What the layers that read the channel lose although the channels that are left make up for it as well as they linearly can.
+
+    Optimal brain surgeon (Hassibi & Stork, 1993; layer by layer as in Kurtic et al., 2302.04089), one channel after another: the
+    channel that costs least goes, its columns are handed to the others, and so on; the score is the cost at that moment. The
+    positions of a filter are taken to vary alike. Goes with `reconstruct_`, which does the making up. Needs no labels.
+    """
+    values, columns = slices.values.double(), slices.weight[:, slices.used].double()
+    covariance = torch.cov(values, correction=0).reshape(len(values), len(values))
+    diagonal = covariance.diagonal().mean().clamp(min=1e-30)
+    inverse = torch.linalg.inv(covariance + damping * diagonal * torch.eye(len(covariance), device=values.device))
+    scores, alive = torch.zeros_like(values[:, 0]), torch.ones_like(values[:, 0], dtype=torch.bool)
+    for _ in range(len(scores)):
+        cost = columns.square().sum(1) / inverse.diagonal().clamp(min=1e-300)
+        channel = int(cost.masked_fill(~alive, torch.inf).argmin())
+        scores[channel] = cost[channel]
+        alive[channel] = False
+        share = inverse[:, channel] / inverse[channel, channel]
+        columns = columns - torch.outer(share, columns[channel])
+        inverse = inverse - torch.outer(share, inverse[channel])
+    return scores
+
+
 def shapley(slices: Slices, *, permutations: int = 1, seed: int = 0) -> Tensor:
     """Sampled Shapley value of each channel: the mean rise of the loss when it is removed after a random set of others
     (Ancona et al., 2006.01795). Takes channels + 1 evaluations of the loss for each permutation and batch.
@@ -252,5 +275,6 @@ CRITERIA = (
     mean_activation,
     apoz,
     output_energy,
+    irreplaceable,
     shapley,
 )

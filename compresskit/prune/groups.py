@@ -29,11 +29,16 @@ class Group:
     """Units that touch the same dimensions of the same tensors, and so can be ranked against one another.
 
     places: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
+    scores: of the units, larger = keep. ascending: the same, sorted. left[n]: their sum once the n lowest are gone.
+    pool: scores of all groups of the same kind, sorted.
     """
 
     places: dict[tuple[str, int, str], Tensor]
     shapes: list[tuple[int, ...]]
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    ascending: list[float] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    pool: list[float] = field(default_factory=list)
     gone: int = 0
 
     @property
@@ -49,8 +54,18 @@ class Group:
     @property
     def title(self) -> str:
         """The layer that makes the channels."""
-        makers = [tensor for tensor, _, role in self.places if role == "out"]
-        return (makers or [tensor for tensor, _, _ in self.places])[0].rpartition(".")[0]
+        return (self.makers or [tensor.rpartition(".")[0] for tensor, _, _ in self.places])[0]
+
+    @property
+    def makers(self) -> list[str]:
+        """The layers that make the channels."""
+        return [tensor.rpartition(".")[0] for tensor, _, role in self.places if role == "out"]
+
+    @property
+    def kind(self) -> tuple[tuple[str, int, int], ...]:
+        """What the group is built of, whatever its size: kinds of tensors, each in its role."""
+        places = zip(self.places, self.shapes, strict=True)
+        return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in places))
 
     def slices(self, model: nn.Module, prefix: str, evidence: Evidence | None = None) -> Slices:
         """Every weight of a matrix or a filter that vanishes with each unit, in rows, and what data showed of the units."""

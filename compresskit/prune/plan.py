@@ -29,6 +29,7 @@ class Plan:
 
     remove: tensor name -> dimension -> indices that go, sorted. sizes: tensor name -> its shape before.
     macs, macs_before: multiply-accumulates of one sample. locked: why groups of channels stay, reason -> how many.
+    note: what was measured of the exported file, where the target was one.
     """
 
     remove: dict[str, dict[int, tuple[int, ...]]]
@@ -37,9 +38,12 @@ class Plan:
     macs: int
     macs_before: int
     locked: dict[str, int] = field(default_factory=dict)
+    note: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay"
+        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay" + (
+            f"; {self.note}" if self.note else ""
+        )
         rows = [
             f"  {line.title}: keep {line.keep} of {line.size}" + (f", with {', '.join(line.along)}" if line.along else "")
             for line in self.lines
@@ -57,6 +61,7 @@ class Plan:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "locked": self.locked,
+            "note": self.note,
         }
 
     @staticmethod
@@ -70,6 +75,7 @@ class Plan:
                 macs=int(record["macs"]),
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),
+                note=str(record.get("note", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"not a pruning plan: {type(error).__name__} {error}") from None
