@@ -328,16 +328,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, nargs="*", default=(), help="further training of ResNet-56, dense and pruned")
     parser.add_argument("--speed", action="store_true", help="also measure latencies; let the machine be quiet")
     parser.add_argument("--seconds", type=float, default=3.0, help="measuring time of each latency")
-    parser.add_argument("--only", default="", help="only rows whose key contains this")
+    parser.add_argument("--only", nargs="*", default=(), help="only rows whose key contains all of these")
     args = parser.parse_args()
     torch.set_num_threads(1)
     file = HERE / "prune_cifar.json"
     rows: dict[str, dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else {}
     for key, make in jobs(args):
-        if key in rows or args.only not in key:
+        if key in rows or not all(part in key for part in args.only):
             continue
-        rows[key] = make()
-        print(key, rows[key], flush=True)
+        row = make()
+        print(key, row, flush=True)
+        rows = (json.loads(file.read_text())["rows"] if file.exists() else {}) | {key: row}  # another run may have added some
         versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
         file.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
         (HERE / "prune_cifar.md").write_text(f"{table(rows)}\n\n{(__doc__ or '').strip()}\n\n{versions}\n")
