@@ -149,7 +149,7 @@ def peer_cut(setup: Setup, setting: tuple[Any, bool], share: float, seed: int, r
     importance, everywhere = setting
     torch.manual_seed(seed)
     scored = setup.model()
-    if isinstance(importance, tp.importance.TaylorImportance):
+    if isinstance(importance, tp.importance.GroupTaylorImportance):
         for x, y in Short(setup.task(None).batches("train"), 8):  # type: ignore[arg-type]  # gradients add up over 1024 images
             nn.functional.cross_entropy(scored(x), y).backward()
     total = ck.count_macs(setup.model(), EXAMPLE)
@@ -235,7 +235,7 @@ def side_by_side(setup: Setup, seconds: float) -> dict[str, Any]:
     """ResNet-20 dense, ours and Torch-Pruning's at half the MACs, in one run."""
     models = {"dense": setup.model(), "ours": our_cut(setup, 0.5, 0)}
     if installed():
-        for name in ("L2, local", "L2, global", "Taylor, global"):
+        for name in ("L2, local", "L2, global"):
             models[f"Torch-Pruning {name}"] = peer_cut(setup, peer_settings()[name], 0.505 if "local" in name else 0.5, 0)
     times = speed(models, EXAMPLE, seconds)
     total = ck.count_macs(models["dense"], EXAMPLE)

@@ -31,6 +31,7 @@ from compresskit.prune import (
     fisher,
     fpgm,
     group_l2,
+    irreplaceable,
     l1,
     l2,
     lamp,
@@ -126,7 +127,13 @@ def test_rows_of_one_value(criterion) -> None:
     g = torch.Generator().manual_seed(0)
     weight, grad = torch.randn(2, 50, 1, generator=g)
     s = Slices(weight=weight, grad=grad, reads=torch.zeros(1, dtype=torch.bool), sample_grad=torch.randn(3, 50, 1, generator=g))
-    if criterion in (mean_activation, apoz, output_energy, shapley):  # a weight has neither activations nor a loss without it
+    if criterion in (
+        mean_activation,
+        apoz,
+        output_energy,
+        irreplaceable,
+        shapley,
+    ):  # a weight has neither activations nor a loss without it
         with pytest.raises((NeedsActivations, NeedsLosses)):
             criterion(s)
     else:
@@ -159,9 +166,31 @@ def test_formulas() -> None:
         apoz: [sum(v != 0 for v in row) / 40 for row in a],
         output_energy: [statistics.pvariance(a[c]) * sum(w[c][k] ** 2 for k in used) for c in range(CHANNELS)],
     }
-    assert set(CRITERIA) == set(wanted) | {random, shapley}
+    assert set(CRITERIA) == set(wanted) | {random, shapley, irreplaceable}  # which have tests of their own
     for criterion, scores in wanted.items():
         assert criterion(s).tolist() == pytest.approx(scores, rel=1e-4), criterion.__name__
+
+
+def test_irreplaceable_is_what_least_squares_cannot_make_up() -> None:
+    """Against refitting anew for every set of channels, one channel after another."""
+    s = slices(seed=2)
+    columns = s.weight[:, s.reads].double()
+    a = s.activations.double() - s.activations.double().mean(1, keepdim=True)
+    covariance = a @ a.T / a.shape[1]
+    covariance += 1e-3 * covariance.diagonal().mean() * torch.eye(CHANNELS)
+
+    def lost(keep):
+        fit = torch.linalg.solve(covariance[keep][:, keep], covariance[keep]) if keep else torch.zeros(0, CHANNELS)
+        rest = covariance - covariance[:, keep] @ fit.double()
+        return float(torch.einsum("ck,cd,dk->", columns, rest, columns))
+
+    keep, before, wanted = list(range(CHANNELS)), 0.0, [0.0] * CHANNELS
+    while keep:
+        errors = {c: lost([k for k in keep if k != c]) for c in keep}
+        gone = min(errors, key=errors.__getitem__)
+        wanted[gone], before = errors[gone] - before, errors[gone]
+        keep.remove(gone)
+    assert irreplaceable(s).tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_random_is_uniform_and_seeded() -> None:
