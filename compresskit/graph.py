@@ -62,7 +62,7 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         if inside is not None:
-            model, example = _inputs_of(model, example, inside)
+            model, example = inputs_of(model, example, inside)
         example = first_rows(_at_least_two(example), 2)
         program = _export(model, example, dynamic_batch)
         module = program.module()
@@ -135,7 +135,8 @@ def _blame(error: BaseException) -> str:
     return where
 
 
-def _inputs_of(model: nn.Module, example: Inputs, inside: str) -> tuple[nn.Module, Inputs]:
+def inputs_of(model: nn.Module, example: Inputs, inside: str) -> tuple[nn.Module, Inputs]:
+    """The submodule `inside`, and what it receives when the model runs on the example; ModelError where it is not called."""
     try:
         part = model.get_submodule(inside)
     except AttributeError:

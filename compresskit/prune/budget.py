@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -99,19 +100,37 @@ class Budget:
     """One resource of the model, counted while channels go: MACs, parameters, or the channels themselves."""
 
     def __init__(self, found: Found, unit: str, module: nn.Module) -> None:
-        self.found, self.unit = found, unit
-        if unit == "parameters":
-            costs = [(p.numel(), [(name, d) for d in range(p.ndim)]) for name, p in module.named_parameters()]
-            found = replace(found, costs=costs, fixed=0)
-        self.widths = Widths(found)
-        self.total = float(sum(g.size for g in found.groups)) if unit == "channels" else self.widths.macs()
+        self.found, self.unit, self.widths = found, unit, Widths(found)
+        self.numbers = {name: p.numel() for name, p in module.named_parameters()}  # a tied one once
+        self.gone: Counter[tuple[str, int]] = Counter()
+        if unit == "channels":
+            self.total = float(sum(g.size for g in found.groups))
+        else:
+            self.total = self.widths.macs() if unit == "MACs" else float(sum(self.numbers.values()))
         self.current = self.total
 
     def saving(self, group: Group, count: int) -> float:
         """What `count` channels fewer save."""
-        return float(count) if self.unit == "channels" else self.widths.saving(group, count)
+        if self.unit == "channels":
+            return float(count)
+        return self.widths.saving(group, count) if self.unit == "MACs" else self._parameters(group, count)
+
+    def _parameters(self, group: Group, count: int) -> float:
+        extra: dict[str, dict[int, int]] = defaultdict(dict)
+        for (tensor, dim, _), indices in group.places.items():
+            extra[tensor][dim] = indices.shape[1] * count
+        saved = 0.0
+        for tensor, more in extra.items():
+            now = left = float(self.numbers.get(tensor, 0))
+            for dim, size in enumerate(self.found.shapes[tensor]):
+                now *= 1 - self.gone[tensor, dim] / size
+                left *= 1 - (self.gone[tensor, dim] + more.get(dim, 0)) / size
+            saved += now - left
+        return saved
 
     def cut(self, group: Group, count: int) -> None:
         """Note that `count` more channels of a group go."""
         self.current -= self.saving(group, count)
+        for (tensor, dim, _), indices in group.places.items():
+            self.gone[tensor, dim] += indices.shape[1] * count
         self.widths.cut(group, count)

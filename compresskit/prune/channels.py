@@ -9,17 +9,16 @@ import torch
 from torch import nn
 
 from compresskit.errors import ModelError, SettingError
-from compresskit.graph import capture
 from compresskit.measure import count_macs
 from compresskit.prune.aggregate import Normalizer, by_mean
 from compresskit.prune.budget import Limits, Target
-from compresskit.prune.choose import Search
+from compresskit.prune.choose import Cutter
 from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.groups import Found, find_groups
+from compresskit.prune.groups import Found
 from compresskit.prune.plan import Plan
-from compresskit.prune.prove import prove
 from compresskit.prune.ranking import Ranking, cost_aware
 from compresskit.prune.scores import score_
+from compresskit.prune.search import Search
 from compresskit.task import Inputs, Task
 
 NO_RATIOS: Mapping[str, float] = MappingProxyType({})
@@ -44,11 +43,12 @@ def plan_channels(
     ratios: Mapping[str, float] = NO_RATIOS,
     ignore: tuple[str, ...] = (),
     inside: str | None = None,
+    whole_heads: bool = False,
 ) -> Plan:
     """Decide which channels to remove; pure: the model is not changed.
 
     Args:
-        model: a float model, captured in eval mode.
+        model: a float model, recorded in eval mode.
         example: its inputs.
         macs, parameters, bytes, latency: share that stays, in (0, 1]; give exactly one of these, or `ratio`. The plan comes out
             at or just below it, as far as the widths allow. `bytes` are those of the ONNX file; `latency` is that of ONNX Runtime
@@ -66,6 +66,7 @@ def plan_channels(
             the other layers.
         ignore: dotted names of modules that are never cut.
         inside: prune only this submodule.
+        whole_heads: cut attention by whole heads instead of the same inner positions of every head.
 
     The plan is proved on a copy before it is handed back: removed equals zeroed, in float64. Raises SettingError for settings
     out of range, ModelError where the target cannot be reached: it says what can, and what holds the rest.
@@ -78,25 +79,24 @@ def plan_channels(
         if not callable(function):
             raise SettingError(f"plan_channels({name}=...): wanted a function such as prune.l2, got {function!r}")
     _check_dtypes(model)
-    for wary in (False, True):
-        found, prefix, total = find(model, example, ignore=ignore, inside=inside, wary=wary)
-        score_(found.groups, model, prefix, criterion, normalize, task, samples)
-        search = Search(found, target, limits, ranking, prefix, total, model)
-        plan = search.plan() if target.measured is None else search.measured_plan(example)
-        failure = prove(model, plan, example)
+    search = Search(model, example, inside=inside, ignore=ignore, whole_heads=whole_heads)
+    total = count_macs(search.recorded.module, search.recorded.example)
+    found = search.start(total)
+    while True:
+        score_(found.groups, model, search.prefix, criterion, normalize, task, samples)
+        cutter = Cutter(found, target, limits, ranking, search.prefix, total, model)
+        plan = cutter.plan() if target.measured is None else cutter.measured_plan(example)
+        failure = search.check(plan, found)
         if failure is None:
             return plan
-    raise ModelError(f"{type(model).__name__} cannot be pruned safely: {failure}; nothing was changed")
+        found = search.retreat(failure, found, plan)
 
 
-def find(
-    model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None, wary: bool = False
-) -> tuple[Found, str, int]:
+def find(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None) -> tuple[Found, str, int]:
     """(groups of channels that can be cut, prefix of their names, MACs of one sample)."""
-    captured = capture(model, example, inside=inside)
-    total = count_macs(model.get_submodule(captured.prefix), captured.example)
-    found = find_groups(captured, total, ignore=ignore, wary=wary)
-    return found, f"{captured.prefix}." if captured.prefix else "", total
+    search = Search(model, example, inside=inside, ignore=ignore)
+    total = count_macs(search.recorded.module, search.recorded.example)
+    return search.start(total), search.prefix, total
 
 
 def _check_dtypes(model: nn.Module) -> None:

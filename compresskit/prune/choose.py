@@ -13,6 +13,7 @@ from compresskit.prune.groups import Found, Group, Widths
 from compresskit.prune.measured import Files
 from compresskit.prune.plan import Line, Plan
 from compresskit.prune.ranking import Ranking, Step
+from compresskit.prune.search import consequences
 from compresskit.task import Inputs
 
 SLACK = 0.02  # share of the budget by which a plan may fall below its target for the sake of aligned widths
@@ -72,7 +73,7 @@ def choose_(budget: Budget, share: float, limits: Limits, ranking: Ranking, free
     return True
 
 
-class Search:
+class Cutter:
     """Plans for one model whose groups have scores; every call starts from the whole model."""
 
     def __init__(
@@ -142,16 +143,19 @@ def plan_of(found: Found, total: int, prefix: str) -> Plan:
     remove: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     lines = []
     widths = Widths(found)
+    roots: set[int] = set()
     for group in found.groups:
         count, group.gone = group.gone, 0
         widths.cut(group, count)
         lowest = group.scores.argsort()[:count]
+        roots.update(group.roots[lowest].tolist())
         for (tensor, dim, _), indices in group.places.items():
             if count:
                 remove[prefix + tensor][dim].update(indices[lowest].flatten().tolist())
         along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.places]
         others = tuple(dict.fromkeys(prefix + a for a in along if a != group.title))
         lines.append(Line(title=prefix + group.title, size=group.size, keep=group.size - count, along=others))
+    attributes, scales = consequences(found, roots, prefix)
     return Plan(
         remove={n: {d: tuple(sorted(i)) for d, i in sorted(dims.items())} for n, dims in remove.items()},
         sizes={n: found.shapes[n.removeprefix(prefix)] for n in remove},
@@ -159,4 +163,6 @@ def plan_of(found: Found, total: int, prefix: str) -> Plan:
         macs=round(widths.macs()),
         macs_before=total,
         locked=found.locked,
+        attributes=attributes,
+        scales=scales,
     )

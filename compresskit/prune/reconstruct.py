@@ -43,7 +43,8 @@ def reconstruct_(
     """
     if damping <= 0:
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
-    names = [name for name, dims in plan.remove.items() if 1 in dims and _refits(dense, name)]
+    # Queries that the plan rescales are not what they were: they are left alone.
+    names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and _refits(dense, n)]
     moments = _look(dense, names, batches)
     lost = {}
     with torch.no_grad():
