@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from compresskit.checkpoint import FORMAT, atomic, read_json, write_json
+from compresskit.checkpoint import FORMAT, read_json, write_json
 from compresskit.errors import ModelError, SettingError, StageOrderError
+from compresskit.export.files import copy_model, file_bytes
 from compresskit.folder import claim, comes_trained, stage_keys
 from compresskit.measure import Row, latency
-from compresskit.rehearse import file_bytes, measure, rehearse, seed_everything
+from compresskit.rehearse import measure, rehearse, seed_everything
 from compresskit.report import read_row, table, write_report
 from compresskit.store import load, save
 from compresskit.surgery import frozen_copy
@@ -145,7 +146,7 @@ class Recipe:
             model = stage(model, task)
         seconds = time.perf_counter() - begin
         save(model, folder)
-        row = measure(model, task, folder, seconds=seconds, wanted=wanted)
+        row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
         write_json(done, {"format": FORMAT, "key": key, "row": asdict(row)})
         shutil.rmtree(old, ignore_errors=True)
         return model, row
@@ -157,6 +158,5 @@ class Recipe:
         for i, milliseconds in zip(have, times, strict=True):
             rows[i] = replace(rows[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
         write_report(out / "report.json", rows, stages=self.describe(), torch=torch.__version__)
-        with atomic(out / "model.onnx") as temporary:
-            shutil.copyfile(files[-1], temporary)
+        copy_model(files[-1], out / "model.onnx")
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)

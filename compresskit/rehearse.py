@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.checkpoint import FORMAT, write_json
 from compresskit.errors import CompressError, DataError, ExportError
+from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import export_onnx
 from compresskit.export.verify import Verification, verify_onnx
 from compresskit.graph import capture, check_runs
@@ -67,14 +68,16 @@ def seed_everything(seed: int, task: Task) -> None:
                 generator.manual_seed(seed)
 
 
-def measure(model: nn.Module, task: Task, folder: Path, *, seconds: float, wanted: bool) -> Row:
-    """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`."""
+def measure(model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: float, wanted: bool) -> Row:
+    """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`.
+
+    stage: its settings, which the file then holds with its metric and the proof.
+    """
     path = folder / "model.onnx"
     proof: Verification | None = None
     executed = None
     if wanted:
-        opset = getattr(getattr(model, "target", None), "opset", 20)
-        export_onnx(model, path, task.example(), opset=opset, metadata={"stage": folder.name})
+        export_onnx(model, path, task.example())
         proof = verify_onnx(path, model, (task.split(batch)[0] for batch in task.batches("val")))
         write_json(folder / "verify.json", {"format": FORMAT, **proof.to_json()})
         if not proof.passed:
@@ -82,9 +85,12 @@ def measure(model: nn.Module, task: Task, folder: Path, *, seconds: float, wante
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {proof}")
         executed = session(path)
     run = model if executed is None else _runner(executed, model, task.example())
+    metric = evaluate(run, task)
+    if proof is not None:
+        annotate(path, stage={"name": folder.name, "settings": stage}, metric=metric, verification=proof.to_json())
     return Row(
         stage=folder.name,
-        metric=evaluate(run, task),
+        metric=metric,
         parameters=count_parameters(model),
         nonzero=count_nonzero(model),
         macs=count_macs(model, task.example()),
@@ -106,9 +112,3 @@ def _runner(executed: Any, model: nn.Module, example: Inputs) -> Callable[..., A
         return pytree.tree_unflatten(filled, spec)
 
     return run
-
-
-def file_bytes(path: Path) -> int:
-    """Bytes of an ONNX file, its external data included."""
-    data = path.with_name(path.name + ".data")
-    return path.stat().st_size + (data.stat().st_size if data.exists() else 0)

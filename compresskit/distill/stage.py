@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compresskit.distill.objective import AnyTeacher, Imitate, imitate
+from compresskit.distill.objective import Imitate, imitate
+from compresskit.distill.ramps import Weight
+from compresskit.distill.teacher import AnyTeacher
 from compresskit.distill.terms import DistillLoss, Term, drop_adapters_
 from compresskit.errors import SettingError
 from compresskit.task import Task
@@ -24,7 +26,7 @@ class Distill(Train):
     teacher: None takes the incoming model where there is a student, else the task's reference.
     generations: how many students in a row, each taught by the one before it (born-again networks, 1805.04770). Assistants of
         different sizes (Mirzadeh et al., 1902.03393) are one Distill each.
-    terms, loss, temperature, weight, task_weight: see `imitate`.
+    terms, loss, temperature, weight, task_weight, classes, mixup: see `imitate`.
     """
 
     student: nn.Module | Callable[[], nn.Module] | None = None
@@ -32,8 +34,10 @@ class Distill(Train):
     terms: Sequence[Term] = ()
     loss: DistillLoss | None = None
     temperature: float = 4.0
-    weight: float = 0.9
+    weight: Weight = 0.9
     task_weight: float = 0.1
+    classes: int | None = None
+    mixup: float = 0.0
     generations: int = 1
 
     def __post_init__(self) -> None:
@@ -50,7 +54,7 @@ class Distill(Train):
         teacher = self.teacher
         for _ in range(self.generations):
             if self.student is not None:
-                teacher = model if teacher is None else teacher
+                teacher = model.eval() if teacher is None else teacher
                 model = self.skeleton(model)
             model = model.to(task.device)
             try:
@@ -69,6 +73,8 @@ class Distill(Train):
             temperature=self.temperature,
             weight=self.weight,
             task_weight=self.task_weight,
+            classes=self.classes,
+            mixup=self.mixup,
         )
 
     def skeleton(self, model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compresskit.graph import check_runs, inputs_of
+from compresskit.graph import check_runs, inputs_inside
 from compresskit.normalize import Node
 from compresskit.surgery import mode
 from compresskit.task import Inputs, batch_size, call, first_rows
@@ -72,7 +72,7 @@ def record(model: nn.Module, example: Inputs, *, inside: str | None = None) -> R
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         if inside is not None:
-            model, example = inputs_of(model, example, inside)
+            model, example = inputs_inside(model, example, inside)
     example = first_rows(example, 2)
     with mode(model, training=False):
         main = _record(model, example, inside or "")

@@ -1,31 +1,65 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
+from compresskit.quant.coverage import Coverage
+from compresskit.quant.diagnose import Diagnosis, diagnose
+from compresskit.quant.equalize import equalize_
 from compresskit.quant.insert import Quantized
-from compresskit.quant.observers import OBSERVERS, MinMax, MovingAverage, Observer
+from compresskit.quant.objective import Faithful, faithfulness
+from compresskit.quant.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
 from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.qat import QAT, prepare_qat
+from compresskit.quant.rounding import adaround_, correct_bias_
 from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
 from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.targets import X86, Integer, Target
+from compresskit.quant.targets import (
+    ARM,
+    FBGEMM,
+    OPENVINO,
+    QNNPACK,
+    TENSORRT,
+    X86,
+    X86_NO_VNNI,
+    Integer,
+    Target,
+    saturating_matmul,
+)
 
 __all__ = [
+    "ARM",
+    "FBGEMM",
     "OBSERVERS",
+    "OPENVINO",
     "QAT",
+    "QNNPACK",
+    "TENSORRT",
     "X86",
+    "X86_NO_VNNI",
+    "Coverage",
+    "Diagnosis",
+    "Entropy",
+    "Faithful",
+    "HistogramMSE",
     "Integer",
     "MinMax",
     "MovingAverage",
     "Observer",
+    "Percentile",
     "Placement",
     "Point",
     "Quantized",
     "Scheme",
     "StaticQuant",
     "Target",
+    "adaround_",
     "affine",
+    "correct_bias_",
+    "diagnose",
+    "equalize_",
+    "faithfulness",
     "fake_quantize",
     "place",
     "prepare_qat",
     "quantize_static",
+    "saturating_matmul",
     "to_integers",
 ]

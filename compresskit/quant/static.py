@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, overload
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
+from compresskit.graph import Dynamic, check_runs, inputs_inside
+from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.targets import X86, Target
+from compresskit.surgery import mode
 from compresskit.task import Inputs, Task
+
+
+@overload
+def quantize_static(  # noqa: D418  every public name says what it is
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    target: Target = X86,
+    observer: Callable[[], Observer] = MinMax,
+    skip: tuple[str, ...] = (),
+    choose: Literal["rules", "measure"] = "rules",
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: None = None,
+) -> Quantized:
+    """The whole model, quantized."""
+
+
+@overload
+def quantize_static(  # noqa: D418  every public name says what it is
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    target: Target = X86,
+    observer: Callable[[], Observer] = MinMax,
+    skip: tuple[str, ...] = (),
+    choose: Literal["rules", "measure"] = "rules",
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None,
+) -> nn.Module:
+    """A copy of the model with one part quantized."""
 
 
 def quantize_static(
@@ -24,18 +61,56 @@ def quantize_static(
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
     skip: tuple[str, ...] = (),
-) -> Quantized:
+    choose: Literal["rules", "measure"] = "rules",
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None = None,
+) -> nn.Module:
     """A quantized copy of a float model, its ranges found on batches of inputs (tuples or dicts).
 
-    The first batch is also the example that the model is captured with. Raises DataError where there is no batch.
+    Args:
+        model: any float module; it is left as it was.
+        batches: inputs; the first is also the example that the model is captured with.
+        target: where it will run.
+        observer: makes one range observer for each rounded value.
+        skip: dotted names of modules that stay float.
+        choose: "rules" puts in integers what the target's rules say; "measure" then takes back to float what runs faster so on
+            this machine, timed in ONNX Runtime (some seconds for each part that is tried).
+        dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
+        strict: raise where an operator is one that no rule knows, instead of leaving it float.
+        inside: dotted name of a submodule. It alone is quantized, with what it receives when the model runs on the batches,
+            and the result is a copy of the whole model that holds the quantized part in its place (a detection model, say, with
+            `inside="backbone", dynamic=(0, 2, 3)`).
+
+    Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
+    nothing that runs in integers.
     """
+    check_choose(choose, "quantize_static")
     batches = iter(batches)
     first = next(batches, None)
     if first is None:
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
-    quantized = build(model, first, target, observer, skip=skip)
-    quantized.calibrate_(itertools.chain([first], batches))
-    return quantized
+    part, example = model, first
+    if inside:
+        check_runs(model, first)
+        with torch.no_grad(), mode(model, training=False):
+            part, example = inputs_inside(model, first, inside)
+    floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
+    quantized = build(part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict)
+    everything = itertools.chain([first], batches)
+    if not inside:
+        quantized.calibrate_(everything)
+        return quantized
+    whole = copy.deepcopy(model)
+    whole.set_submodule(inside, quantized)
+    quantized.calibrate_(everything, through=whole)
+    return whole
+
+
+def check_choose(choose: str, where: str) -> None:
+    """Raise SettingError for anything but the two ways of placing."""
+    if choose not in ("rules", "measure"):
+        raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {choose!r}')
 
 
 def calibration_inputs(task: Task, samples: int) -> Iterable[Inputs]:
@@ -62,6 +137,7 @@ class StaticQuant:
     observer: makes one range observer for each rounded value.
     samples: how many calibration samples to look at, from `Task(calibration=...)` or the training data.
     skip: dotted names of modules that stay float.
+    choose, dynamic, strict, inside: as in `quantize_static`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -71,13 +147,26 @@ class StaticQuant:
     observer: Callable[[], Observer] = MinMax
     samples: int = 512
     skip: tuple[str, ...] = ()
+    choose: Literal["rules", "measure"] = "rules"
+    dynamic: Dynamic = (0,)
+    strict: bool = False
+    inside: str | None = None
 
     def __post_init__(self) -> None:
+        check_choose(self.choose, "StaticQuant")
         if self.samples < 1:
             raise SettingError(f"StaticQuant(samples=...): wanted a whole number >= 1, got {self.samples}")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
         return quantize_static(
-            model, calibration_inputs(task, self.samples), target=self.target, observer=self.observer, skip=self.skip
+            model,
+            calibration_inputs(task, self.samples),
+            target=self.target,
+            observer=self.observer,
+            skip=self.skip,
+            choose=self.choose,
+            dynamic=self.dynamic,
+            strict=self.strict,
+            inside=self.inside,
         )
