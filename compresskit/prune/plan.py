@@ -29,6 +29,7 @@ class Plan:
 
     remove: tensor name -> dimension -> indices that go, sorted. sizes: tensor name -> its shape before.
     macs, macs_before: multiply-accumulates of one sample. locked: why groups of channels stay, reason -> how many.
+    note: what was measured of the exported file, where the target was one.
     attributes: numbers of the model's own modules that repeat a width, dotted path -> (before, after).
     scales: tensor name -> (factor, indices of dimension 0 that it multiplies): queries, where the code divides by the root of a
         width that shrinks.
@@ -40,11 +41,14 @@ class Plan:
     macs: int
     macs_before: int
     locked: dict[str, int] = field(default_factory=dict)
+    note: str = ""
     attributes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     scales: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay"
+        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay" + (
+            f"; {self.note}" if self.note else ""
+        )
         rows = [
             f"  {line.title}: keep {line.keep} of {line.size}" + (f", with {', '.join(line.along)}" if line.along else "")
             for line in self.lines
@@ -63,6 +67,7 @@ class Plan:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "locked": self.locked,
+            "note": self.note,
             "attributes": {path: list(values) for path, values in self.attributes.items()},
             "scales": {name: [factor, list(rows)] for name, (factor, rows) in self.scales.items()},
         }
@@ -78,6 +83,7 @@ class Plan:
                 macs=int(record["macs"]),
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),
+                note=str(record.get("note", "")),
                 attributes={path: (_tupled(old), _tupled(new)) for path, (old, new) in record["attributes"].items()},
                 scales={n: (float(factor), tuple(map(int, rows))) for n, (factor, rows) in record["scales"].items()},
             )
@@ -116,9 +122,9 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         setattr(module, attribute, after)
     for module in model.modules():
         # A tied parameter also changed where another module holds it.
-        if any(id(t) in changed for t in (*module._parameters.values(), *module._buffers.values())):
-            sync_attributes_(module)
-        elif any(id(t) in changed for t in module.parameters()) and _holds(module, changed):
+        if any(id(t) in changed for t in (*module._parameters.values(), *module._buffers.values())) or (
+            any(id(t) in changed for t in module.parameters()) and _holds(module, changed)
+        ):
             sync_attributes_(module)
     return model
 
