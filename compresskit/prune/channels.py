@@ -12,7 +12,7 @@ from torch import nn
 from compresskit.errors import ModelError, SettingError
 from compresskit.measure import count_macs
 from compresskit.prune.criteria import Criterion, NeedsGradients, l2
-from compresskit.prune.groups import Found, Group, Widths, find_groups
+from compresskit.prune.groups import Found, Group, Widths
 from compresskit.prune.plan import Line, Plan
 from compresskit.prune.search import Search, consequences
 from compresskit.task import Inputs
