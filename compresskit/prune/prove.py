@@ -53,10 +53,12 @@ def examine(model: nn.Module, plan: Plan, example: Inputs, found: Found) -> Fail
     if sum(p.numel() for p in model.parameters()) < LARGE:
         wide = copy.deepcopy(model).double().eval()
         try:
-            return _examine(wide, model, plan, _double(example), masks, TOLERANCE)
+            with torch.random.fork_rng():
+                return _examine(wide, model, plan, _double(example), masks, TOLERANCE)
         except _CannotRunWide:
             del wide
-    return _examine(copy.deepcopy(model).eval(), model, plan, example, masks, 1e-4)
+    with torch.random.fork_rng():
+        return _examine(copy.deepcopy(model).eval(), model, plan, example, masks, 1e-4)
 
 
 def runs(model: nn.Module, plan: Plan, example: Inputs) -> Failure | None:
@@ -84,7 +86,7 @@ def _examine(
     watched = [n for n, m in zeroed.named_modules() if _keeps_outputs(n, m, plan)]
     zero_(zeroed, plan)
     try:
-        with plain_kernels(), torch.inference_mode(), torch.random.fork_rng(), Masking(masks):
+        with plain_kernels(), torch.inference_mode(), Masking(masks):
             wanted, inner = _run(zeroed, example, watched)
     except Exception as error:
         if tolerance == TOLERANCE:

@@ -116,9 +116,9 @@ class Search:
 
     def _numbers(self, paths: frozenset[str]) -> Iterator[tuple[str, str]]:
         for suspect in self.walk.suspects:
-            if suspect.path not in paths:
-                continue
             module = self.recorded.module.get_submodule(suspect.path)
+            if suspect.path not in paths or type(module).__module__.startswith("torch."):
+                continue  # torch's own layers are made to agree with their tensors
             sizes = {suspect.shape[d] for d in varying(suspect.labels)}
             for name, value in vars(module).items():
                 if type(value) is int and value in sizes and not name.startswith("_"):
@@ -132,7 +132,7 @@ class Search:
             self._flipped = True
             return replace(self.choices, rescaled=False)
         self.choices = replace(self.choices, rescaled=True)
-        bad = [g for g in found.groups if self._fails_alone(g, found)] or found.groups
+        bad = [g for g in found.groups if self._fails_alone(g, found, failure)] or found.groups
         if not bad:
             raise ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
         roots = torch.cat([g.roots for g in bad])
@@ -145,8 +145,10 @@ class Search:
         kept = {(tensor, dim): reason for g in bad for tensor, dim, _ in g.places}
         return replace(self.choices, kept={**self.choices.kept, **kept})
 
-    def _fails_alone(self, group: Group, found: Found) -> bool:
+    def _fails_alone(self, group: Group, found: Found, failure: Failure) -> bool:
         plan = trial(replace(found, groups=[group]), self.prefix)
+        if failure.path is not None and runs(self.model, plan, self.example) is not None:
+            return True
         return examine(self.model, plan, self.example, found) is not None
 
 
