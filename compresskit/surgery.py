@@ -185,6 +185,8 @@ def restructure_(model: nn.Module, wanted: dict[str, Any]) -> None:
                 raise CheckpointError(f"{name}: the model has {old.ndim} dimensions, the record {len(shape)}")
             set_tensor_(model, name, torch.zeros(shape, dtype=old.dtype, device=old.device))
     for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
         for key, value in wanted["modules"][path]["attributes"].items():
             value = tuple(value) if isinstance(value, list) else value
             current = getattr(module, key, None)

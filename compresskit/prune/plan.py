@@ -109,6 +109,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises ModelError, the model untouched, where its tensors are not those that the plan was made for.
     """
     _check_model(model, plan)
+    _keep_weight_norms_(model, plan)
     with torch.no_grad():
         for name, (factor, rows) in plan.scales.items():
             values = get_tensor(model, name)
@@ -122,17 +123,34 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         setattr(module, attribute, after)
     for module in model.modules():
         # A tied parameter also changed where another module holds it.
-        if any(id(t) in changed for t in (*module._parameters.values(), *module._buffers.values())) or (
-            any(id(t) in changed for t in module.parameters()) and _holds(module, changed)
-        ):
+        if any(id(t) in changed for t in _own_tensors(module)):
             sync_attributes_(module)
     return model
 
 
-def _holds(module: nn.Module, changed: set[int]) -> bool:
-    """Whether a direct child that is no layer of its own (a parametrization) holds a changed tensor."""
+def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
+    """Of g v / |v|, columns go: g takes what |v| loses, so that the weights that stay are what they were."""
+    for name, dims in plan.remove.items():
+        path, _, leaf = name.rpartition(".")
+        other = {"original1": "original0", "weight_v": "weight_g"}.get(leaf)
+        if other is None or not isinstance(g := getattr(model.get_submodule(path), other, None), Tensor):
+            continue
+        v = get_tensor(model, name).detach()
+        rows = [d for d in range(v.ndim) if g.ndim != v.ndim or g.shape[d] > 1]
+        others = [d for d in range(v.ndim) if d not in rows]
+        left = v.clone()
+        for dim, gone in dims.items():
+            if dim in others:
+                left.index_fill_(dim, torch.tensor(gone, device=v.device), 0)
+        with torch.no_grad():
+            g *= torch.linalg.vector_norm(left, dim=others, keepdim=True) / torch.linalg.vector_norm(v, dim=others, keepdim=True)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor | None]:
+    """Parameters and buffers of a module itself, those under a parametrization included."""
+    own = [*module._parameters.values(), *module._buffers.values()]
     parametrized = module._modules.get("parametrizations")
-    return parametrized is not None and any(id(t) in changed for t in parametrized.parameters())
+    return own if parametrized is None else [*own, *parametrized.parameters()]
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
@@ -155,6 +173,7 @@ def _tupled(value: Any) -> Any:
 
 def zero_(model: nn.Module, plan: Plan) -> nn.Module:
     """Set to zero, in place, every value that the plan would remove: what the pruned model must equal."""
+    _keep_weight_norms_(model, plan)
     with torch.no_grad():
         for name, dims in plan.remove.items():
             for dim, gone in dims.items():
