@@ -61,7 +61,7 @@ def train(policy: mixed.Policy, loss: Loss, data: tuple[Tensor, Tensor], *, step
     model = mlp(64 if loss is total else 10)
     scaler = partial(mixed.LossScaler, floor=2.0**-14) if policy.loss_scale else None
     run = mixed.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), policy, scaler=scaler)
-    losses = []
+    losses: list[float] = []
     while len(losses) - int(run.skipped) < steps:  # a skipped step is made up for
         batch = torch.randint(0, 1500, (128,))
         value = loss(run(x[batch]), x[batch], y[batch])
