@@ -34,10 +34,17 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if not parts:
         save_model(model, folder)
         return
-    model, folder = model.settled(), Path(folder)
+    settled = {name: part.settled() for name, part in parts.items()}
+    if "" in settled:
+        model, settled = settled[""], {"": settled[""]}
+    elif any(settled[name] is not part for name, part in parts.items()):
+        model = copy.deepcopy(model)
+        for name, part in settled.items():
+            model.set_submodule(name, part)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / MODEL, model.state_dict())
-    records = {name: record(part) for name, part in parts.items()}
+    records = {name: record(part) for name, part in settled.items()}
     write_json(folder / STRUCTURE, {"format": FORMAT, **records.get("", {"kind": "parts", "parts": records})})
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +102,15 @@ class Quantized(Trainable):
         if len(sizes) != 1 or averages or not varies(self.dynamic):
             return [inputs]
         size, rows = sizes.pop(), max(1, PIECE // self.row_bytes)
+
+        def piece(value: Any, cut: slice) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            # Convolutions of images need no reordering in and out when channels lie last; which order says nothing about ranges.
+            return value[cut].contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value[cut]
+
         cuts = [slice(start, start + rows) for start in range(0, size, rows)]
-        return [pytree.tree_map(lambda v, cut=cut: v[cut] if isinstance(v, Tensor) else v, inputs) for cut in cuts] or [inputs]
+        return [pytree.tree_map(partial(piece, cut=cut), inputs) for cut in cuts] or [inputs]
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
