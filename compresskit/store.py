@@ -34,18 +34,21 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if not parts:
         save_model(model, folder)
         return
-    settled = {name: part.settled() for name, part in parts.items()}
-    if "" in settled:
-        model, settled = settled[""], {"": settled[""]}
-    elif any(settled[name] is not part for name, part in parts.items()):
-        model = copy.deepcopy(model)
-        for name, part in settled.items():
-            model.set_submodule(name, part)
     folder = Path(folder)
+    settled = {name: part.settled() for name, part in parts.items()}
+    if any(settled[name] is not part for name, part in parts.items()):  # a copy stands for what is still being trained
+        model = settled[""] if "" in settled else _with_parts(model, settled)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / MODEL, model.state_dict())
     records = {name: record(part) for name, part in settled.items()}
     write_json(folder / STRUCTURE, {"format": FORMAT, **records.get("", {"kind": "parts", "parts": records})})
+
+
+def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
+    whole = copy.deepcopy(model)
+    for name, part in parts.items():
+        whole.set_submodule(name, part)
+    return whole
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:

@@ -74,7 +74,8 @@ class ActivationQuantizer(Quantizer):
             if self.observing:
                 self.observer.update(_row(x.detach()))
             return x
-        if self.observing:
+        # Once it rounds, what is only evaluated must not move the range.
+        if self.observing and self.training:
             self.observer.update(_row(self.unrounded(x.detach())))
             self.freeze_range_()
         share = 1.0
@@ -91,7 +92,10 @@ class ActivationQuantizer(Quantizer):
 
     def step(self) -> Tensor:
         """The scale; a learned one may not pass zero."""
-        return self.scale.clamp(min=LEAST) if isinstance(self.scale, nn.Parameter) else self.scale
+        if isinstance(self.scale, nn.Parameter):
+            return self.scale.clamp(min=LEAST)
+        # A quantizer that stands in several places moves its scale between them; each needs its own for the gradient.
+        return self.scale.clone() if self.observing else self.scale
 
     def freeze_range_(self, *, checked: bool = False) -> None:
         """Take the scale and zero point of the range seen so far; DataError, if `checked`, where it is none."""
