@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
-from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name, varies
+from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import Folded, fold_batchnorm_
@@ -99,18 +98,11 @@ class Quantized(Trainable):
         """
         sizes = {v.shape[0] if v.ndim else 0 for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)}
         averages = any(isinstance(quantizer.observer, MovingAverage) for quantizer in self.activation_quantizers())
-        if len(sizes) != 1 or averages or not varies(self.dynamic):
+        if len(sizes) != 1 or averages or not all(0 in dims for dims in self.varying):
             return [inputs]
         size, rows = sizes.pop(), max(1, PIECE // self.row_bytes)
-
-        def piece(value: Any, cut: slice) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            # Convolutions of images need no reordering in and out when channels lie last; which order says nothing about ranges.
-            return value[cut].contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value[cut]
-
         cuts = [slice(start, start + rows) for start in range(0, size, rows)]
-        return [pytree.tree_map(partial(piece, cut=cut), inputs) for cut in cuts] or [inputs]
+        return [pytree.tree_map(lambda v, cut=cut: v[cut] if isinstance(v, Tensor) else v, inputs) for cut in cuts] or [inputs]
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""

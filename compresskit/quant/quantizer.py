@@ -35,13 +35,6 @@ class Quantizer(nn.Module):
         return x
 
 
-def _row(x: Tensor) -> Tensor:
-    """All values as (1, n), in whatever order they lie in memory: without a copy for channels-last images too."""
-    if x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        x = x.permute(0, 2, 3, 1)
-    return x.reshape(1, -1)
-
-
 class ActivationQuantizer(Quantizer):
     """Rounds an activation to a per-tensor grid.
 
@@ -72,11 +65,11 @@ class ActivationQuantizer(Quantizer):
         if not self.enabled:
             x = self.unrounded(x)
             if self.observing:
-                self.observer.update(_row(x.detach()))
+                self.observer.update(x.detach().reshape(1, -1))
             return x
         # Once it rounds, what is only evaluated must not move the range.
         if self.observing and self.training:
-            self.observer.update(_row(self.unrounded(x.detach())))
+            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
             self.freeze_range_()
         share = 1.0
         if self.scale.requires_grad:
