@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
-from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name, varies
+from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import Folded, fold_batchnorm_
@@ -98,7 +98,7 @@ class Quantized(Trainable):
         """
         sizes = {v.shape[0] if v.ndim else 0 for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)}
         averages = any(isinstance(quantizer.observer, MovingAverage) for quantizer in self.activation_quantizers())
-        if len(sizes) != 1 or averages or not varies(self.dynamic):
+        if len(sizes) != 1 or averages or not all(0 in dims for dims in self.varying):
             return [inputs]
         size, rows = sizes.pop(), max(1, PIECE // self.row_bytes)
         cuts = [slice(start, start + rows) for start in range(0, size, rows)]
