@@ -270,5 +270,3 @@ def _leaves(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for entry in value for leaf in _leaves(entry)]
     return [value]
-
-

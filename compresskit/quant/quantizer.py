@@ -62,13 +62,15 @@ class ActivationQuantizer(Quantizer):
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Once it rounds, what is only evaluated must not move the range.
-        if self.observing and (self.training or not self.enabled):
-            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
-            if self.enabled:
-                self.freeze_range_()
         if not self.enabled:
-            return self.unrounded(x)
+            x = self.unrounded(x)
+            if self.observing:
+                self.observer.update(x.detach().reshape(1, -1))
+            return x
+        # Once it rounds, what is only evaluated must not move the range.
+        if self.observing and self.training:
+            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
+            self.freeze_range_()
         share = 1.0
         if self.scale.requires_grad:
             share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compresskit.normalize import Node, aten
+from compresskit.normalize import Node
 from compresskit.prune.rules.base import Raw, Rule, argument, overloads, rules_of
 from compresskit.prune.units import compact, nothing, spread, tight, varying
 
@@ -141,7 +141,7 @@ def spatial(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def region_pooling(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torchvision's roi_align and roi_pool: (N, C, H, W) and boxes to (K, C, h, w)."""
+    """Torchvision's roi_align and roi_pool: (N, C, H, W) and boxes to (K, C, h, w)."""
     return spatial(walk, node, args, kwargs)
 
 

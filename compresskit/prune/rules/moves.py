@@ -67,7 +67,12 @@ _MOVES = """reshape view flatten unflatten permute transpose squeeze unsqueeze e
 def move(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operator on the labels themselves."""
     x, *rest = args
-    if "roll" in str(node.target) and isinstance(x, Tensor) and len(rest) > 1 and not {d % x.ndim for d in rest[1]} & {*varying(x)}:
+    if (
+        "roll" in str(node.target)
+        and isinstance(x, Tensor)
+        and len(rest) > 1
+        and not {d % x.ndim for d in rest[1]} & {*varying(x)}
+    ):
         return x
     function = _functional(node.target)
     try:
@@ -158,7 +163,7 @@ def chunk(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @rule(aten.glu.default)
 def glu(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """a * sigmoid(b) of two halves: channels i and i + C/2 are one unit."""
+    """A * sigmoid(b) of two halves: channels i and i + C/2 are one unit."""
     dim = args[1] if len(args) > 1 else -1
     if not isinstance(args[0], Tensor):
         return walk.give_up(node, f"{walk.where(node)} works on a parameter")
