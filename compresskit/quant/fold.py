@@ -59,7 +59,7 @@ def fold_batchnorm_(module: fx.GraphModule, folds: list[Folded] | None = None) -
     module.graph.eliminate_dead_code()
     module.recompile()
     module.delete_all_unused_submodules()
-    _drop_unused(module)
+    drop_unused_(module)
     return count
 
 
@@ -125,7 +125,7 @@ def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: 
     return module.graph.get_attr(f"{path}.{chosen}" if path else chosen)
 
 
-def _drop_unused(module: fx.GraphModule) -> None:
+def drop_unused_(module: fx.GraphModule) -> None:
     """Delete parameters and buffers that no node reads any more, BatchNorm statistics above all."""
     used = {parameter_name(node) for node in module.graph.nodes}
     for path, part in list(module.named_modules()):

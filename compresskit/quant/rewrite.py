@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from compresskit.graph import parameter_name
 from compresskit.normalize import Node, aten
+from compresskit.quant.fold import drop_unused_
 from compresskit.quant.targets import Target
 from compresskit.surgery import get_tensor
 
@@ -29,6 +30,7 @@ def rewrite_(module: fx.GraphModule, target: Target) -> None:
             _norm_to_conv(module, node)
     module.graph.eliminate_dead_code()
     module.recompile()
+    drop_unused_(module)
 
 
 def _kind_of(gate: Node) -> str:
