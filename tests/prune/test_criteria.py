@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from networks import build, images_task
 
 import compresskit as ck
-from compresskit import capture, count_macs
 from compresskit.errors import SettingError
 from compresskit.prune import (
     CRITERIA,
@@ -49,9 +48,9 @@ from compresskit.prune import (
     total,
     unscaled,
 )
+from compresskit.prune.channels import find
 from compresskit.prune.collect import collect, sample_gradients
 from compresskit.prune.criteria import NeedsActivations, NeedsLosses, NeedsSampleGradients
-from compresskit.prune.groups import find_groups
 from compresskit.train import bound
 
 CHANNELS, VALUES, SAMPLES = 6, 10, 5
@@ -231,12 +230,8 @@ def test_normalisations() -> None:
     assert by_deviation(scores).tolist() == pytest.approx([(v - 3) / math.sqrt(14 / 3) for v in (1, 2, 6)])
 
 
-def found(model, x):
-    return find_groups(capture(model, x), count_macs(model, x)).groups
-
-
 def evidence_of(model, task, *needs, samples=64):
-    groups = found(model, task.example())
+    groups = find(model, task.example())[0].groups
     each = collect(model, [g.places for g in groups], "", task, needs=set(needs), samples=samples)
     return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]
 
