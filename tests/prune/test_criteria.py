@@ -41,7 +41,7 @@ from compresskit.prune import (
     output_energy,
     over_layers,
     plan_channels,
-    random,
+    random_scores,
     shapley,
     taylor,
     taylor_samples,
@@ -99,7 +99,7 @@ def without(s, channel):
 
 
 #: A useless channel is not one of zeros for these: what resembles the others goes first, or nothing in particular does.
-OTHERWISE = (fpgm, random)
+OTHERWISE = (fpgm, random_scores)
 
 
 @pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: c.__name__)
@@ -165,7 +165,7 @@ def test_formulas() -> None:
         apoz: [sum(v != 0 for v in row) / 40 for row in a],
         output_energy: [statistics.pvariance(a[c]) * sum(w[c][k] ** 2 for k in used) for c in range(CHANNELS)],
     }
-    assert set(CRITERIA) == set(wanted) | {random, shapley, irreplaceable}  # which have tests of their own
+    assert set(CRITERIA) == set(wanted) | {random_scores, shapley, irreplaceable}  # which have tests of their own
     for criterion, scores in wanted.items():
         assert criterion(s).tolist() == pytest.approx(scores, rel=1e-4), criterion.__name__
 
@@ -194,10 +194,10 @@ def test_irreplaceable_is_what_least_squares_cannot_make_up() -> None:
 
 def test_random_is_uniform_and_seeded() -> None:
     s = Slices(weight=torch.randn(20000, 3), reads=torch.zeros(3, dtype=torch.bool))
-    scores = random(s)
+    scores = random_scores(s)
     assert torch.histc(scores, 10, 0, 1).sub(2000).abs().max() < 200
-    assert not torch.equal(random(s, seed=1), scores)
-    assert abs(float(torch.corrcoef(torch.stack([scores, random(s, seed=1)]))[0, 1])) < 0.05
+    assert not torch.equal(random_scores(s, seed=1), scores)
+    assert abs(float(torch.corrcoef(torch.stack([scores, random_scores(s, seed=1)]))[0, 1])) < 0.05
 
 
 def test_shapley_of_every_order() -> None:
