@@ -19,16 +19,16 @@ from compresskit.prune.criteria import (
     mean_activation,
     obd,
     output_energy,
-    random,
+    random_scores,
     shapley,
     taylor,
     taylor_samples,
 )
+from compresskit.prune.curves import Curves, allocate, by_curves, channel_sensitivity
 from compresskit.prune.plan import Plan, apply_
 from compresskit.prune.prove import prove
 from compresskit.prune.ranking import Ranking, Step, cost_aware, isomorphic, pooled, uniform
 from compresskit.prune.reconstruct import reconstruct_
-from compresskit.prune.sensitivity import Curves, allocate, by_curves, sensitivity
 from compresskit.prune.sparse import group_lasso, growing
 from compresskit.prune.stage import Prune, replayed
 
@@ -49,6 +49,7 @@ __all__ = [
     "by_deviation",
     "by_largest",
     "by_mean",
+    "channel_sensitivity",
     "cost_aware",
     "fisher",
     "fpgm",
@@ -69,11 +70,10 @@ __all__ = [
     "plan_channels",
     "pooled",
     "prove",
-    "random",
+    "random_scores",
     "reconstruct_",
     "reestimate_batchnorm_",
     "replayed",
-    "sensitivity",
     "shapley",
     "taylor",
     "taylor_samples",

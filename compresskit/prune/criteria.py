@@ -4,7 +4,7 @@ Row c of `Slices` holds every weight that vanishes with channel c, so a criterio
 serves single weights too: a row of one value is a weight. A criterion that reads more than weights says so by asking: whoever
 scores catches `Needs`, collects that evidence from data, and asks again, a batch at a time; scores are averaged over batches.
 
-    weights only              l1 l2 group_l2 fpgm lamp bn_scale random
+    weights only              l1 l2 group_l2 fpgm lamp bn_scale random_scores
     gradients of a batch      taylor
     gradients of each sample  taylor_samples fisher obd
     activations, no labels    mean_activation apoz output_energy irreplaceable
@@ -151,7 +151,7 @@ def bn_scale(slices: Slices) -> Tensor:
     return l2(slices) if slices.scales is None else slices.scales.abs().mean(1)
 
 
-def random(slices: Slices, *, seed: int = 0) -> Tensor:
+def random_scores(slices: Slices, *, seed: int = 0) -> Tensor:
     """Uniform numbers in [0, 1) made from the weights and a seed, whatever the order of the channels: a baseline."""
     return (_hashed(slices.weight, seed) >> 11 & (1 << 52) - 1).double() / (1 << 52)
 
@@ -267,7 +267,7 @@ CRITERIA = (
     fpgm,
     lamp,
     bn_scale,
-    random,
+    random_scores,
     taylor,
     taylor_samples,
     fisher,

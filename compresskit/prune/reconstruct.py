@@ -8,18 +8,23 @@ gradients nor training, and changes no shape.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.errors import DataError, SettingError
 from compresskit.prune.plan import Plan
 from compresskit.surgery import get_tensor, mode, owner
 from compresskit.task import Inputs, call_checked
+
+log = logging.getLogger(__name__)
 
 COLUMNS = 6144  # inputs of a layer beyond which it is left as it was: the system to solve is columns x columns
 ROWS = 512  # places of its output at which a layer's inputs are looked at in one batch, or half as many as it has inputs
@@ -38,19 +43,37 @@ def reconstruct_(
         batches: inputs, shuffled; some thousand images are enough.
         damping: share of the mean variance of the inputs that is added to each, so that inputs that hardly vary do no harm.
 
-    Returns layer -> share of the variance of its output that is still lost, 0 for none. Grouped and transposed convolutions,
+    Returns layer -> share of the variance of its output that is still lost, 0 for none; nothing, and the model is as it was cut,
+    where the outputs of the whole came no nearer to the dense model's on the first batch. Grouped and transposed convolutions,
     layers with tied weights and layers of more than 6144 inputs stay as they are. Raises DataError where there is no batch.
     """
     if damping <= 0:
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
     # Queries that the plan rescales are not what they were: they are left alone.
     names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and _refits(dense, n)]
-    moments = _look(dense, names, batches)
-    lost = {}
+    stream = iter(batches)
+    first = next(stream, None)
+    if first is None:
+        raise DataError("reconstructing layers: no batch of calibration data was given")
+    moments = _look(dense, names, itertools.chain([first], stream))
+    before, far = copy.deepcopy(model.state_dict()), _distance(model, dense, first)
     with torch.no_grad():
-        for name, seen in moments.items():
-            lost[name.removesuffix(".weight")] = _refit_(model, dense, plan, name, seen, damping)
+        lost = {n.removesuffix(".weight"): _refit_(model, dense, plan, n, seen, damping) for n, seen in moments.items()}
+    if not _distance(model, dense, first) <= far:
+        # Each layer is nearer to what it was, and yet the whole is not: a norm over the channels, say, sees others than it did.
+        log.warning("refitting layers brought the outputs of %s no nearer; they stay as they were cut", type(model).__name__)
+        model.load_state_dict(before)
+        return {}
     return lost
+
+
+def _distance(model: nn.Module, dense: nn.Module, inputs: Inputs) -> float:
+    """Sum of squared differences of the outputs, in eval mode."""
+    with torch.no_grad(), mode(model, training=False), mode(dense, training=False):
+        pairs = zip(*(pytree.tree_leaves(call_checked(m, inputs, "calibration data")) for m in (model, dense)), strict=True)
+        # Lists of boxes may differ in length; they say nothing then.
+        same = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
+        return sum(float((a - b).square().sum()) for a, b in same)
 
 
 def _refits(dense: nn.Module, name: str) -> bool:
@@ -99,15 +122,12 @@ def _look(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict
             handles.append(module.register_forward_pre_hook(lambda m, args, path=path: norms(path, args[0])))
     try:
         with torch.no_grad(), mode(dense, training=False):
-            count = 0
-            for count, inputs in enumerate(batches, 1):  # noqa: B007
+            for inputs in batches:
                 made.clear()
                 call_checked(dense, inputs, "calibration data")
     finally:
         for handle in handles:
             handle.remove()
-    if not count:
-        raise DataError("reconstructing layers: no batch of calibration data was given")
     return {name: seen for name, seen in moments.items() if seen.rows}
 
 

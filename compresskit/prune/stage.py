@@ -49,7 +49,7 @@ class Prune:
     rewind: an earlier checkpoint of the same network, whose weights go on in the channels that the trained one chose
         (weight rewinding, Renda et al., 2003.02389); `finetune` then trains it.
     samples: samples for criteria that read more than weights, for refitting and for BatchNorm statistics.
-    round_to, minimum, ratios, ignore, inside: as in `plan_channels`.
+    round_to, minimum, ratios, ignore, inside, whole_heads: as in `plan_channels`.
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
@@ -76,6 +76,7 @@ class Prune:
     ratios: Mapping[str, float] = field(default_factory=lambda: NO_RATIOS)
     ignore: tuple[str, ...] = ()
     inside: str | None = None
+    whole_heads: bool = False
 
     def __post_init__(self) -> None:
         self.target.check("Prune()")
@@ -140,6 +141,7 @@ class Prune:
             ratios=self.ratios,
             ignore=self.ignore,
             inside=self.inside,
+            whole_heads=self.whole_heads,
         )
 
     def _kept(self, kept: float, wanted: float, model: nn.Module, plan: Plan) -> float:

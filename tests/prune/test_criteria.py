@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from networks import build, images_task
 
 import compresskit as ck
-from compresskit import capture, count_macs
 from compresskit.errors import SettingError
 from compresskit.prune import (
     CRITERIA,
@@ -42,16 +41,16 @@ from compresskit.prune import (
     output_energy,
     over_layers,
     plan_channels,
-    random,
+    random_scores,
     shapley,
     taylor,
     taylor_samples,
     total,
     unscaled,
 )
+from compresskit.prune.channels import find
 from compresskit.prune.collect import collect, sample_gradients
 from compresskit.prune.criteria import NeedsActivations, NeedsLosses, NeedsSampleGradients
-from compresskit.prune.groups import find_groups
 from compresskit.train import bound
 
 CHANNELS, VALUES, SAMPLES = 6, 10, 5
@@ -100,7 +99,7 @@ def without(s, channel):
 
 
 #: A useless channel is not one of zeros for these: what resembles the others goes first, or nothing in particular does.
-OTHERWISE = (fpgm, random)
+OTHERWISE = (fpgm, random_scores)
 
 
 @pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: c.__name__)
@@ -166,7 +165,7 @@ def test_formulas() -> None:
         apoz: [sum(v != 0 for v in row) / 40 for row in a],
         output_energy: [statistics.pvariance(a[c]) * sum(w[c][k] ** 2 for k in used) for c in range(CHANNELS)],
     }
-    assert set(CRITERIA) == set(wanted) | {random, shapley, irreplaceable}  # which have tests of their own
+    assert set(CRITERIA) == set(wanted) | {random_scores, shapley, irreplaceable}  # which have tests of their own
     for criterion, scores in wanted.items():
         assert criterion(s).tolist() == pytest.approx(scores, rel=1e-4), criterion.__name__
 
@@ -195,10 +194,10 @@ def test_irreplaceable_is_what_least_squares_cannot_make_up() -> None:
 
 def test_random_is_uniform_and_seeded() -> None:
     s = Slices(weight=torch.randn(20000, 3), reads=torch.zeros(3, dtype=torch.bool))
-    scores = random(s)
+    scores = random_scores(s)
     assert torch.histc(scores, 10, 0, 1).sub(2000).abs().max() < 200
-    assert not torch.equal(random(s, seed=1), scores)
-    assert abs(float(torch.corrcoef(torch.stack([scores, random(s, seed=1)]))[0, 1])) < 0.05
+    assert not torch.equal(random_scores(s, seed=1), scores)
+    assert abs(float(torch.corrcoef(torch.stack([scores, random_scores(s, seed=1)]))[0, 1])) < 0.05
 
 
 def test_shapley_of_every_order() -> None:
@@ -231,12 +230,8 @@ def test_normalisations() -> None:
     assert by_deviation(scores).tolist() == pytest.approx([(v - 3) / math.sqrt(14 / 3) for v in (1, 2, 6)])
 
 
-def found(model, x):
-    return find_groups(capture(model, x), count_macs(model, x)).groups
-
-
 def evidence_of(model, task, *needs, samples=64):
-    groups = found(model, task.example())
+    groups = find(model, task.example())[0].groups
     each = collect(model, [g.places for g in groups], "", task, needs=set(needs), samples=samples)
     return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]
 

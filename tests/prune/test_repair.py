@@ -13,7 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct_, replayed, uniform
+from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct, reconstruct_, replayed, uniform
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 
@@ -107,6 +107,21 @@ def test_refitting_needs_data() -> None:
         reconstruct_(small, model, plan, [])
     with pytest.raises(SettingError, match="wanted a positive number"):
         reconstruct_(small, model, plan, data(), damping=0)
+
+
+def test_a_refit_that_does_not_help_is_taken_back(monkeypatch, caplog) -> None:
+    model = build(networks.Chain)
+    plan, small = cut(model)
+    before = copy.deepcopy(small.state_dict())
+
+    def spoil(pruned, *_):
+        pruned.b[0].weight.mul_(100)
+        return 0.0
+
+    monkeypatch.setattr(reconstruct, "_refit_", spoil)
+    assert reconstruct_(small, model, plan, data()) == {}
+    assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
+    assert "brought the outputs of Chain no nearer" in caplog.text
 
 
 def channel_norms(model):

@@ -25,12 +25,12 @@ from compresskit.prune import (
     by_deviation,
     by_largest,
     by_mean,
+    channel_sensitivity,
     cost_aware,
     isomorphic,
     l2,
     plan_channels,
     pooled,
-    sensitivity,
     uniform,
     unscaled,
 )
@@ -217,7 +217,7 @@ def trained():
 def test_sensitivity_is_what_cutting_one_group_costs() -> None:
     model, task = trained()
     before = copy.deepcopy(model.state_dict())
-    curves = sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128)
+    curves = channel_sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert curves.dense == ck.evaluate(model, task)
     plan = plan_channels(model, image(2), ratio=0, ratios={"inner.0": 0.75}, round_to=4)
@@ -228,7 +228,7 @@ def test_sensitivity_is_what_cutting_one_group_costs() -> None:
     assert metric == pytest.approx(ck.evaluate(cut_by_hand, task), abs=0.05)  # the last bits of statistics over a shuffled loader
     assert Curves.from_json(json.loads(json.dumps(curves.to_json()))) == curves
     assert "inner.0: 25% ->" in str(curves)
-    refit = sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128, reconstruct=True)
+    refit = channel_sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128, reconstruct=True)
     assert refit.points != curves.points
 
 
@@ -259,6 +259,6 @@ def test_drops_are_read_off_a_curve_that_never_rises() -> None:
 def test_bad_curves() -> None:
     model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
     with pytest.raises(SettingError, match=r"wanted rising shares in \(0, 1\), got \(0.5, 0.25\)"):
-        sensitivity(model, task, ratios=(0.5, 0.25))
+        channel_sensitivity(model, task, ratios=(0.5, 0.25))
     with pytest.raises(CheckpointError, match="not sensitivity curves"):
         Curves.from_json({"dense": 1})

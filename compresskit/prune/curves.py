@@ -67,7 +67,7 @@ class Curves:
             raise CheckpointError(f"not sensitivity curves: {type(error).__name__} {error}") from None
 
 
-def sensitivity(
+def channel_sensitivity(
     model: nn.Module,
     task: Task,
     *,
@@ -87,9 +87,9 @@ def sensitivity(
     reconstruct: also refit the layers that read them, as `Prune` does; curves are then of what that leaves.
     """
     if not ratios or list(ratios) != sorted(set(ratios)) or not 0 < ratios[0] <= ratios[-1] < 1:
-        raise SettingError(f"sensitivity(ratios=...): wanted rising shares in (0, 1), got {ratios}")
+        raise SettingError(f"channel_sensitivity(ratios=...): wanted rising shares in (0, 1), got {ratios}")
     limits = Limits(round_to=round_to, ratios=NO_RATIOS)
-    limits.check("sensitivity()")
+    limits.check("channel_sensitivity()")
     found, prefix, total = find(model, task.example(), ignore=ignore, inside=inside)
     score_(found.groups, model, prefix, criterion, unscaled, task, samples)
     dense, points = evaluate(model, task), {}
