@@ -26,6 +26,7 @@ from compresskit.surgery import mode
 from compresskit.task import Inputs, batch_size, call, first_rows
 
 aten = torch.ops.aten
+_FACTORS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
 
 
@@ -179,6 +180,8 @@ class Recorder(TorchDispatchMode):
         if func in _LOOK_UPS:
             # Where to look is part of the code: a table read at fixed places is followed place by place.
             node.meta["indices"] = pytree.tree_map_only(Tensor, torch.clone, list(args[1:]))
+        if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _FACTORS:
+            node.meta["number"] = float(args[1])
         if isinstance(result, Tensor):
             self._note(result, node)
         elif isinstance(result, list | tuple):

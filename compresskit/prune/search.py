@@ -6,7 +6,6 @@ of its own follow the width; are its heads as wide together as its input; must w
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -216,5 +215,5 @@ def consequences(
         for member in units.members:
             rows = torch.isin(member.labels, scaling.labels[scaling.labels > 0]).nonzero().flatten()
             if member.dim == 0 and member.role != "in" and len(rows):
-                scales[prefix + member.tensor] = (math.sqrt(after / before), tuple(rows.tolist()))
+                scales[prefix + member.tensor] = ((after / before) ** (0.25 if scaling.shared else 0.5), tuple(rows.tolist()))
     return attributes, scales
