@@ -151,10 +151,10 @@ class Recorder(TorchDispatchMode):
     """Writes down every operator that runs. Under inference mode composite operators (linear, attention) arrive whole."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.graph, self.shapes, self.paths = fx.Graph(), {}, [""]
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.paths = fx.Graph(), [""]
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.nodes: Any = WeakIdKeyDictionary()
-        self.storages: dict[int, list[Any]] = {}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.named: Any = WeakIdKeyDictionary()
         for name, tensor in reversed(tensors):

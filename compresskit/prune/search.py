@@ -78,7 +78,7 @@ class Search:
 
     def _culprit(self, path: str) -> str:
         """The innermost module around `path` whose own code gives sizes."""
-        noted = {s.path for s in (*self.walk.suspects, *self.walk.splits)}
+        noted = {s.path for s in self.walk.suspects} | {s.path for s in self.walk.splits}
         while path and (path not in noted or type(self.recorded.module.get_submodule(path)) is nn.Sequential):
             path = path.rpartition(".")[0]
         return path

@@ -190,7 +190,11 @@ class Walk:
     def is_new(self, node: Any) -> bool:
         """Whether a node makes a tensor for the purpose (zeros, empty)."""
         kind = str(getattr(node, "target", "")).removeprefix("aten.").split(".")[0]
-        return node in self.new or node.op == "call_function" and kind.removeprefix("new_") in ("zeros", "ones", "empty", "full", "zeros_like")
+        return (
+            node in self.new
+            or node.op == "call_function"
+            and kind.removeprefix("new_") in ("zeros", "ones", "empty", "full", "zeros_like")
+        )
 
     # -- what rules note for the end of the walk
 

@@ -173,7 +173,7 @@ def glu(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 _ONE_PART = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
-_PARTS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split.Tensor)
+_PARTS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.tensor_split.indices)
 
 
 @rule(*_ONE_PART, *_PARTS, aten.unbind.int)
