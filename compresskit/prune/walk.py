@@ -192,8 +192,8 @@ class Walk:
         kind = str(getattr(node, "target", "")).removeprefix("aten.").split(".")[0]
         return (
             node in self.new
-            or node.op == "call_function"
-            and kind.removeprefix("new_") in ("zeros", "ones", "empty", "full", "zeros_like")
+            or (node.op == "call_function"
+            and kind.removeprefix("new_") in ("zeros", "ones", "empty", "full", "zeros_like"))
         )
 
     # -- what rules note for the end of the walk
