@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
             name = self.named.get(tensor)
             if name is None:  # made outside of the run: a constant
                 node = self.graph.call_function(aten.empty.memory_format, (list(tensor.shape),))
-                node.meta["path"] = self.paths[-1]
+                node.meta |= {"path": self.paths[-1], "constant": True}
             else:
                 node = self.graph.create_node("get_attr", name)
             self._note(tensor, node)

@@ -91,10 +91,18 @@ class Walk:
         except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
             # An operator called in a way that its rule does not know is one without a rule.
             return self.give_up(node, f"{self.where(node)} could not be followed")
+        if self._misshapen(node, result):
+            return self.give_up(node, f"{self.where(node)} could not be followed")
         if node.meta.get("aliased") and isinstance(result, Tensor) and isinstance(args[0], Tensor):
             # Other names look at the same memory: what was written must agree with what stood there.
             result = meet(self, node, args[0], result.expand(args[0].shape))
         return result
+
+    def _misshapen(self, node: Node, result: Any) -> bool:
+        """Whether labels do not have the shape of the value, which no rule may return."""
+        if "parts" in node.meta:
+            return not isinstance(result, list | tuple) or len(result) != len(node.meta["parts"])
+        return isinstance(result, Tensor | Raw) and node.name in self.shapes and tuple(result.shape) != self.shapes[node.name]
 
     # -- what rules ask for
 
@@ -189,12 +197,10 @@ class Walk:
 
     def is_new(self, node: Any) -> bool:
         """Whether a node makes a tensor for the purpose (zeros, empty)."""
-        kind = str(getattr(node, "target", "")).removeprefix("aten.").split(".")[0]
-        return (
-            node in self.new
-            or (node.op == "call_function"
-            and kind.removeprefix("new_") in ("zeros", "ones", "empty", "full", "zeros_like"))
-        )
+        if node.op != "call_function" or node.meta.get("constant"):
+            return False
+        kind = str(node.target).removeprefix("aten.").split(".")[0].removeprefix("new_")
+        return node in self.new or kind in ("zeros", "ones", "empty", "full", "zeros_like")
 
     # -- what rules note for the end of the walk
 
