@@ -131,7 +131,7 @@ class Search:
             self._flipped = True
             return replace(self.choices, rescaled=False)
         self.choices = replace(self.choices, rescaled=True)
-        bad = [g for g in found.groups if self._fails_alone(g, found, failure)] or found.groups
+        bad = self._failing(found.groups, found, failure) or found.groups
         if not bad:
             raise ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
         roots = torch.cat([g.roots for g in bad])
@@ -144,11 +144,19 @@ class Search:
         kept = {(tensor, dim): reason for g in bad for tensor, dim, _ in g.places}
         return replace(self.choices, kept={**self.choices.kept, **kept})
 
-    def _fails_alone(self, group: Group, found: Found, failure: Failure) -> bool:
-        plan = trial(replace(found, groups=[group]), self.prefix)
-        if failure.path is not None and runs(self.model, plan, self.example) is not None:
-            return True
-        return examine(self.model, plan, self.example, found) is not None
+    def _failing(self, groups: list[Group], found: Found, failure: Failure) -> list[Group]:
+        """The groups whose cut fails, found by halving; all of those that fail only together."""
+        plan = trial(replace(found, groups=groups), self.prefix)
+        quick = runs(self.model, plan, self.example) if failure.path is not None else None
+        if not groups or (quick is None and examine(self.model, plan, self.example, found) is None):
+            return []
+        if len(groups) == 1:
+            return groups
+        half = len(groups) // 2
+        return [
+            *self._failing(groups[:half], found, failure),
+            *self._failing(groups[half:], found, failure),
+        ] or groups
 
 
 def trial(found: Found, prefix: str) -> Plan:
