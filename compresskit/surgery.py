@@ -89,7 +89,8 @@ def sync_attributes_(module: nn.Module) -> None:
     if isinstance(module, nn.MultiheadAttention):
         _sync_attention_(module)
     if isinstance(module, nn.RNNBase):
-        module.hidden_size, module.input_size = module.weight_hh_l0.shape[1], module.weight_ih_l0.shape[1]
+        module.hidden_size = get_tensor(module, "weight_hh_l0").shape[1]
+        module.input_size = get_tensor(module, "weight_ih_l0").shape[1]
         module._init_flat_weights()  # it keeps a list of its parameters beside them
     if isinstance(module, nn.RNNCellBase):
         module.hidden_size, module.input_size = module.weight_hh.shape[1], module.weight_ih.shape[1]

@@ -38,11 +38,15 @@ class Suspect:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Values (queries) multiplied by 1 / sqrt(size of `dim`), a size that shrinks with a cut."""
+    """Values (queries) multiplied by 1 / sqrt(size of `dim`), a size that shrinks with a cut.
+
+    shared: the other factor of the product comes from the same channels, so that a factor on them counts twice.
+    """
 
     path: str
     labels: Tensor
     dim: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,7 @@ class Masking(TorchDispatchMode):
     """Runs the named calls of normalisations over the channels that stay."""
 
     def __init__(self, masks: Iterable[Masked]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.masks = {(m.target, m.nth): m for m in masks}
         self.seen: Counter[Any] = Counter()
 

@@ -26,6 +26,7 @@ from compresskit.surgery import mode
 from compresskit.task import Inputs, batch_size, call, first_rows
 
 aten = torch.ops.aten
+_FACTORS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
 
 
@@ -150,10 +151,10 @@ class Recorder(TorchDispatchMode):
     """Writes down every operator that runs. Under inference mode composite operators (linear, attention) arrive whole."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.graph, self.shapes, self.paths = fx.Graph(), {}, [""]
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.paths = fx.Graph(), [""]
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.nodes: Any = WeakIdKeyDictionary()
-        self.storages: dict[int, list[Any]] = {}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.named: Any = WeakIdKeyDictionary()
         for name, tensor in reversed(tensors):
@@ -179,6 +180,8 @@ class Recorder(TorchDispatchMode):
         if func in _LOOK_UPS:
             # Where to look is part of the code: a table read at fixed places is followed place by place.
             node.meta["indices"] = pytree.tree_map_only(Tensor, torch.clone, list(args[1:]))
+        if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _FACTORS:
+            node.meta["number"] = float(args[1])
         if isinstance(result, Tensor):
             self._note(result, node)
         elif isinstance(result, list | tuple):
@@ -198,7 +201,7 @@ class Recorder(TorchDispatchMode):
             name = self.named.get(tensor)
             if name is None:  # made outside of the run: a constant
                 node = self.graph.call_function(aten.empty.memory_format, (list(tensor.shape),))
-                node.meta["path"] = self.paths[-1]
+                node.meta |= {"path": self.paths[-1], "constant": True}
             else:
                 node = self.graph.create_node("get_attr", name)
             self._note(tensor, node)

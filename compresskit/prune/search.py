@@ -6,7 +6,6 @@ of its own follow the width; are its heads as wide together as its input; must w
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -79,7 +78,7 @@ class Search:
 
     def _culprit(self, path: str) -> str:
         """The innermost module around `path` whose own code gives sizes."""
-        noted = {s.path for s in (*self.walk.suspects, *self.walk.splits)}
+        noted = {s.path for s in self.walk.suspects} | {s.path for s in self.walk.splits}
         while path and (path not in noted or type(self.recorded.module.get_submodule(path)) is nn.Sequential):
             path = path.rpartition(".")[0]
         return path
@@ -132,7 +131,7 @@ class Search:
             self._flipped = True
             return replace(self.choices, rescaled=False)
         self.choices = replace(self.choices, rescaled=True)
-        bad = [g for g in found.groups if self._fails_alone(g, found, failure)] or found.groups
+        bad = self._failing(found.groups, found, failure) or found.groups
         if not bad:
             raise ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
         roots = torch.cat([g.roots for g in bad])
@@ -145,11 +144,19 @@ class Search:
         kept = {(tensor, dim): reason for g in bad for tensor, dim, _ in g.places}
         return replace(self.choices, kept={**self.choices.kept, **kept})
 
-    def _fails_alone(self, group: Group, found: Found, failure: Failure) -> bool:
-        plan = trial(replace(found, groups=[group]), self.prefix)
-        if failure.path is not None and runs(self.model, plan, self.example) is not None:
-            return True
-        return examine(self.model, plan, self.example, found) is not None
+    def _failing(self, groups: list[Group], found: Found, failure: Failure) -> list[Group]:
+        """The groups whose cut fails, found by halving; all of those that fail only together."""
+        plan = trial(replace(found, groups=groups), self.prefix)
+        quick = runs(self.model, plan, self.example) if failure.path is not None else None
+        if not groups or (quick is None and examine(self.model, plan, self.example, found) is None):
+            return []
+        if len(groups) == 1:
+            return groups
+        half = len(groups) // 2
+        return [
+            *self._failing(groups[:half], found, failure),
+            *self._failing(groups[half:], found, failure),
+        ] or groups
 
 
 def trial(found: Found, prefix: str) -> Plan:
@@ -216,5 +223,5 @@ def consequences(
         for member in units.members:
             rows = torch.isin(member.labels, scaling.labels[scaling.labels > 0]).nonzero().flatten()
             if member.dim == 0 and member.role != "in" and len(rows):
-                scales[prefix + member.tensor] = (math.sqrt(after / before), tuple(rows.tolist()))
+                scales[prefix + member.tensor] = ((after / before) ** (0.25 if scaling.shared else 0.5), tuple(rows.tolist()))
     return attributes, scales

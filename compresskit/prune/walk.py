@@ -36,7 +36,9 @@ class Walk:
         self.costs: list[tuple[float, list[Tensor]]] = []
         #: Channels made by linear layers, and those that they are made from.
         self.makers: list[tuple[str, Tensor, Tensor]] = []
-        self._products: dict[Node, tuple[Tensor, int]] = {}
+        #: Nodes of tensors that were made to be written into, and still hold nothing.
+        self.new: set[Node] = set()
+        self._products: dict[Node, tuple[Tensor, int, bool]] = {}
         self._own: dict[tuple[str, int], Tensor] = {}
         self._seen: Counter[Any] = Counter()
         self._first = True
@@ -84,11 +86,23 @@ class Walk:
             rule = region_pooling
         if rule is None:
             return self.give_up(node, f"no rule for {node.target} ({self._path or 'the model'})")
-        result = rule(self, node, args, kwargs)  # type: ignore[arg-type]
+        try:
+            result = rule(self, node, args, kwargs)  # type: ignore[arg-type]
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+            # An operator called in a way that its rule does not know is one without a rule.
+            return self.give_up(node, f"{self.where(node)} could not be followed")
+        if self._misshapen(node, result):
+            return self.give_up(node, f"{self.where(node)} could not be followed")
         if node.meta.get("aliased") and isinstance(result, Tensor) and isinstance(args[0], Tensor):
             # Other names look at the same memory: what was written must agree with what stood there.
             result = meet(self, node, args[0], result.expand(args[0].shape))
         return result
+
+    def _misshapen(self, node: Node, result: Any) -> bool:
+        """Whether labels do not have the shape of the value, which no rule may return."""
+        if "parts" in node.meta:
+            return not isinstance(result, list | tuple) or len(result) != len(node.meta["parts"])
+        return isinstance(result, Tensor | Raw) and node.name in self.shapes and tuple(result.shape) != self.shapes[node.name]
 
     # -- what rules ask for
 
@@ -183,8 +197,10 @@ class Walk:
 
     def is_new(self, node: Any) -> bool:
         """Whether a node makes a tensor for the purpose (zeros, empty)."""
-        kind = str(getattr(node, "target", "")).removeprefix("aten.").split(".")[0]
-        return node.op == "call_function" and kind.removeprefix("new_") in ("zeros", "ones", "empty", "full", "zeros_like")
+        if node.op != "call_function" or node.meta.get("constant"):
+            return False
+        kind = str(node.target).removeprefix("aten.").split(".")[0].removeprefix("new_")
+        return node in self.new or kind in ("zeros", "ones", "empty", "full", "zeros_like")
 
     # -- what rules note for the end of the walk
 
@@ -230,10 +246,16 @@ class Walk:
         """Note which channels a linear layer makes of which."""
         self.makers.append((self._path, made, inputs))
 
-    def product(self, node: Node, first: Tensor, dims: list[int]) -> None:
+    def product(self, node: Node, first: Tensor, second: Tensor, dims: list[int]) -> None:
         """Note a product that sums over channels: a factor 1 / sqrt(width) may follow."""
         if dims:
-            self._products[node] = (first, dims[-1])
+            shared = bool(torch.isin(first[first > 0], second).any())
+            self._products[node] = (first, dims[-1], shared)
+
+    def product_moved(self, node: Node) -> None:
+        """Note a product that is seen in another shape."""
+        if node.args[0] in self._products:
+            self._products[node] = self._products[node.args[0]]
 
     def product_shape(self, x: Tensor, first: str, shape: tuple[int, ...], second: str, out: str) -> tuple[int, ...]:
         """Shape of an einsum."""
@@ -243,25 +265,26 @@ class Walk:
     def scaling(self, node: Node, args: tuple[Any, ...], result: Tensor) -> None:
         """Note `q * width ** -0.5`, or the same of `q @ k.T`."""
         kind = str(node.target).removeprefix("aten.").split(".")[0].rstrip("_")
-        if kind not in ("mul", "div") or len(args) < 2 or type(args[1]) not in (int, float) or not args[1]:
+        number = node.meta.get("number", args[1] if len(args) > 1 and type(args[1]) in (int, float) else 0)
+        if kind not in ("mul", "div") or not number:
             return
-        factor = args[1] if kind == "mul" else 1 / args[1]
-        candidates = [(result, d) for d in reversed(varying(result))]
+        factor = number if kind == "mul" else 1 / number
+        candidates = [(result, d, False) for d in reversed(varying(result))]
         if (before := self._products.get(node.args[0])) is not None:
             candidates.append(before)
-        for labels, dim in candidates:
+        for labels, dim, shared in candidates:
             if math.isclose(factor, labels.shape[dim] ** -0.5, rel_tol=1e-4):
-                self.scaled(node, labels, dim, stored=self._is_stored(args[1]))
+                self.scaled(node, labels, dim, stored=self._is_stored(number), shared=shared)
                 return
 
     def _is_stored(self, number: float) -> bool:
         module = self.recorded.module.get_submodule(self._path)
         return any(isinstance(v, float) and math.isclose(v, number, rel_tol=1e-6) for v in vars(module).values())
 
-    def scaled(self, node: Node, labels: Tensor, dim: int, *, stored: bool) -> None:
+    def scaled(self, node: Node, labels: Tensor, dim: int, *, stored: bool, shared: bool = False) -> None:
         """Note values that are multiplied by 1 / sqrt(size of dim), unless the factor is stored and so stays."""
         if not stored:
-            self.scalings.append(Scaling(path=self._path, labels=compact(tight(labels)), dim=dim))
+            self.scalings.append(Scaling(path=self._path, labels=compact(tight(labels)), dim=dim, shared=shared))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -19,7 +19,7 @@ ARITHMETIC: dict[Any, Rule] = {}
 rule = rules_of(ARITHMETIC)
 
 _IDENTITIES = """dropout feature_dropout alpha_dropout feature_alpha_dropout contiguous clone alias detach lift_fresh
- lift_fresh_copy to _to_copy float type_as requires_grad_ view_as_real native_dropout"""
+ lift_fresh_copy to _to_copy type_as"""
 
 
 @rule(*overloads(_IDENTITIES))

@@ -72,7 +72,7 @@ def contract(walk: Walk, node: Node, a: Any, b: Any, letters: Letters) -> Any:
     product = meet(walk, node, one, other)
     walk.cost(math.prod(product.shape), compact(tight(product)).flatten())
     dims = [names.index(c) for c in names if c not in letters.out]
-    walk.product(node, one, [d for d in dims if d in varying(product)])
+    walk.product(node, one, other, [d for d in dims if d in varying(product)])
     result = summed(walk, product, dims, node)
     return tight(result.reshape(result.shape[: len(letters.out)]))
 

@@ -87,6 +87,7 @@ def move(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         # (N, C) seen as (N, heads, C / heads): which of the two numbers stays is known once everything has been seen.
         walk.split(node, x, moved)
     walk.suspect(node, moved)
+    walk.product_moved(node)
     return moved
 
 
@@ -172,7 +173,7 @@ def glu(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 _ONE_PART = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
-_PARTS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split.Tensor)
+_PARTS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.tensor_split.indices)
 
 
 @rule(*_ONE_PART, *_PARTS, aten.unbind.int)
@@ -240,6 +241,10 @@ def write(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any])
     values = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, Tensor) and bool((compact(v) > 0).any())]
     if not isinstance(x, Tensor):
         return walk.give_up(node, f"{walk.where(node)} writes into a parameter")
+    if len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 0:
+        if walk.is_new(node.args[0]):
+            walk.new.add(node)  # nothing was written yet
+        return x
     if not values:
         return x if not varying(x) or "copy_" in str(node.target) else walk.give_up(node, f"overwritten by {walk.where(node)}")
     value = values[0]
