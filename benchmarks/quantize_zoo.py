@@ -143,7 +143,7 @@ def times(name: str, folder: Path, seconds: float) -> dict[str, Any]:
 def write(rows: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "torchvision": torchvision.__version__, "onnxruntime": onnxruntime.__version__}
     (HERE / "quantize_zoo.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-    head = "network, fp32 ms, ours, onnxruntime, 2 threads, batch 32, our dB, onnxruntime dB, MB of the three, integer MACs, verified"
+    head = "network, fp32 ms, ours, onnxruntime, 2 threads, batch 32, our dB, onnxruntime dB, MB of each, integer MACs, verified"
     lines = [f"| {head.replace(', ', ' | ')} |", f"|{'---|' * len(head.split(', '))}"]
     for name, row in rows.items():
         both = [" / ".join(f"{ms / row[kind][0]:.3f}" for ms in row[kind][1:]) for kind in ("ms_2_threads", "ms_batch_32")]
