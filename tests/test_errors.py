@@ -189,7 +189,7 @@ def test_kinds_of_settings() -> None:
     for make, message in (
         (lambda: ck.Train(epochs=1, precision="bf16"), "wanted a policy such as mixed.MASTER_BF16, got 'bf16'"),
         (lambda: ck.Prune(macs=0.5, criterion="l2"), "wanted a function such as prune.l2, got 'l2'"),
-        (lambda: ck.Prune(macs="0.5"), "in \\(0, 1\\], got 0.5"),
+        (lambda: ck.Prune(macs="0.5"), "in \\(0, 1\\], got '0.5'"),
         (lambda: plan_channels(build(networks.Chain), image(2), macs=0.5, criterion="l2"), "wanted a function"),
     ):
         with pytest.raises(SettingError, match=message):

@@ -48,8 +48,7 @@ def plan_channels(
     """Decide which channels to remove; pure: the model is not changed.
 
     Args:
-        model: a float model, recorded in eval mode.
-        example: its inputs.
+        model, example: a float model, recorded in eval mode, and its inputs.
         macs, parameters, bytes, latency: share that stays, in (0, 1]; give exactly one of these, or `ratio`. The plan comes out
             at or just below it, as far as the widths allow. `bytes` are those of the ONNX file; `latency` is that of ONNX Runtime
             for one sample, candidates being exported and run in turn with the dense model until one is as fast as wanted.
@@ -57,28 +56,23 @@ def plan_channels(
         criterion: scores channels.
         ranking: which group is cut next, see `compresskit.prune.ranking`.
         normalize: makes the scores of groups comparable, for rankings that compare them (`pooled`, `isomorphic`).
-        task: data and loss for criteria that read more than weights. Scores are averaged over its batches.
-        samples: how many samples such criteria see.
-        round_to: widths stay multiples of this, which runs faster than the last bit of choice is worth (ragged widths run
-            1.2 to 1.4 times faster at half the MACs, multiples of 8 1.5 times; ResNet-20 in ONNX Runtime).
+        task, samples: data and loss for criteria that read more than weights, and how many samples they see.
+        round_to: widths stay multiples of this (at half the MACs ResNet-20 runs 1.5 times faster in ONNX Runtime, with ragged
+            widths 1.2 to 1.4 times).
         minimum: channels that every group keeps.
         ratios: layer -> ratio of the channels it makes that goes, in [0, 1), to the nearest channel; the target is then met with
             the other layers.
-        ignore: dotted names of modules that are never cut.
-        inside: prune only this submodule.
+        ignore, inside: dotted names of modules that are never cut, and of the only one that is.
         whole_heads: cut attention by whole heads instead of the same inner positions of every head.
 
     The plan is proved on a copy before it is handed back: removed equals zeroed, in float64. Raises SettingError for settings
     out of range, ModelError where the target cannot be reached: it says what can, and what holds the rest.
     """
     target = Target(macs=macs, parameters=parameters, bytes=bytes, latency=latency, ratio=ratio)
-    target.check("plan_channels()")
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
-    limits.check("plan_channels()")
-    for name, function in (("criterion", criterion), ("ranking", ranking), ("normalize", normalize)):
-        if not callable(function):
-            raise SettingError(f"plan_channels({name}=...): wanted a function such as prune.l2, got {function!r}")
-    _check_dtypes(model)
+    for settings in (target, limits):
+        settings.check("plan_channels()")
+    _check(model, criterion=criterion, ranking=ranking, normalize=normalize)
     search = Search(model, example, inside=inside, ignore=ignore, whole_heads=whole_heads)
     total = count_macs(search.recorded.module, search.recorded.example)
     found = search.start(total)
@@ -99,7 +93,10 @@ def find(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), ins
     return search.start(total), search.prefix, total
 
 
-def _check_dtypes(model: nn.Module) -> None:
+def _check(model: nn.Module, **given: object) -> None:
+    for name, function in given.items():
+        if not callable(function):
+            raise SettingError(f"plan_channels({name}=...): wanted a function such as prune.l2, got {function!r}")
     for name, p in model.named_parameters():
         if p.dtype in (torch.float16, torch.bfloat16):
             raise ModelError(f"{name} is {p.dtype}; prune the fp32 model (model.float(), or run.finish() of mixed precision)")

@@ -15,7 +15,7 @@ from compresskit.measure import count_parameters
 from compresskit.prune.aggregate import Normalizer, by_mean
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.budget import Limits, Target
-from compresskit.prune.channels import NO_RATIOS, plan_channels
+from compresskit.prune.channels import plan_channels
 from compresskit.prune.collect import calibration
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.plan import Plan, apply_
@@ -73,7 +73,7 @@ class Prune:
     samples: int = 3072
     round_to: int = 8
     minimum: int = 1
-    ratios: Mapping[str, float] = field(default_factory=lambda: NO_RATIOS)
+    ratios: Mapping[str, float] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     inside: str | None = None
     whole_heads: bool = False
