@@ -22,10 +22,12 @@ from compresskit.prune.groups import Found, find_groups
 from compresskit.prune.plan import Plan, apply_, zero_
 from compresskit.prune.record import following, plain_kernels, record, twice
 from compresskit.prune.walk import Walk
+from compresskit.surgery import mode
 from compresskit.task import Inputs, call, first_rows
 
 TOLERANCE = 1e-9  # of the largest output, in float64
 LARGE = 150_000_000  # parameters above which the proof runs in float32, so that the copy fits
+MANY = 30_000_000  # parameters above which one sample has to do, where the model takes one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,10 @@ def examine(model: nn.Module, plan: Plan, example: Inputs, found: Found) -> Fail
     """`prove`, with what the walk found for this model."""
     prefix = f"{found.walk.recorded.prefix}." if found.walk.recorded.prefix else ""
     masks = masks_of(found, gone(found, plan, prefix))
-    if sum(p.numel() for p in model.parameters()) < LARGE:
+    size = sum(p.numel() for p in model.parameters())
+    if size >= MANY and _takes(model, first_rows(example, 1)):
+        example = first_rows(example, 1)
+    if size < LARGE:
         wide = copy.deepcopy(model).double().eval()
         try:
             with torch.random.fork_rng():
@@ -76,6 +81,15 @@ def runs(model: nn.Module, plan: Plan, example: Inputs) -> Failure | None:
     return failure
 
 
+def _takes(model: nn.Module, example: Inputs) -> bool:
+    try:
+        with torch.inference_mode(), mode(model, training=False):
+            call(model, example)
+    except Exception:
+        return False
+    return True
+
+
 class _CannotRunWide(Exception):
     pass
 
@@ -98,7 +112,7 @@ def _examine(
         with torch.inference_mode(), following(pruned, paths):
             got, inner_got = _run(pruned, example, watched)
         with torch.no_grad(), following(pruned, paths):
-            _train_once(pruned, model, example)
+            _train_once(pruned.float(), model, _single(example))
     except Exception as error:
         return Failure(reason=f"the pruned model does not run: {_first(error)}", path=paths[-1])
     return _compare(wanted + inner, got + inner_got, tolerance)
@@ -130,7 +144,7 @@ def _train_once(pruned: nn.Module, model: nn.Module, example: Inputs) -> None:
     try:
         call(pruned.train(), more)
     except Exception:
-        dense = copy.deepcopy(model).to(next(pruned.parameters()).dtype).train()
+        dense = copy.deepcopy(model).float().train()
         try:
             call(dense, more)
         except Exception:
@@ -224,6 +238,11 @@ def _first(error: BaseException) -> str:
 def _double(inputs: Inputs) -> Inputs:
     doubled: Inputs = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, inputs)
     return doubled
+
+
+def _single(inputs: Inputs) -> Inputs:
+    single: Inputs = pytree.tree_map(lambda v: v.float() if isinstance(v, Tensor) and v.dtype == torch.float64 else v, inputs)
+    return single
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -60,13 +60,16 @@ def record(model: nn.Module, example: Inputs, *, inside: str | None = None) -> R
     In eval mode; once more in train mode where parameters are left that eval mode does not read (auxiliary heads).
     Raises ModelError where the model does not run on the example.
     """
-    with torch.no_grad(), mode(model, training=False):
-        check_runs(model, example)
-        if inside is not None:
-            model, example = inputs_inside(model, example, inside)
-    example = first_rows(example, 2)
-    with mode(model, training=False):
-        main = _record(model, example, inside or "")
+    whole, given = model, example
+    try:
+        with torch.no_grad(), mode(whole, training=False):
+            if inside is not None:
+                model, example = inputs_inside(model, example, inside)
+            example = first_rows(example, 2)
+            main = _record(model, example, inside or "")
+    except Exception:
+        check_runs(whole, given)  # tells what is wrong with the example, where it is the example
+        raise
     read = {str(n.target) for n in main.graph.nodes if n.op == "get_attr"}
     if all(name in read for name, _ in model.named_parameters()):
         return main
