@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.graph import Captured, capture, parameter_name
+from compresskit.masks import carry_, masks_of
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import fold_batchnorm_
@@ -98,6 +99,20 @@ class Quantized(nn.Module):
                 fresh.update(torch.stack([low, high]).reshape(1, 2))
                 quantizer.observer = fresh
 
+    def settle_(self) -> None:
+        """Let no weight that a mask keeps round to zero: it becomes one step of its grid, so that the zeros that are stored are
+        those of the masks, no more and no fewer.
+        """
+        masks = masks_of(self.body)
+        if masks is None:
+            return
+        for node in self.body.graph.nodes:
+            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(rounding, WeightQuantizer) and (mask := masks.masks.get(str(node.args[0].target))) is not None:
+                weight = get_tensor(self.body, node.args[0].target)
+                with torch.no_grad():
+                    rounding.keep_(weight, mask)
+
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
         hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
@@ -116,6 +131,8 @@ def build(
     origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
     captured = capture(copy.deepcopy(model), example)
     body = captured.module
+    names = {name: name for node in body.graph.nodes if (name := parameter_name(node)) is not None}
+    carry_(model, body, names)
     fold_batchnorm_(body)
     rewrite_(body, target)
     placement = place(body.graph, target, skip=skip)

@@ -82,4 +82,5 @@ class QAT(Train):
 
         fit_(quantized, goal, self, after_step=[hold], label="QAT")
         quantized.observe_(False)
+        quantized.settle_()
         return quantized

@@ -35,6 +35,7 @@ def quantize_static(
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
     quantized = build(model, first, target, observer, skip=skip)
     quantized.calibrate_(itertools.chain([first], batches))
+    quantized.settle_()
     return quantized
 
 
