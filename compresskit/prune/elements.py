@@ -131,11 +131,13 @@ def score(
     while True:
         try:
             totals: dict[str, Tensor] = {}
+            seen = 0
             for rows, evidence in _evidence(model, weights, task, samples, needs) if needs else [(1, {})]:
                 for name, weight in weights.items():
                     found = {need: values[name] for need, values in evidence.items()}
                     one = checked(criterion(rows_of(weight, pattern, found)), weight, pattern, name) * rows
                     totals[name] = totals[name] + one if name in totals else one
+                seen += rows
             break
         except tuple(NEEDED) as need:
             if task is None:
@@ -145,7 +147,7 @@ def score(
             needs.add(type(need))
     if not totals:
         raise DataError("scoring weights: the loader gave no batch")
-    return agreed(totals)
+    return agreed({name: total / seen for name, total in totals.items()})
 
 
 def checked(scores: Tensor, weight: Tensor, pattern: Pattern, name: str) -> Tensor:

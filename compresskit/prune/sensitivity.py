@@ -55,7 +55,7 @@ def sensitivity(
     protect: tuple[str, ...] = (),
     samples: int = 512,
 ) -> Sensitivity:
-    """Measure the curve of every maskable layer, one after another, in eval mode on training samples; the model is left as it was.
+    """Measure the curve of every maskable layer, one after another, in eval mode on training samples; the model stays as it was.
 
     Without fine-tuning, which every layer would get: what counts is which layers lose first. Layers that cannot have the pattern
     are left out.
