@@ -1,8 +1,8 @@
 """Sparse and quantized: a network for scikit-learn's digits, nine tenths of its weights at zero through every stage to int8.
 
-Train, remove 90 % of the weights on a schedule, fine-tune under the dense network as teacher, quantize, export. The zeros are held
-by every stage; the last line compares those of the int8 file with the masks. `--dense-sparse-dense` runs another use of masks
-instead: sparse for a while, then dense again (Han et al., 1607.04381), which is training, not compression.
+Train, remove 90 % of the weights on a schedule, fine-tune under the dense network as teacher, quantize, export. The zeros are
+held by every stage, and are exactly those of the int8 file. `--dense-sparse-dense` runs another use of masks instead: sparse for
+a while, then dense again (Han et al., 1607.04381), which is training, not compression.
 """
 
 from __future__ import annotations

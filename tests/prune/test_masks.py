@@ -44,6 +44,7 @@ from compresskit.prune import (
 from compresskit.prune.allocate import counts
 from compresskit.prune.elements import rows_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
 QUICK = settings(max_examples=25, deadline=None)
 
 
