@@ -45,6 +45,11 @@ from compresskit.prune import (
     wanda,
 )
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* loses all of its weights"),  # the networks are tiny
+    pytest.mark.filterwarnings("ignore:fp16 on a CPU"),
+    pytest.mark.filterwarnings("ignore:PURE_BF16 has no masters"),
+]
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 ONE, FOUR = Train(epochs=1, optimizer=ADAM), Train(epochs=4, optimizer=ADAM)
 POLICIES = [p for p in vars(policies).values() if isinstance(p, policies.Policy)]
@@ -132,10 +137,20 @@ def test_removed_weights_do_not_count_in_the_norm() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("precision", [ck.mixed.FP32, ck.mixed.SPLIT_BF16, ck.mixed.MASTER_FP16], ids=lambda p: p.name)
-def test_the_ratio_is_reached_and_held(settings, precision) -> None:
+def test_the_ratio_is_reached_and_held(settings) -> None:
+    ratio_is_reached(Sparsify(finetune=FOUR, **{"updates": 5, **settings}))
+
+
+@pytest.mark.parametrize("precision", [ck.mixed.SPLIT_BF16, ck.mixed.MASTER_FP16], ids=lambda p: p.name)
+@pytest.mark.parametrize("criterion", [ck.prune.l2, movement])
+def test_schedules_see_the_fp32_weights(precision, criterion) -> None:
+    """Transient masters, and steps that are skipped while a loss scale is found."""
+    how = replace(FOUR, precision=precision, clip=1.0)
+    ratio_is_reached(Sparsify(ratio=0.8, schedule=cubic, criterion=criterion, regrow=0.2, until=1.0, updates=5, finetune=how))
+
+
+def ratio_is_reached(stage) -> None:
     task = images_task(ck, samples=96)
-    stage = Sparsify(finetune=replace(FOUR, precision=precision), updates=settings.pop("updates", 5), **settings)
     model = stage(build(networks.Residual), task)
     masks = masks_of(model)
     assert masks.broken(model) == {}
