@@ -34,6 +34,7 @@ from compresskit.prune import constant as always  # noqa: E402
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 SNAPSHOT = 0.33
 
+Data = dict[str, tuple[torch.Tensor, torch.Tensor]]
 Method = Callable[[torch.nn.Module, ck.Task, float, ck.Train], torch.nn.Module]
 
 
@@ -89,13 +90,13 @@ def sizes(model: torch.nn.Module, example: Any) -> dict[str, int]:
         return found | {"sparse_onnx": sparse.stat().st_size}
 
 
-def train_once(args: argparse.Namespace, data: Any, name: str, ratio: float, seed: int) -> dict[str, Any]:
+def train_once(args: argparse.Namespace, data: Data, name: str, ratio: float, seed: int) -> dict[str, Any]:
     """One network, trained and measured."""
     images, labels = data["train"]
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: args.images]
     train = Images(images[chosen], labels[chosen], args.batch_size, MEAN, STD, augment=4, flip=True, shuffle=True)
     task = ck.Task(train=train, val=Images(*data["test"], 500, MEAN, STD))
-    model = CifarResNet(20)
+    model: torch.nn.Module = CifarResNet(20)
     model.load_state_dict(load_file(args.checkpoint))
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=args.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)

@@ -35,8 +35,12 @@ class NeedsInputs(Exception):
     """Raised by `Units.inputs` where none were collected."""
 
 
-NEEDED = {NeedsGradients: "gradients", NeedsCurvature: "products with the Hessian", NeedsInputs: "activations"}
-Need = type[NeedsGradients] | type[NeedsCurvature] | type[NeedsInputs]
+NEEDED: dict[type[Exception], str] = {
+    NeedsGradients: "gradients",
+    NeedsCurvature: "products with the Hessian",
+    NeedsInputs: "activations",
+}
+Need = type[Exception]
 Evidence = dict[Need, dict[str, Tensor]]
 
 

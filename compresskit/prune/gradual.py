@@ -20,7 +20,7 @@ from compresskit.errors import SettingError
 from compresskit.masks import Masks, masks_of
 from compresskit.prune.allocate import Allocation
 from compresskit.prune.criteria import Criterion, NeedsGradients
-from compresskit.prune.elements import NEEDED, agreed, checked, rows_of, same
+from compresskit.prune.elements import NEEDED, Need, agreed, checked, rows_of, same
 from compresskit.prune.masks import keep_best, without
 from compresskit.prune.patterns import Pattern
 from compresskit.prune.schedules import MaskSchedule
@@ -123,7 +123,7 @@ class Gradual:
             self.sums = {name: total * self.memory for name, total in scores.items()} if self.reads else {}
 
     def _score(self, name: str, weight: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
-        found = {NeedsGradients: grads.get(name, torch.zeros_like(weight))} if self.reads else {}
+        found: dict[Need, Tensor] = {NeedsGradients: grads.get(name, torch.zeros_like(weight))} if self.reads else {}
         return checked(self.criterion(rows_of(weight, self.pattern, found)), weight, self.pattern, name)
 
     def _remember(self, scores: dict[str, Tensor]) -> None:

@@ -128,7 +128,7 @@ def plan_mask(
 def by_tensor(model: nn.Module, ratios: Mapping[str, float]) -> dict[str, float]:
     """A ratio for each tensor from ratios for tensors or modules; SettingError for a name or ratio that is none."""
     names = {name for name, _ in model.named_parameters()}
-    found = {}
+    found: dict[str, float] = {}
     for name, ratio in ratios.items():
         tensors = [n for n in maskable(model) if _inside(n, (name,))]
         if name not in names and not tensors:
