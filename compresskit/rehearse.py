@@ -83,7 +83,7 @@ def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
     if after is None:
         raise ModelError(f"{kind} lost the masks of its model ({sum(counts.values())} weights at zero); a stage that is meant to"
                          " take them off says restores = frozenset({'dense'})")  # fmt: skip
-    getattr(model, "settle_", lambda: None)()
+    getattr(model, "keep_masked_", lambda: None)()
     for name, count in after.broken(model).items():
         raise ModelError(
             f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"

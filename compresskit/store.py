@@ -37,6 +37,7 @@ MASKS, SNAPSHOTS = "masks.safetensors", "snapshots.safetensors"
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing."""
     folder = Path(folder)
+    model = model.settled() if isinstance(model, Quantized) else model
     folder.mkdir(parents=True, exist_ok=True)
     masks = masks_of(model)
     extra = {} if masks is None else {"masks": {"removed": masks.removed, "total": masks.total}}

@@ -51,6 +51,7 @@ def export_onnx(
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
     import onnx_ir as ir  # heavy, and only exporting needs it
 
+    from compresskit.export.kernels import pad_input_channels, pool_as_convolution
     from compresskit.export.passes import optimize_
 
     try:
@@ -58,7 +59,8 @@ def export_onnx(
     except ExportError as error:
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
-    optimize_(file)
+    tuned = getattr(getattr(model, "target", None), "tuned", False)
+    optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
     _name_batch(file)
     file.producer_name = "compresskit"
     file.metadata_props.update(metadata or {})

@@ -12,6 +12,8 @@ MaxPool, ...): rounding commutes with it, so it may as well run on a quarter of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -21,8 +23,8 @@ MOVES = frozenset(
 )
 
 
-def optimize_(model: ir.Model) -> None:
-    """Apply every rewrite of this module in place."""
+def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = ()) -> None:
+    """Apply every rewrite of this module in place, then those of the target."""
     for node in list(model.graph):
         if node.op_type == "ReduceMean":
             _global_average_pool(model.graph, node)
@@ -35,6 +37,8 @@ def optimize_(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             _shield(model.graph, node)
+    for rewrite in rewrites:
+        rewrite(model)
     _remove_dead(model.graph)
     _forget_origins(model)
 
@@ -45,7 +49,8 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def _replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
+def replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
+    """Put nodes in the place of one, whose single result `output` then is."""
     result = old.outputs[0]
     output.shape, output.type = result.shape, result.type
     ir.convenience.replace_nodes_and_values(graph, old, [old], nodes, [result], [output])
@@ -62,11 +67,11 @@ def _global_average_pool(graph: ir.Graph, node: ir.Node) -> None:
     pool.outputs[0].type = node.outputs[0].type
     keep = node.attributes.get_int("keepdims", 1)
     if keep:
-        _replace(graph, node, [pool], pool.outputs[0])
+        replace(graph, node, [pool], pool.outputs[0])
         return
     pool.outputs[0].shape = ir.Shape([*x.shape[:2], *[1] * (rank - 2)])
     flat = ir.Node("", "Flatten", [pool.outputs[0]], {"axis": ir.AttrInt64("axis", 1)})
-    _replace(graph, node, [pool, flat], flat.outputs[0])
+    replace(graph, node, [pool, flat], flat.outputs[0])
 
 
 def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:
@@ -82,7 +87,7 @@ def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:
         early = ir.Node("", "QuantizeLinear", [source, *quantize.inputs[1:]], quantize.attributes)
         early.outputs[0].shape, early.outputs[0].type = source.shape, quantize.outputs[0].type
         late = ir.Node("", move.op_type, [early.outputs[0], *move.inputs[1:]], move.attributes)
-        _replace(graph, quantize, [early, late], late.outputs[0])
+        replace(graph, quantize, [early, late], late.outputs[0])
         graph.remove(move, safe=True)
         quantize = early
 

@@ -1,21 +1,43 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
 from compresskit.quant.insert import Quantized
-from compresskit.quant.observers import OBSERVERS, MinMax, MovingAverage, Observer
+from compresskit.quant.objective import Faithful, faithfulness
+from compresskit.quant.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
 from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.qat import QAT, prepare_qat
 from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
 from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.targets import X86, Integer, Target
+from compresskit.quant.targets import (
+    ARM,
+    FBGEMM,
+    OPENVINO,
+    QNNPACK,
+    TENSORRT,
+    X86,
+    X86_NO_VNNI,
+    Integer,
+    Target,
+    saturating_matmul,
+)
 
 __all__ = [
+    "ARM",
+    "FBGEMM",
     "OBSERVERS",
+    "OPENVINO",
     "QAT",
+    "QNNPACK",
+    "TENSORRT",
     "X86",
+    "X86_NO_VNNI",
+    "Entropy",
+    "Faithful",
+    "HistogramMSE",
     "Integer",
     "MinMax",
     "MovingAverage",
     "Observer",
+    "Percentile",
     "Placement",
     "Point",
     "Quantized",
@@ -23,9 +45,11 @@ __all__ = [
     "StaticQuant",
     "Target",
     "affine",
+    "faithfulness",
     "fake_quantize",
     "place",
     "prepare_qat",
     "quantize_static",
+    "saturating_matmul",
     "to_integers",
 ]

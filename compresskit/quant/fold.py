@@ -8,6 +8,8 @@ It must come before quantizers are inserted: a BatchNorm behind a quantized conv
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -20,8 +22,25 @@ CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default
 TRANSPOSED = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
 
 
-def fold_batchnorm_(module: fx.GraphModule) -> int:
-    """Fold every BatchNorm that directly follows a convolution or linear layer; returns how many."""
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """What was folded into a layer, as it was before.
+
+    layer: the node. norm: dotted path of the BatchNorm. tensors: weight, bias (of the layer), gamma, beta, mean, var.
+    """
+
+    layer: Node
+    norm: str
+    tensors: dict[str, Tensor | None]
+    momentum: float
+    eps: float
+
+
+def fold_batchnorm_(module: fx.GraphModule, folds: list[Folded] | None = None) -> int:
+    """Fold every BatchNorm that directly follows a convolution or linear layer; returns how many.
+
+    folds: takes a record of each whose parameters are its own, so that training can bring it back to life.
+    """
     count = 0
     for norm in list(module.graph.nodes):
         if norm.target is not aten.batch_norm.default:
@@ -32,13 +51,32 @@ def fold_batchnorm_(module: fx.GraphModule) -> int:
         foldable = foldable or (layer.target in TRANSPOSED and (len(layer.args) < 7 or layer.args[6] == 1))
         tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
         if foldable and tracked and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None:
+            record = _record(module, layer, norm)
             _fold(module, layer, norm)
             count += 1
+            # A layer used twice has taken another name for its folded weight.
+            if folds is not None and record is not None and parameter_name(layer.args[1]) == record[0]:
+                folds.append(record[1])
     module.graph.eliminate_dead_code()
     module.recompile()
     module.delete_all_unused_submodules()
     _drop_unused(module)
     return count
+
+
+def _record(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, Folded] | None:
+    nodes = (layer.args[1], layer.args[2] if len(layer.args) > 2 else None, *norm.args[1:5])
+    names = ("weight", "bias", "gamma", "beta", "mean", "var")
+    read = [node for node in nodes if node is not None]
+    if any(len(node.users) > 1 for node in read) or len({parameter_name(n) for n in read}) < len(read):
+        return None
+    if any(n.target == node.target for node in read for n in module.graph.nodes if n.op == "get_attr" and n is not node):
+        return None
+    tensors = {name: _value(module, node) for name, node in zip(names, nodes, strict=True)}
+    path = str(parameter_name(norm.args[3])).rpartition(".")[0]
+    return str(parameter_name(layer.args[1])), Folded(
+        layer=layer, norm=path, tensors=tensors, momentum=norm.args[6], eps=norm.args[7]
+    )
 
 
 def _value(module: fx.GraphModule, node: Node | None) -> Tensor | None:

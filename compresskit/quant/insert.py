@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,35 +12,41 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
-from compresskit.graph import Captured, capture, parameter_name
-from compresskit.masks import carry_, masks_of
+from compresskit.graph import Captured, capture, module_path, parameter_name
+from compresskit.masks import carry_
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
-from compresskit.quant.fold import fold_batchnorm_
+from compresskit.quant.fold import Folded, fold_batchnorm_
 from compresskit.quant.observers import Observer
 from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.quantizer import (
     ActivationQuantizer,
     BiasQuantizer,
-    Quantizer,
     WeightQuantizer,
 )
 from compresskit.quant.rewrite import rewrite_
 from compresskit.quant.targets import Target
+from compresskit.quant.trainable import Trainable
 from compresskit.surgery import get_tensor, structure
 from compresskit.task import Inputs, call_checked
 
 
-class Quantized(nn.Module):
+class Quantized(Trainable):
     """A model whose activations, weights and biases are rounded as the target's runtime rounds them.
 
     Called like the model it was made from; trains like any module (gradients pass straight through the rounding).
     `placement` says what runs in integers; `deployed()` is the form that is exported, with integers stored.
     """
 
-    def __init__(self, captured: Captured, target: Target, placement: Placement, origin: dict[str, Any]) -> None:
-        super().__init__()
-        self.body: fx.GraphModule = captured.module
+    def __init__(
+        self,
+        captured: Captured,
+        target: Target,
+        placement: Placement,
+        origin: dict[str, Any],
+        folds: Sequence[Folded] = (),
+    ) -> None:
+        super().__init__(captured.module, folds)
         self.target, self.placement, self.origin = target, placement, origin
         self.example = captured.example
 
@@ -57,14 +64,6 @@ class Quantized(nn.Module):
                 f" {[tuple(v.shape) for v in given]}; it was captured with the shapes of the example"
             )
 
-    def quantizers(self) -> list[Quantizer]:
-        """All quantizers, each once."""
-        return [q for q in self.body.get_submodule("quantizers").children() if isinstance(q, Quantizer)]
-
-    def activation_quantizers(self) -> list[ActivationQuantizer]:
-        """Those of activations."""
-        return [q for q in self.quantizers() if isinstance(q, ActivationQuantizer)]
-
     def calibrate_(self, batches: Iterable[Inputs]) -> None:
         """Find the ranges: run batches unrounded while observers watch, then round from now on."""
         for quantizer in self.quantizers():
@@ -76,70 +75,62 @@ class Quantized(nn.Module):
                 call_checked(self, inputs, "calibration data")
         for quantizer in self.activation_quantizers():
             quantizer.observing = False
-            quantizer.freeze_range_()
+            quantizer.freeze_range_(checked=True)
         for node in self.body.graph.nodes:
             rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(rounding, BiasQuantizer):
                 rounding.make_room_(get_tensor(self.body, node.args[0].target))
         self.enable_()
 
-    def enable_(self, on: bool = True) -> None:
-        """Round, or let everything pass in float."""
-        for quantizer in self.quantizers():
-            quantizer.enabled = on
-
-    def observe_(self, on: bool, observer: Callable[[], Observer] | None = None) -> None:
-        """Let the ranges of activations follow what passes, from a new observer where one is given, or hold still."""
-        for quantizer in self.activation_quantizers():
-            quantizer.observing = on
-            if observer is not None:
-                fresh = observer()
-                low = (0 - quantizer.zero_point + quantizer.scheme.low) * quantizer.scale
-                high = (quantizer.scheme.high - quantizer.zero_point) * quantizer.scale
-                fresh.update(torch.stack([low, high]).reshape(1, 2))
-                quantizer.observer = fresh
-
-    def settle_(self) -> None:
-        """Let no weight that a mask keeps round to zero: it becomes one step of its grid, so that the zeros that are stored are
-        those of the masks, no more and no fewer.
-        """
-        masks = masks_of(self.body)
-        if masks is None:
-            return
-        for node in self.body.graph.nodes:
-            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
-            if isinstance(rounding, WeightQuantizer) and (mask := masks.masks.get(str(node.args[0].target))) is not None:
-                weight = get_tensor(self.body, node.args[0].target)
-                with torch.no_grad():
-                    rounding.keep_(weight, mask)
-
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
         hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
-        return deploy(self.body, hardsigmoids)
+        return deploy(self.settled().body, hardsigmoids)
 
 
-def build(
-    model: nn.Module, example: Inputs, target: Target, observer: Callable[[], Observer], *, skip: tuple[str, ...] = ()
-) -> Quantized:
-    """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
+def lower(
+    model: nn.Module, example: Inputs, target: Target, skip: tuple[str, ...]
+) -> tuple[Captured, dict[str, Any], list[Folded]]:
+    """A float model as the graph that quantizers are placed on, what it came from, and the BatchNorms that were folded.
 
-    The result still computes in float: `calibrate_` gives the quantizers their ranges and switches them on.
+    The model itself is not changed.
     """
     if isinstance(model, Quantized):
         raise ModelError("this model is quantized already; quantize the float model it came from")
     origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
     captured = capture(copy.deepcopy(model), example)
-    body = captured.module
-    names = {name: name for node in body.graph.nodes if (name := parameter_name(node)) is not None}
-    carry_(model, body, names)
-    fold_batchnorm_(body)
-    rewrite_(body, target)
-    placement = place(body.graph, target, skip=skip)
+    names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
+    carry_(model, captured.module, {name: name for name in sorted(names)})
+    folds: list[Folded] = []
+    fold_batchnorm_(captured.module, folds)
+    rewrite_(captured.module, target)
+    return captured, origin, folds
+
+
+def build(
+    model: nn.Module,
+    example: Inputs,
+    target: Target,
+    observer: Callable[[], Observer],
+    *,
+    skip: tuple[str, ...] = (),
+    floating: Mapping[str, str] | None = None,
+    trainable: bool = False,
+) -> Quantized:
+    """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
+
+    floating: nodes of the graph that stay float, each with its reason, beside what the target's rules say.
+    trainable: keep what `live_` needs.
+
+    The result still computes in float: `calibrate_` gives the quantizers their ranges and switches them on.
+    """
+    captured, origin, folds = lower(model, example, target, skip)
+    origin["floating"] = dict(floating or {})
+    placement = place(captured.module.graph, target, skip=skip, floating=floating)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
-    insert_(body, placement, target, observer)
-    return Quantized(captured, target, placement, origin).train(model.training)
+    insert_(captured.module, placement, target, observer)
+    return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
 
 
 def insert_(body: fx.GraphModule, placement: Placement, target: Target, observer: Callable[[], Observer]) -> None:
@@ -153,14 +144,16 @@ def insert_(body: fx.GraphModule, placement: Placement, target: Target, observer
         if point.group not in shared:
             name = f"quantizers.{point.node}"
             clamp = _common_clamp([p for p in placement.points if p.group == point.group])
-            shared[point.group] = (name, ActivationQuantizer(target.activations, observer(), clamp, point.anchor))
+            clamp = None if target.activations.symmetric else clamp  # such a grid does not end at 0
+            label = module_path(nodes[point.node]) or point.node
+            shared[point.group] = (name, ActivationQuantizer(target.activations, observer(), clamp, point.anchor, label))
             body.add_submodule(name, shared[point.group][1])
         name, quantizer = shared[point.group]
         new = _insert_behind(body, nodes[point.node], name, point, quantizer, integer)
         behind[new] = quantizer
     for name, kind in placement.integer.items():
         if kind in ("conv", "linear"):
-            _insert_weight(body, nodes[name], target, behind)
+            _insert_weight(body, nodes[name], kind, target, behind)
     body.graph.lint()
     body.recompile()
 
@@ -186,11 +179,15 @@ def _insert_behind(
     return new
 
 
-def _insert_weight(body: fx.GraphModule, node: Node, target: Target, behind: dict[Node, ActivationQuantizer]) -> None:
+def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target, behind: dict[Node, ActivationQuantizer]) -> None:
     weight = node.args[1]
     name = "quantizers.weight_" + str(parameter_name(weight)).replace(".", "_")
     if not hasattr(body.quantizers, name.rpartition(".")[2]):
-        body.add_submodule(name, WeightQuantizer(target.weights, 0, get_tensor(body, str(parameter_name(weight))).shape[0]))
+        axis = target.operators[kind].axis
+        scheme = replace(target.weights, per_channel=target.weights.per_channel and axis is not None)
+        body.add_submodule(
+            name, WeightQuantizer(scheme, axis or 0, get_tensor(body, str(parameter_name(weight))).shape[axis or 0])
+        )
     quantizer = body.get_submodule(name)
     with body.graph.inserting_before(node):
         rounded = body.graph.call_module(name, (weight,))

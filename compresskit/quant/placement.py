@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,23 +77,24 @@ class Placement:
         return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
 
 
-def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = ()) -> Placement:
+def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None) -> Placement:
     """Decide where the integers are.
 
     Args:
         graph: captured and BatchNorm-folded.
         target: where it will run.
         skip: dotted paths of modules whose operators stay float.
+        floating: names of nodes that stay float, each with its reason.
     """
     paths = {module_path(node) for node in graph.nodes}
     if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
         raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
-    return _Placer(graph, target, skip).run()
+    return _Placer(graph, target, skip, floating or {}).run()
 
 
 class _Placer:
-    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...]) -> None:
-        self.graph, self.target, self.skip = graph, target, skip
+    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...], kept: Mapping[str, str]) -> None:
+        self.graph, self.target, self.skip, self.kept = graph, target, skip, kept
         self.integer: dict[Node, str] = {}
         self.floating: dict[Node, str] = {}
         self.carried: dict[Node, str] = {}
@@ -137,7 +139,7 @@ class _Placer:
             return
         rule = self.target.operators[kind]
         self.integer[node] = kind
-        for value in self._operands(node, kind):
+        for value in self._rounded_operands(node, kind):
             if self.integer.get(value) == "hardsigmoid":
                 continue  # it has the numbers of what it reads
             for source in self._sources(value):
@@ -146,11 +148,15 @@ class _Placer:
             self.anchored.add(self._root(node.args[0]))
         if rule.output:
             self._round(self._behind(node), everywhere=True)
+        if rule.shared:
+            self._share([*self._operands(node, kind), self._behind(node)])
 
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         path = module_path(node)
         if any(path == s or path.startswith(f"{s}.") for s in self.skip):
             return "skipped by the user"
+        if node.name in self.kept:
+            return self.kept[node.name]
         if kind == "unknown":
             return f"no rule for {node.target}"
         if kind not in self.target.operators:
@@ -158,6 +164,8 @@ class _Placer:
         operands = self._operands(node, kind)
         if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
             return "its weight is computed during the forward pass"
+        if kind == "conv" and self._is_lone_depthwise(node):
+            return "a depthwise convolution between float operators: rounding takes longer than its few products save"
         if kind in ("add", "mul"):
             if len(operands) < 2 or operands[0] is operands[1]:
                 return "one of its operands is a constant"
@@ -170,6 +178,37 @@ class _Placer:
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
             return "none of its inputs is in integers"
         return None
+
+    def _rounded_operands(self, node: Node, kind: str) -> list[Node]:
+        """The operands, without the one that a convolution hands over inside its kernel."""
+        operands = self._operands(node, kind)
+        if self.target.operators[kind].fuses:
+            inside = [v for v in operands if self.integer.get(v) == "conv" and len(v.users) == 1]
+            operands = [v for v in operands if v not in inside[:1]]
+        return operands
+
+    def _share(self, values: list[Node]) -> None:
+        """One scale for all of them."""
+        sources = [s for value in values for s in self._sources(value) if s in self.rounded]
+        for other in sources[1:]:
+            self.group[self._root(other)] = self._root(sources[0])
+
+    def _is_lone_depthwise(self, node: Node) -> bool:
+        """Whether a convolution of single channels neither reads nor feeds integers: ConvNeXt's stand between a float sum and a
+        layer norm, where rounding twice costs 10 dB (measured) and as much time as it saves.
+        """
+        weight = node.args[1].meta.get("val")
+        if weight is None or weight.shape[1] != 1 or self._is_rounded(node.args[0]):
+            return False
+        readers = list(node.users)
+        while readers:
+            reader = readers.pop()
+            kind = KINDS.get(reader.target, "unknown")
+            if kind in ("move", "clamp"):
+                readers += list(reader.users)
+            elif kind in self.target.operators or reader.op == "output":
+                return False
+        return True
 
     @staticmethod
     def _operands(node: Node, kind: str) -> list[Node]:
@@ -200,8 +239,7 @@ class _Placer:
             self._round(self._behind(node), everywhere=True)
             return
         self.carried[node] = kind
-        for other in sources[1:]:
-            self.group[self._root(other)] = self._root(sources[0])
+        self._share(sources)
 
     def _sources(self, value: Node) -> list[Node]:
         """Where the value was made, looking through moves."""

