@@ -1,7 +1,7 @@
 """Mixed precision on a GPU: speed, memory and host synchronisations of a training step, against autocast and an apex-style loop.
 
-GPU-1  ResNet-50, 224 x 224, images/s             GPU-4  ResNet-20, small enough that launches and synchronisations decide
-GPU-2  a BERT-base shape, tokens/s                GPU-5  what fp8 could give: one square product, bf16 against torch._scaled_mm
+GPU-1  ResNet-50, 224 x 224, images/s             GPU-4  ResNet-20, where launches and synchronisations decide; CUDA graphs
+GPU-2  a BERT-base shape, tokens/s                GPU-5  fp8: one product by torch._scaled_mm; a 4096-wide MLP
 GPU-3  the optimizer step alone, 25 M, 110 M, 1 B GPU-6  accuracy after the last epoch, scikit-learn's digits, by policy, 3 seeds
 
 Synthetic data on the device (but GPU-6), channels_last, CUDA events, median and spread of the timed steps. A row that cannot run
@@ -18,6 +18,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,23 @@ Step = Callable[[], None]
 Make = Callable[[nn.Module, torch.optim.Optimizer, Callable[[Any], Tensor]], Step]
 
 
-def bare(dtype: torch.dtype | None) -> Make:
+def fast(model: nn.Module) -> nn.Module:
+    """The model compiled; on a CPU through the same front end alone, as this is for trying the code."""
+    cuda = next(model.parameters()).device.type == "cuda"
+    return torch.compile(model, backend="inductor" if cuda else "eager")  # type: ignore[return-value]
+
+
+def bare(dtype: torch.dtype | None, *, compiled: bool = False) -> Make:
     """The loop of torch's documentation: fp32, or autocast with GradScaler (on for fp16 alone)."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor]) -> Step:
         device = next(model.parameters()).device.type
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+        forward = fast(model) if compiled else model
 
         def step() -> None:
             with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-                value = loss(model)
+                value = loss(forward)
             scaler.scale(value).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -52,9 +60,13 @@ def bare(dtype: torch.dtype | None) -> Make:
     return make
 
 
-def ours(policy: mixed.Policy, **settings: Any) -> Make:
+def ours(policy: mixed.Policy, *, compiled: bool = False, **settings: Any) -> Make:
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor]) -> Step:
-        run = mixed.prepare(model, optimizer, policy, **settings)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        own = replace(policy, fp8="emulated") if policy.fp8 and on_cpu else policy
+        run = mixed.prepare(model, optimizer, own, **settings)
+        if compiled:
+            run.model = fast(run.model)
 
         def step() -> None:
             run.backward(loss(run))
@@ -91,6 +103,31 @@ def apex_style(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callabl
     return step
 
 
+def graphed(row: Make) -> Make:
+    """A row whose whole step is one recorded CUDA graph; on a CPU the step itself, to try the code."""
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor]) -> Step:
+        device = next(model.parameters()).device
+        for group in optimizer.param_groups:  # what may not be frozen into a graph
+            group["lr"] = torch.tensor(group["lr"], device=device)
+            group["capturable"] = device.type == "cuda"
+        step = row(model, optimizer, loss)
+        if device.type != "cuda":
+            return step
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return lambda: graph.replay()
+
+    return make
+
+
 ROWS: dict[str, Make] = {
     "fp32, IEEE": bare(None),
     "fp32, TF32": bare(None),
@@ -102,6 +139,24 @@ ROWS: dict[str, Make] = {
     "MASTER_BF16, compiled step": ours(mixed.MASTER_BF16, backend="compiled"),
     "MASTER_FP16": ours(mixed.MASTER_FP16),
     "SPLIT_BF16, compiled step": ours(mixed.SPLIT_BF16, backend="compiled"),
+}
+GRAPHS: dict[str, Make] = {
+    "torch autocast bf16, CUDA graph": graphed(bare(torch.bfloat16)),
+    "torch autocast fp16 + GradScaler, CUDA graph": graphed(bare(torch.float16)),
+    "MASTER_BF16, CUDA graph": graphed(ours(mixed.MASTER_BF16)),
+    "MASTER_BF16, compiled step, CUDA graph": graphed(ours(mixed.MASTER_BF16, backend="compiled")),
+    "MASTER_FP16, CUDA graph": graphed(ours(mixed.MASTER_FP16)),
+    "SPLIT_BF16, CUDA graph": graphed(ours(mixed.SPLIT_BF16)),
+}
+COMPILED: dict[str, Make] = {
+    "torch autocast bf16, compiled model": bare(torch.bfloat16, compiled=True),
+    "MASTER_BF16, compiled model and step": ours(mixed.MASTER_BF16, compiled=True, backend="compiled"),
+}
+FP8: dict[str, Make] = {
+    "MASTER_BF16": ours(mixed.MASTER_BF16),
+    "FP8": ours(mixed.FP8),
+    "MASTER_BF16, compiled model": ours(mixed.MASTER_BF16, compiled=True),
+    "FP8, compiled model": ours(mixed.FP8, compiled=True),
 }
 
 
@@ -116,6 +171,8 @@ class Bench:
         """Milliseconds of a step, their spread, peak memory, and how often the host waited for the device in one step."""
         for _ in range(1 if self.smoke else 20):
             step()
+            if self.cuda and time.monotonic() > self.end:
+                break
         if not self.cuda:
             begin = time.perf_counter()
             step()
@@ -128,7 +185,12 @@ class Bench:
         syncs = sum("synchron" in str(warning.message) for warning in caught)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(101)]  # type: ignore[no-untyped-call]
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        # 100 steps, fewer of a slow row: about five seconds.
+        count = min(100, max(10, int(5 / (time.perf_counter() - begin))))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
         marks[0].record()
         for mark in marks[1:]:
             step()
@@ -139,18 +201,20 @@ class Bench:
         peak = torch.cuda.max_memory_allocated() / 2**20
         return {"ms": statistics.median(times), "spread_ms": spread[-1] - spread[0], "MiB": peak, "syncs": str(syncs)}
 
-    def rows(self, names: list[str], make: Callable[[Make], Step], items: int) -> list[dict[str, Any]]:
-        """One row a name; `items` are what a step processes."""
+    def rows(self, table: dict[str, Make], make: Callable[[Make], Step], items: int) -> list[dict[str, Any]]:
+        """One row for every entry of the table; `items` are what a step processes."""
         done: list[dict[str, Any]] = []
-        for name in names:
+        for name, row in table.items():
             empty = {"row": name, "ms": "-", "spread_ms": "-", "MiB": "-", "syncs": "-", "items_s": "-"}
             if time.monotonic() > self.end:
                 done.append(empty | {"note": "left out: out of time"})
                 continue
             # A default that other rows must not inherit: TF32 is asked for by name.
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "fp32, TF32"
+            backends: Any = torch.backends
+            for place in (backends.cuda.matmul, backends.cudnn.conv):
+                place.fp32_precision = "tf32" if name == "fp32, TF32" else "ieee"
             try:
-                got = self.measure(make(ROWS[name]))
+                got = self.measure(make(row))
                 done.append({"row": name, **got, "items_s": items / float(got["ms"]) * 1000, "note": ""})
             except Exception as error:  # a benchmark reports what fails and measures the rest
                 done.append(empty | {"note": f"failed: {type(error).__name__}: {str(error).splitlines()[0][:80]}"})
@@ -158,7 +222,9 @@ class Bench:
                 torch.cuda.empty_cache()
         return done
 
-    def network(self, names: list[str], build: Callable[[], nn.Module], x: Tensor, y: Tensor, items: int) -> list[dict[str, Any]]:
+    def network(
+        self, table: dict[str, Make], build: Callable[[], nn.Module], x: Tensor, y: Tensor, items: int
+    ) -> list[dict[str, Any]]:
         """Training steps of a classifier."""
 
         def make(row: Make) -> Step:
@@ -169,7 +235,7 @@ class Bench:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             return row(model, optimizer, lambda m: nn.functional.cross_entropy(m(x).float(), y))
 
-        return self.rows(names, make, items)
+        return self.rows(table, make, items)
 
     def step_alone(self, count: int) -> list[dict[str, Any]]:
         """The optimizer's step on gradients that cost one element-wise backward."""
@@ -182,7 +248,7 @@ class Bench:
             return row(model, optimizer, lambda _: torch.stack([p.sum().float() for p in model.parameters()]).sum())
 
         names = ["fp32, IEEE", "torch autocast fp16 + GradScaler", "MASTER_BF16", "MASTER_BF16, compiled step", "MASTER_FP16"]
-        return self.rows(names, make, count)
+        return self.rows({name: ROWS[name] for name in names}, make, count)
 
 
 class Bert(nn.Module):
@@ -197,6 +263,12 @@ class Bert(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.encoder(self.words(tokens))[:, 0])
+
+
+def mlp(width: int) -> nn.Module:
+    """Four square layers, as wide as fp8 likes them, and a head."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, 8))
 
 
 def fp8(bench: Bench) -> list[dict[str, Any]]:
@@ -251,7 +323,7 @@ def accuracy(bench: Bench) -> list[dict[str, Any]]:
 
 def all_of(bench: Bench) -> dict[str, list[dict[str, Any]]]:
     """Tables by name."""
-    device, smoke, names = bench.device, bench.smoke, list(ROWS)
+    device, smoke = bench.device, bench.smoke
 
     def images(batch: int, size: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
@@ -264,18 +336,25 @@ def all_of(bench: Bench) -> dict[str, list[dict[str, Any]]]:
 
     layers, width = (1, 64) if smoke else (12, 768)
     tables: dict[str, list[dict[str, Any]]] = {}
+    # The short ones first: what is started after the last minute is left out.
     for count in [2048] if smoke else [25_000_000, 110_000_000, 1_000_000_000]:
         tables[f"GPU-3: one AdamW step, {count:,} parameters"] = bench.step_alone(count)
-    for batch in [2] if smoke else [64, 256]:
+    x, y = images(2 if smoke else 128, 32)
+    tables["GPU-4: ResNet-20"] = bench.network(ROWS | GRAPHS, resnet20, x, y, len(x))
+    tables["GPU-5: one product, bf16 and fp8"] = fp8(bench)
+    wide, rows = (32, 16) if smoke else (4096, 8192)
+    x, y = torch.randn(rows, wide, device=device), torch.randint(8, (rows,), device=device)
+    tables[f"GPU-5: MLP, {wide} wide, fp8"] = bench.network(FP8, lambda: mlp(wide), x, y, rows)
+    tables["GPU-6: digits, accuracy by policy"] = accuracy(bench)
+    for batch in [2] if smoke else [64, 256, 512]:
         x, y = images(batch, 32 if smoke else 224)
-        tables[f"GPU-1: ResNet-50, batch {batch}"] = bench.network(names, resnet20 if smoke else resnet50, x, y, batch)
+        table = ROWS | COMPILED if batch in (2, 256) else ROWS
+        tables[f"GPU-1: ResNet-50, batch {batch}"] = bench.network(table, resnet20 if smoke else resnet50, x, y, batch)
     for batch, length in [(2, 8)] if smoke else [(128, 128), (32, 512)]:
         tokens, y = torch.randint(30000, (batch, length), device=device), torch.randint(8, (batch,), device=device)
         build = lambda: Bert(layers, width)  # noqa: E731 - a name for one line
-        tables[f"GPU-2: BERT-base shape, {batch} x {length}"] = bench.network(names, build, tokens, y, batch * length)
-    x, y = images(2 if smoke else 128, 32)
-    tables["GPU-4: ResNet-20"] = bench.network(names, resnet20, x, y, len(x))
-    return tables | {"GPU-5: one product": fp8(bench), "GPU-6: digits": accuracy(bench)}
+        tables[f"GPU-2: BERT-base shape, {batch} x {length}"] = bench.network(ROWS | COMPILED, build, tokens, y, batch * length)
+    return tables
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ static   three draws of 512 training images each, the same for both (onnxruntime
          top-1, agreement and SQNR (of the outputs, against fp32, dB) of the *executed* files over the 10,000 test images; peak
          memory is what quantizing adds to a process that has the model, the images and the libraries loaded.
 agree    our files against the simulation: share of values within one output step as written, share of equal classes optimized.
-latency  ratio to fp32, one thread, all files measured in turn.
+latency  ratio to fp32, one thread, all files measured in turn; and the training step of one captured graph (batch 128, with
+         BatchNorm alive), rounding on as a ratio to rounding off.
 qat      2 epochs of SGD (rate 0.01, cosine, batch 128, crops and flips) for the float model under its loss and for `QAT` under
          its default objective, under the float model's own loss, and with learned scales.
 
@@ -165,6 +166,29 @@ def latencies(model: nn.Module, images: Tensor, folder: Path, seconds: float) ->
     return {f"b{b}": {"fp32_ms": t[0], "ours": t[1] / t[0], "ort": t[2] / t[0]} for b, t in times.items()}
 
 
+def steps(model: nn.Module, x: Tensor, labels: Tensor, rounds: int = 7) -> dict[str, Any]:
+    """Seconds of a training step of one captured graph, rounding off and on, in turn; medians."""
+    kinds: dict[str, Any] = {}
+    for kind in ("float", "following", "held", "learned"):
+        graph = ck.quant.prepare_qat(copy.deepcopy(model), [(x,)], learned=kind == "learned")
+        if kind == "float":
+            graph.observe_(False)
+            graph.enable_(False)
+        if kind == "held":
+            graph.hold_()
+        kinds[kind] = (graph, torch.optim.SGD(graph.parameters(), lr=1e-3, momentum=0.9), [])
+    for turn in range(rounds + 1):
+        for graph, optimizer, times in kinds.values():
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(graph(x), labels).backward()
+            optimizer.step()
+            if turn:
+                times.append(time.perf_counter() - begin)
+    seconds = {kind: sorted(times)[len(times) // 2] for kind, (_, _, times) in kinds.items()}
+    return {"float_seconds": seconds["float"]} | {kind: s / seconds["float"] for kind, s in seconds.items() if kind != "float"}
+
+
 def training(
     model: nn.Module, data: dict[str, Any], test: Images, args: argparse.Namespace, folder: Path, keep: Callable[[Any], None]
 ) -> None:
@@ -199,7 +223,7 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = ["# int8 on CIFAR-10, measured", "", *__doc__.split("\n\n")[2].splitlines(), ""] if __doc__ else []
+    lines = ["# int8 on CIFAR-10, measured", "", "```", *str(__doc__).split("\n\n")[2].splitlines(), "```", ""]
     lines += ["| network | file | top-1 | agreement | SQNR dB | KiB | seconds | peak MiB | within a step | as simulated |"]
     lines += ["|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for name, rows in result.get("static", {}).items():
@@ -216,6 +240,15 @@ def table(result: dict[str, Any]) -> str:
     for name, rows in result.get("latency", {}).items():
         for batch, row in rows.items():
             lines.append(f"| {name} | {batch[1:]} | {row['fp32_ms']:.2f} | {row['ours']:.3f} | {row['ort']:.3f} |")
+    if "steps" in result:
+        lines += [
+            "",
+            "| network | float step s | QAT, ranges following | QAT, held still | QAT, learned scales |",
+            "|---|--:|--:|--:|--:|",
+        ]
+    for name, row in result.get("steps", {}).items():
+        ratios = " | ".join(f"{row[kind]:.2f}" for kind in ("following", "held", "learned"))
+        lines.append(f"| {name} | {row['float_seconds']:.2f} | {ratios} |")
     if "qat" in result:
         lines += ["", "| network | trained | epochs | top-1 | minutes |", "|---|---|--:|--:|--:|"]
     for name, rows in result.get("qat", {}).items():
@@ -248,9 +281,11 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="train under bf16 autocast, all arms")
     parser.add_argument("--limit", type=int, default=None, help="training images")
     parser.add_argument("--seconds", type=float, default=3, help="timing of each file")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch; onnxruntime has one")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
+    torch.set_num_threads(args.threads)
     data = cifar10(args.data, None)
     test = Images(*data["test"], 500, MEAN, STD)
     path = args.out / "quantize_cifar.json"
@@ -260,6 +295,9 @@ def main() -> None:
             folder = Path(temporary)
             if args.latency:
                 keep(path, "latency", name, latencies(model, data["train"][0], folder, args.seconds))
+                if name == args.networks[0]:
+                    x, labels = next(iter(Images(*data["train"], 128, MEAN, STD)))
+                    keep(path, "steps", name, steps(model, x, labels))
             elif args.qat:
                 training(model, data, test, args, folder, partial(keep, path, "qat", name))
             else:

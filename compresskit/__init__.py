@@ -26,8 +26,7 @@ from compresskit.recipe import Recipe, Result
 from compresskit.store import load, save
 from compresskit.task import Objective, Stage, Task, accuracy
 from compresskit.train import Train, constant, cosine, fit_, one_cycle
-
-__version__ = "0.1.0"
+from compresskit.version import __version__ as __version__
 
 __all__ = [
     "QAT",

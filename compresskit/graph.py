@@ -2,7 +2,7 @@
 
 Pruning reads this graph, quantization rewrites it, ONNX is written from it.
 
-    capture(model, example) -> Captured      torch.export, eval mode, dynamic batch
+    capture(model, example) -> Captured      torch.export, eval mode, dynamic batch (or other dimensions)
     Captured.module                          the GraphModule: trains, deep-copies, changes mode like any module
     Captured.shapes                          (node name) -> concrete shape for the example
 """
@@ -13,6 +13,7 @@ import inspect
 import logging
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.errors import ModelError
+from compresskit.errors import ModelError, SettingError
 from compresskit.normalize import Node, is_inplace, normalize_
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call, first_rows, shapes_of
+
+#: Which dimensions of the inputs may vary: numbers that hold for every tensor, `(0, 2, 3)`; or names for those of each input,
+#: `{"x": {0: "batch", 2: "height"}}`; `()` for none.
+Dynamic = tuple[int, ...] | Mapping[str, Mapping[int, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +37,22 @@ class Captured:
 
     module: GraphModule of functional ATen operators; called like the model (same arguments, same output structure).
     prefix: dotted path of the captured submodule in the user's model, "" for the whole of it.
-    example: the inputs it was captured with, two rows of each.
+    example: the inputs it was captured with; two rows of each where the batch may vary.
     inputs: one name for each tensor input, in the order of the placeholders.
     shapes: concrete shape of every tensor-valued node for `example`.
-    dynamic: whether the first dimension of the inputs may vary.
+    dynamic: which dimensions of the inputs may vary, as the user said it. varying: the same for each tensor input, in order.
     """
 
     module: fx.GraphModule
     prefix: str
     example: Inputs
     inputs: tuple[str, ...]
-    dynamic: bool
+    dynamic: Dynamic
+    varying: tuple[tuple[int, ...], ...]
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
 
 
-def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dynamic_batch: bool = True) -> Captured:
+def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dynamic: Dynamic = (0,)) -> Captured:
     """Capture a model, or its submodule `inside`, as a graph with a dynamic batch.
 
     Args:
@@ -54,17 +60,17 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
         example: its inputs, a tuple of positional or a dict of keyword arguments. The first dimension of every tensor
             is taken for the batch; an example of one row is doubled, since a batch of 1 is specialised away.
         inside: dotted name of the submodule to capture with the inputs that it receives from the model.
-        dynamic_batch: False fixes the batch to the example's.
+        dynamic: which dimensions may vary: `(0, 2, 3)`, or `{"x": {0: "batch", 2: "height"}}`; `()` for none.
 
-    Raises ModelError where `torch.export` cannot follow the code; the message names the line.
+    Raises ModelError where `torch.export` cannot follow the code; the message names the line. Raises SettingError for dimensions
+    that the inputs do not have.
     """
     prefix = inside or ""
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         if inside is not None:
-            model, example = _inputs_of(model, example, inside)
-        example = first_rows(_at_least_two(example), 2)
-        program = _export(model, example, dynamic_batch)
+            model, example = inputs_inside(model, example, inside)
+        program, example = trace(model, example, dynamic)
         module = program.module()
         if _mutates_a_view(module.graph):
             # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
@@ -73,7 +79,8 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
         normalize_(module)
         shapes = _shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
-    return Captured(module=module, prefix=prefix, example=example, inputs=names, dynamic=dynamic_batch, shapes=shapes)
+    varying = tuple(_varying(model, example, dynamic).values())
+    return Captured(module=module, prefix=prefix, example=example, inputs=names, dynamic=dynamic, varying=varying, shapes=shapes)
 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:
@@ -87,15 +94,18 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
         ) from error
 
 
-def _export(model: nn.Module, example: Inputs, dynamic_batch: bool) -> torch.export.ExportedProgram:
+def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.export.ExportedProgram, Inputs]:
+    """What `torch.export` makes of a model in eval mode, and the inputs it was shown: two rows where the batch may vary.
+
+    Raises ModelError and SettingError as `capture` does.
+    """
+    if varies(dynamic):
+        example = first_rows(_at_least_two(example), 2)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    dim = torch.export.Dim.DYNAMIC if dynamic_batch else torch.export.Dim.STATIC
+    dims = dynamic_dims(model, example, dynamic)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            dims = batch_dims(example, dim)
-            if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values()):
-                dims = (dims,)  # forward(*args) has one parameter, a tuple
             logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dims)
     except Exception as error:
@@ -104,12 +114,60 @@ def _export(model: nn.Module, example: Inputs, dynamic_batch: bool) -> torch.exp
             "  Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
             " inside='backbone' (the dotted name of a submodule), or rewrite that line."
         ) from error
-    return program
+    return program, example
 
 
-def batch_dims(example: Inputs, dim: Any) -> Any:
-    """`dim` for the first dimension of every tensor, in the form that torch.export takes."""
-    return pytree.tree_map(lambda v: {0: dim} if isinstance(v, Tensor) and v.ndim else None, example)
+def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:
+    """The dimensions that may vary in the form that `torch.export` takes; SettingError where the inputs have no such ones."""
+    wanted = _varying(model, example, dynamic)
+    spec = [
+        dict.fromkeys(wanted[name], torch.export.Dim.DYNAMIC) if wanted.get(name) else None
+        for name in input_names(model, example)
+    ]
+    dims = pytree.tree_unflatten(spec, pytree.tree_structure(example))
+    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values()):
+        return (dims,)  # forward(*args) has one parameter, a tuple
+    return dims
+
+
+def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, tuple[int, ...]]:
+    """Input name -> dimensions that may vary, for every tensor among the inputs."""
+    leaves = zip(input_names(model, example), pytree.tree_leaves(example), strict=True)
+    tensors = {name: value for name, value in leaves if isinstance(value, Tensor)}
+    if isinstance(dynamic, Mapping):
+        if unknown := sorted(set(dynamic) - set(tensors)):
+            raise SettingError(f"dynamic={{{unknown[0]!r}: ...}}: the inputs are {sorted(tensors)}")
+        wanted = {name: tuple(dynamic.get(name, ())) for name in tensors}
+    else:
+        wanted = {name: tuple(d for d in dynamic if d < value.ndim) for name, value in tensors.items()}
+        if lost := [d for d in dynamic if d and not any(d in dims for dims in wanted.values())]:
+            raise SettingError(f"dynamic={tuple(dynamic)}: no input has a dimension {lost[0]}, got {shapes_of(example)}")
+    for name, dims in wanted.items():
+        for d in dims:
+            if not 0 <= d < tensors[name].ndim:
+                raise SettingError(f"dynamic: input {name!r} has dimensions 0..{tensors[name].ndim - 1}, got {d}")
+            if d and tensors[name].shape[d] < 2:
+                raise SettingError(f"dynamic: dimension {d} of input {name!r} is 1 in the example; show it with two or more")
+    return wanted
+
+
+def varies(dynamic: Dynamic, dim: int = 0) -> bool:
+    """Whether a dimension, the batch by default, may vary in any input."""
+    return any(dim in dims for dims in dynamic.values()) if isinstance(dynamic, Mapping) else dim in dynamic
+
+
+def input_names(model: nn.Module, example: Inputs) -> list[str]:
+    """A name for each leaf of the inputs: the parameter of `forward`, with the place in it where it is nested."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+
+    def one(path: tuple[Any, ...]) -> str:
+        first, *inner = (getattr(key, "key", getattr(key, "idx", key)) for key in path)
+        head = first if isinstance(first, str) else named[first] if first < len(named) else f"{rest}_{first - len(named)}"
+        return "_".join(map(str, [head, *inner]))
+
+    return [one(path) for path, _ in pytree.tree_flatten_with_path(example)[0]]
 
 
 def _first_line(error: BaseException) -> str:
@@ -135,7 +193,8 @@ def _blame(error: BaseException) -> str:
     return where
 
 
-def _inputs_of(model: nn.Module, example: Inputs, inside: str) -> tuple[nn.Module, Inputs]:
+def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Module, Inputs]:
+    """A submodule by its dotted name, and what it receives when the model is called with `inputs`."""
     try:
         part = model.get_submodule(inside)
     except AttributeError:
@@ -150,11 +209,11 @@ def _inputs_of(model: nn.Module, example: Inputs, inside: str) -> tuple[nn.Modul
 
     handle = part.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        call(model, example)
+        call(model, inputs)
     finally:
         handle.remove()
     if not seen:
-        raise ModelError(f"inside={inside!r}: the model does not call this module for the example")
+        raise ModelError(f"inside={inside!r}: the model does not call this module for these inputs")
     return part, seen[0]
 
 

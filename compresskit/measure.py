@@ -119,23 +119,36 @@ def numpy_inputs(session: Any, inputs: Inputs) -> dict[str, np.ndarray]:
     """Name the tensors among the inputs as the ONNX Runtime session wants them."""
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
-        return {name: inputs[name].detach().cpu().numpy() for name in names}
+        return {name: _array(inputs[name]) for name in names}
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
     if len(tensors) != len(names):
         raise DataError(f"the file wants inputs {names}, got {len(tensors)} tensors")
-    return {name: value.detach().cpu().numpy() for name, value in zip(names, tensors, strict=True)}
+    return {name: _array(value) for name, value in zip(names, tensors, strict=True)}
 
 
-def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool = True) -> Any:
-    """An ONNX Runtime session on the CPU, of a file or of its bytes; `optimize=False` runs it as it is written."""
+def _array(value: Tensor) -> np.ndarray:
+    value = value.detach().cpu()
+    return (value.float() if value.dtype is torch.bfloat16 else value).numpy()  # files of bf16 models take fp32
+
+
+def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool | str = True) -> Any:
+    """An ONNX Runtime session on the CPU, of a file or of its bytes.
+
+    optimize: False runs the file as it is written; "basic" and "extended" are levels between that and all.
+    """
     import onnxruntime as ort  # heavy, and only measuring and exporting need it
 
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = {
+        False: levels.ORT_DISABLE_ALL,
+        "basic": levels.ORT_ENABLE_BASIC,
+        "extended": levels.ORT_ENABLE_EXTENDED,
+        True: levels.ORT_ENABLE_ALL,
+    }[optimize]
     return ort.InferenceSession(path if isinstance(path, bytes) else str(path), options, providers=["CPUExecutionProvider"])
 
 

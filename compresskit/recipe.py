@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from compresskit.checkpoint import FORMAT, atomic, read_json, write_json
+from compresskit.checkpoint import FORMAT, read_json, write_json
 from compresskit.errors import ModelError, SettingError, StageOrderError
+from compresskit.export.files import copy_model, file_bytes
 from compresskit.folder import claim, comes_trained, stage_keys
 from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
-from compresskit.rehearse import file_bytes, held, measure, rehearse, seed_everything
+from compresskit.rehearse import held, measure, rehearse, seed_everything
 from compresskit.report import read_row, table, write_report
 from compresskit.snapshots import Snapshots
 from compresskit.store import SNAPSHOTS, load, load_snapshots_, save, save_snapshots
@@ -201,7 +202,7 @@ class Recipe:
         save(model, folder)
         if fills is not None:
             save_snapshots(fills, folder)
-        row = measure(model, task, folder, seconds=seconds, wanted=wanted)
+        row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
         write_json(done, {"format": FORMAT, "key": key, "row": asdict(row)})
         shutil.rmtree(old, ignore_errors=True)
         return model, row
@@ -213,6 +214,5 @@ class Recipe:
         for i, milliseconds in zip(have, times, strict=True):
             rows[i] = replace(rows[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
         write_report(out / "report.json", rows, stages=self.describe(), torch=torch.__version__)
-        with atomic(out / "model.onnx") as temporary:
-            shutil.copyfile(files[-1], temporary)
+        copy_model(files[-1], out / "model.onnx")
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.checkpoint import FORMAT, write_json
 from compresskit.errors import CompressError, DataError, ExportError, ModelError
+from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import export_onnx
 from compresskit.export.sparse import compressed_bytes
 from compresskit.export.verify import Verification, verify_onnx
@@ -83,28 +84,31 @@ def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
     if after is None:
         raise ModelError(f"{kind} lost the masks of its model ({sum(counts.values())} weights at zero); a stage that is meant to"
                          " take them off says restores = frozenset({'dense'})")  # fmt: skip
-    getattr(model, "keep_masked_", lambda: None)()
+    for part in model.modules():
+        getattr(part, "keep_masked_", lambda: None)()
     for name, count in after.broken(model).items():
         raise ModelError(
             f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"
             " masks_of(model).zero_(model) after every step"
         )
     for name, mask in after.masks.items():
-        # A quantized model calls its tensors by the same names, in its body.
-        known = counts.get(name, counts.get(name.removeprefix("body."), 0))
+        # A quantized model, or part, calls its tensors by the same names, in its body.
+        known = counts.get(name, counts.get(name.replace("body.", "", 1), 0))
         if (now := int((~mask).sum())) < known:
             raise ModelError(f"{kind}: the mask of {name} removed {known} weights before it and {now} after it; masks only grow")
     return model
 
 
-def measure(model: nn.Module, task: Task, folder: Path, *, seconds: float, wanted: bool) -> Row:
-    """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`."""
+def measure(model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: float, wanted: bool) -> Row:
+    """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`.
+
+    stage: its settings, which the file then holds with its metric and the proof.
+    """
     path = folder / "model.onnx"
     proof: Verification | None = None
     executed = None
     if wanted:
-        opset = getattr(getattr(model, "target", None), "opset", 20)
-        export_onnx(model, path, task.example(), opset=opset, metadata={"stage": folder.name})
+        export_onnx(model, path, task.example())
         proof = verify_onnx(path, model, (task.split(batch)[0] for batch in task.batches("val")))
         write_json(folder / "verify.json", {"format": FORMAT, **proof.to_json()})
         if not proof.passed:
@@ -113,9 +117,12 @@ def measure(model: nn.Module, task: Task, folder: Path, *, seconds: float, wante
         executed = session(path)
     masks = masks_of(model)
     run = model if executed is None else _runner(executed, model, task.example())
+    metric = evaluate(run, task)
+    if proof is not None:
+        annotate(path, stage={"name": folder.name, "settings": stage}, metric=metric, verification=proof.to_json())
     return Row(
         stage=folder.name,
-        metric=evaluate(run, task),
+        metric=metric,
         parameters=count_parameters(model),
         nonzero=count_nonzero(model),
         macs=count_macs(model, task.example()),
@@ -140,9 +147,3 @@ def _runner(executed: Any, model: nn.Module, example: Inputs) -> Callable[..., A
         return pytree.tree_unflatten(filled, spec)
 
     return run
-
-
-def file_bytes(path: Path) -> int:
-    """Bytes of an ONNX file, its external data included."""
-    data = path.with_name(path.name + ".data")
-    return path.stat().st_size + (data.stat().st_size if data.exists() else 0)

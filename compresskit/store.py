@@ -1,13 +1,14 @@
 """Save and load any model of the library: `save(model, folder)`, `load(fresh model of the same class, folder)`.
 
 model.safetensors     the values
-structure.json        the shapes (pruned), or how it was quantized
+structure.json        the shapes (pruned), or how it was quantized, as a whole or in parts
 masks.safetensors     which weights are held at zero, a bit each, where the model carries masks
 snapshots.safetensors weights on the way through its training, where a later stage rewinds to them
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ from compresskit.masks import Masks, attach_, detach_, masks_of
 from compresskit.quant.insert import Quantized
 from compresskit.quant.store import rebuild, record
 from compresskit.snapshots import Snapshots
+from compresskit.surgery import owner
 
 MASKS, SNAPSHOTS = "masks.safetensors", "snapshots.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing."""
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
     folder = Path(folder)
     model = model.settled() if isinstance(model, Quantized) else model
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,11 +46,12 @@ def save(model: nn.Module, folder: str | Path) -> None:
     extra = {} if masks is None else {"masks": {"removed": masks.removed, "total": masks.total}}
     if masks is not None:
         write_tensors(folder / MASKS, masks.state())
-    if not isinstance(model, Quantized):
+    if not parts:
         save_model(model, folder, **extra)
         return
     write_tensors(folder / MODEL, model.state_dict())
-    write_json(folder / STRUCTURE, {"format": FORMAT, **record(model), **extra})
+    records = {name: record(part) for name, part in parts.items()}
+    write_json(folder / STRUCTURE, {"format": FORMAT, **records.get("", {"kind": "parts", "parts": records}), **extra})
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -59,14 +63,20 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
     detach_(model)  # what it carried was for other weights
-    if saved.get("kind") != "quantized":
-        load_model_(model, folder)
+    if saved.get("kind") == "parts" and isinstance(saved.get("parts"), dict):
+        quantized = copy.deepcopy(model)
+        for name, part in saved["parts"].items():
+            owner(quantized, f"{name}.weight")  # raises where there is no such module
+            quantized.set_submodule(name, rebuild(quantized.get_submodule(name), part))
+    elif saved.get("kind") == "quantized":
+        quantized = rebuild(model, saved)
     else:
-        model = rebuild(model, saved)
-        load_values_(model, read_tensors(folder / MODEL), folder / MODEL)
+        quantized = load_model_(model, folder)
+    if quantized is not model:
+        load_values_(quantized, read_tensors(folder / MODEL), folder / MODEL)
     if "masks" in saved:
-        _load_masks_(model, folder / MASKS, saved["masks"])
-    return model
+        _load_masks_(quantized, folder / MASKS, saved["masks"])
+    return quantized
 
 
 def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:

@@ -32,7 +32,8 @@ class Objective(Protocol):
 
     An objective that needs the task, or that holds teachers, hooks or adapters while it is used, may also have
     `bind(model, task) -> Objective`: the training loop calls it once, before the first step; and `close()` of what
-    `bind` gave once, after the last.
+    `bind` gave once, after the last. Where it changes on the way, `advance(done)` tells it before every batch how much of the
+    training is done, in [0, 1].
     """
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses: ...
@@ -116,10 +117,12 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """Rows of the first tensor among the inputs."""
+    """Rows of the first tensor among the inputs, or the length of a list of tensors (images of different sizes)."""
     for value in inputs.values() if isinstance(inputs, dict) else inputs:
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
+        if isinstance(value, list) and value and isinstance(value[0], Tensor):
+            return len(value)
     raise DataError(f"no tensor among the inputs of a batch, got {[type(v).__name__ for v in inputs]}")
 
 

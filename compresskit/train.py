@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ class Train:
     precision: policy of `compresskit.mixed`.
     objective: what is minimised; the task's loss where nothing is given.
     clip: largest norm of the gradients.
-    accumulate: batches per optimizer step.
+    accumulate: batches per optimizer step; their gradients are summed in fp32.
+    flat, backend: how the optimizer's step is laid out and computed; see `mixed.prepare`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -69,6 +70,8 @@ class Train:
     objective: Objective | None = None
     clip: float | None = None
     accumulate: int = 1
+    flat: bool = False
+    backend: Literal["foreach", "compiled"] = "foreach"
 
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int) or self.epochs < 1:
@@ -79,6 +82,8 @@ class Train:
             raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
         if not isinstance(self.precision, mixed.Policy):
             raise SettingError(f"Train(precision=...): wanted a policy such as mixed.MASTER_BF16, got {self.precision!r}")
+        if self.backend not in ("foreach", "compiled"):
+            raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
         for name in ("optimizer", "schedule"):
             if not callable(getattr(self, name)):
                 raise SettingError(f"Train({name}=...): wanted a function, got {type(getattr(self, name)).__name__}")
@@ -147,9 +152,8 @@ def fit_(
     if not parameters:
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
     goal = bound(objective or how.objective, model, task)
-    extra = list(getattr(goal, "parameters", list)())
-    optimizer = how.optimizer([*parameters, *extra])
-    run = mixed.prepare(model, optimizer, how.precision, clip=how.clip)
+    optimizer = how.optimizer([*parameters, *getattr(goal, "parameters", list)()])
+    run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
     rates = [group["lr"] for group in optimizer.param_groups]
     steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)
     release = [] if attend is None else [attend(run, steps)]
@@ -164,6 +168,7 @@ def fit_(
                 for seen, batch in enumerate(task.batches("train"), 1):
                     start = (seen - 1) // how.accumulate * how.accumulate  # the last step of an epoch may have fewer batches
                     together = min(how.accumulate, steps_per_epoch - start)
+                    getattr(goal, "advance", lambda done: None)(step / steps)
                     # Off the CPU a look at the loss waits for the device, so it is rare there.
                     look = run.device.type == "cpu" or seen % 50 == 0 or seen == steps_per_epoch
                     total = _backward(run, goal, batch, together, f"epoch {epoch + 1}, batch {seen}", look=look)

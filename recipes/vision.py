@@ -30,16 +30,20 @@ class Images:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(self.images)) if self.shuffle else torch.arange(len(self.images))
         for index in order.split(self.batch_size):
-            yield self._prepare(self.images[index]), self.labels[index]
+            yield self._prepare(self.images[index], *self.draw(index)), self.labels[index]
 
-    def _prepare(self, images: Tensor) -> Tensor:
+    def draw(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the images (N,) are flipped, (N,), and the corners of their crops in the padded images, (2, N)."""
+        return torch.rand(len(index)) < 0.5, torch.randint(0, 2 * self.augment + 1, (2, len(index)))
+
+    def _prepare(self, images: Tensor, flipped: Tensor, corners: Tensor) -> Tensor:
         if self.flip:
-            images = torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, images.flip(3), images)
+            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
         x = (images.float() / 255 - self.mean) / self.std
         if self.augment:
             rows, columns = x.shape[2:]
             padded = F.pad(x, [self.augment] * 4)
-            top, left = torch.randint(0, 2 * self.augment + 1, (2, len(x), 1, 1, 1))
+            top, left = corners.view(2, -1, 1, 1, 1)
             h = (top + torch.arange(rows).view(1, 1, -1, 1)).expand(-1, x.shape[1], -1, padded.shape[3])
             w = (left + torch.arange(columns).view(1, 1, 1, -1)).expand(-1, x.shape[1], rows, -1)
             x = padded.gather(2, h).gather(3, w)

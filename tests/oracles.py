@@ -335,3 +335,15 @@ def sgd(weights, gradients, *, lr, momentum=0.0):
             buffer = momentum * buffer + g.double()
             w = w - lr * buffer
     return w
+
+
+def float8(values, fraction, smallest, largest):
+    """fp8 values nearest to the given ones, ties to even, one at a time; `smallest` is the least normal exponent."""
+
+    def one(x):
+        if x == 0 or not math.isfinite(x):
+            return x
+        step = 2.0 ** (max(math.frexp(x)[1] - 1, smallest) - fraction)
+        return math.copysign(min(abs(round(x / step) * step), largest), x)
+
+    return torch.tensor([one(x) for x in values.double().flatten().tolist()], dtype=torch.float64).view(values.shape)

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
-    {"errors"},
+    {"errors", "version"},
     {"task"},
     {"surgery", "normalize"},
     {"graph", "masks", "snapshots"},

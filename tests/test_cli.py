@@ -27,25 +27,42 @@ def test_audit(files, capsys) -> None:
     text = capsys.readouterr().out
     assert "0.0% of the MACs in integers" in text
     assert "100.0% of the MACs in integers" in text
+    assert "layers in float: " in text
+    assert ck.__version__ in text
     assert main(["audit", "--json", files[1]]) == 0
-    assert json.loads(capsys.readouterr().out)[files[1]]["operators"]["Conv"] == [4, 4]
+    record = json.loads(capsys.readouterr().out)[files[1]]
+    assert record["operators"]["Conv"] == [4, 4]
+    assert record["about"]["target"] == "X86"
+    assert record["about"]["model"] == "Residual"
 
 
 def test_bench(files, capsys) -> None:
     assert main(["bench", *files, "--batch", "4", "--json"]) == 0
-    times = json.loads(capsys.readouterr().out)
-    assert list(times) == list(files)
-    assert all(t > 0 for t in times.values())
-    assert main(["bench", files[0]]) == 0
-    assert "1.000" in capsys.readouterr().out
+    timings = json.loads(capsys.readouterr().out)
+    assert [t["path"] for t in timings] == list(files)
+    assert all(t["milliseconds"] > 0 and t["bytes"] > 1000 for t in timings)
+    assert timings[0]["ratio"] == 1
+    assert main(["bench", files[0], "--seconds", "0.1"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["file", "KiB", "median", "ms", "ratio"]
+    assert row.split()[0] == files[0]
+    assert row.split()[-1] == "1.000"
 
 
 def test_verify(files, capsys, tmp_path) -> None:
     assert main(["verify", files[0]]) == 0
-    assert "within a step 100.00%" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "agrees with the file as it is written" in text
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["basic", "extended", "all"]
+    assert main(["verify", files[1], "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["quantized"]
+    assert record["levels"]["all"]["within_two"] >= 0.97
     np.savez(tmp_path / "x.npz", x=image(64)[0].numpy())
     assert main(["verify", *files, "--inputs", str(tmp_path / "x.npz"), "--json"]) in (0, 1)
-    assert json.loads(capsys.readouterr().out)["agreement"] > 0.8
+    levels = json.loads(capsys.readouterr().out)["levels"]
+    assert list(levels) == ["none", "basic", "extended", "all"]
+    assert all(level["agreement"] > 0.8 for level in levels.values())
     other = ck.export_onnx(build(networks.Chain), tmp_path / "other.onnx", image(2))
     assert main(["verify", files[0], str(other)]) == 1
 

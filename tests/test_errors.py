@@ -282,7 +282,7 @@ def test_one_channel_has_no_soft_targets() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
     x = image(8)[0]
     task = ck.Task(train=[(x, torch.rand(8, 1))], val=[(x, torch.rand(8, 1))], loss=F.mse_loss, metric=F.mse_loss)
-    teacher = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(768, 1)).eval()
     with pytest.raises(ModelError, match="gives one channel, of which a softmax says nothing"):
         ck.Distill(epochs=1, teacher=teacher)(model, task)
     ck.Train(epochs=1, objective=ck.imitate(teacher, loss=F.mse_loss))(model, task)

@@ -110,7 +110,7 @@ def test_bad_tasks() -> None:
 
 
 def test_descriptions_hold_no_addresses() -> None:
-    stage = ck.Prune(macs=0.5, finetune=ck.Train(epochs=1, objective=ck.imitate(nn.Linear(2, 2))))
+    stage = ck.Prune(macs=0.5, finetune=ck.Train(epochs=1, objective=ck.imitate(nn.Linear(2, 2).eval())))
     text = json.dumps(describe(stage))
     assert "0x" not in text
     assert '"macs": 0.5' in text

@@ -66,21 +66,48 @@ def test_mnist(tmp_path) -> None:
     finished(start("mnist.py", "--data", tmp_path, "--epochs", 1, "--out", out), out, 3)
 
 
-def test_cifar10(tmp_path) -> None:
-    """On an image folder made here."""
+def image_folder(folder):
+    """An image folder with CIFAR-10's sizes."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 13), ("test", 6)):
         for label in range(10):
-            folder = tmp_path / "data" / split / f"class{label}"
-            folder.mkdir(parents=True)
+            place = folder / split / f"class{label}"
+            place.mkdir(parents=True)
             for i in range(count):
                 pixels = (rng.random((32, 32, 3)) * 60 + label * 19).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.png")
-    out = tmp_path / "run"
-    finished(start("cifar10_resnet.py", "--data", tmp_path / "data", "--epochs", 1, "--out", out), out, 3)
+                Image.fromarray(pixels).save(place / f"{i}.png")
+    return folder
+
+
+def test_cifar10(tmp_path) -> None:
+    """On an image folder made here."""
+    data, out = image_folder(tmp_path / "data"), tmp_path / "run"
+    finished(start("cifar10_resnet.py", "--data", data, "--epochs", 1, "--out", out), out, 3)
     weights = out / "1-train" / "model.safetensors"
     again = tmp_path / "again"
-    finished(start("cifar10_resnet.py", "--data", tmp_path / "data", "--from", weights, "--epochs", 1, "--out", again), again, 3)
+    finished(start("cifar10_resnet.py", "--data", data, "--from", weights, "--epochs", 1, "--out", again), again, 3)
+
+
+def test_cifar10_distill(tmp_path) -> None:
+    """With every term at once."""
+    data, out = image_folder(tmp_path / "data"), tmp_path / "run"
+    terms = re.findall(r'^    "(\w+)": \[kd', (ROOT / "recipes" / "cifar10_distill.py").read_text(), re.M)
+    assert len(terms) >= 10
+    small = ("--data", data, "--epochs", 1, "--depth", 8, "--limit", 64)
+    finished(start("cifar10_distill.py", *small, "--out", out, "--terms", *terms), out, 2)
+    again = tmp_path / "again"
+    weights = out / "1-train" / "model.safetensors"
+    finished(start("cifar10_distill.py", *small, "--out", again, "--teacher", weights, "--soft", 0, "--terms", "at"), again, 2)
+
+
+def test_sst2(tmp_path) -> None:
+    """On sentences made here, whose words tell the label."""
+    words = [["dull", "bad", "boring"], ["fine", "good", "moving"]]
+    rows = [(f"a {words[i % 2][i % 3]} film of {i}", i % 2) for i in range(96)]
+    for name, part in (("train.tsv", rows[:64]), ("dev.tsv", rows[64:])):
+        (tmp_path / name).write_text("".join(f"{sentence}\t{label}\n" for sentence, label in part))
+    out = tmp_path / "run"
+    finished(start("sst2_text.py", "--data", tmp_path, "--epochs", 2, "--batch-size", 8, "--out", out), out, 2)
 
 
 def test_sparse_digits(tmp_path) -> None:

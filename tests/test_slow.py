@@ -135,7 +135,9 @@ def test_resnet20_keeps_its_zeros_to_int8(tmp_path, precision) -> None:
         file = onnx.load(str(path))
         stored = {t.name: onnx.numpy_helper.to_array(t) for t in file.graph.initializer}
         read = {node.input[0] for node in file.graph.node if node.op_type == "DequantizeLinear"}
-        return sum(int((stored[n] == 0).sum()) for n in read if n in stored and stored[n].dtype == np.int8)
+        weights = [stored[n] for n in read if n in stored and stored[n].dtype == np.int8]
+        # The three input channels of the first layer are padded to four for the runtime; those zeros are no weights.
+        return sum(int(((w[:, :3] if w.shape == (16, 4, 3, 3) else w) == 0).sum()) for w in weights)
 
     assert result.rows[-1].removed == round(0.9 * 268336) == zeros(result.onnx)
     before = result.onnx.read_bytes()

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.distill.cache import Cached, top_soft_targets
+from compresskit.distill.cache import Cached, TopK, top_soft_targets
 from compresskit.distill.logits import soft_targets
+from compresskit.distill.mixing import mixup
+from compresskit.distill.numbered import numbers_of
+from compresskit.distill.ramps import Weight, check_weight_setting
 from compresskit.distill.taps import tapped
-from compresskit.distill.teacher import EMA, Follower, Source, Teacher
+from compresskit.distill.teacher import AnyTeacher, Source, as_source
 from compresskit.distill.terms import (
     DistillLoss,
     Link,
@@ -21,7 +24,8 @@ from compresskit.distill.terms import (
     attach_,
     drop_adapters_,
     linked,
-    make_adapters,
+    started,
+    takes,
     term_losses,
 )
 from compresskit.errors import ModelError, SettingError
@@ -29,18 +33,12 @@ from compresskit.surgery import mode
 from compresskit.task import Losses, Task, call
 from compresskit.train import supervised_loss
 
-AnyTeacher = nn.Module | EMA | Cached
 
+@dataclass
+class Clock:
+    """How much of the training is done, in [0, 1]; 1 where nobody says."""
 
-def as_source(teacher: AnyTeacher, student: nn.Module) -> Source:
-    """A model is frozen and copied, unless it is a Teacher already; a cache gives its own opinion."""
-    if isinstance(teacher, EMA):
-        return Follower(student, teacher.decay)
-    if isinstance(teacher, Teacher | Cached):
-        return teacher
-    if not isinstance(teacher, nn.Module):
-        raise SettingError(f"imitate(): wanted a model, a Teacher, an EMA or a cache, got {type(teacher).__name__}")
-    return Teacher(teacher)
+    done: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,47 +50,69 @@ class Imitate:
 
     teacher: AnyTeacher | None
     loss: DistillLoss
-    weight: float
+    weight: Weight
     task_weight: float
     terms: tuple[Term, ...] = ()
+    classes: int | None = None
+    mixup: float = 0.0
     task: Task | None = None
     source: Source | None = None
     student: nn.Module | None = None
     links: tuple[Link, ...] = ()
     adapters: dict[str, nn.Module] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
 
     def bind(self, model: nn.Module, task: Task) -> Imitate:
         """Freeze the teacher, or take the task's reference; find the taps, and check that both models fit each other."""
         teacher = self.teacher if self.teacher is not None else task.reference
         if teacher is None:
             raise SettingError("imitate(): there is no teacher; pass imitate(teacher) or Task(reference=...)")
-        if teacher is model:
-            raise SettingError("imitate(): teacher and student are one module; pass a copy of the teacher")
         drop_adapters_(model)
-        source = as_source(teacher, model)
+        source = as_source(teacher, model, "imitate()")
         if isinstance(source, nn.Module):
             source.to(task.device)
+        if isinstance(source, Cached) and self.mixup:
+            raise SettingError("imitate(mixup=...): a cache knows nothing of mixed inputs; imitate the teacher itself")
         links = [replace(link, name="imitate") for link in linked([Term(self._loss(source), weight=self.weight)], model, None)]
         links += linked(self.terms, model, source.inside)
-        bound = replace(self, source=source, task=task, student=model, links=tuple(links))
+        bound = replace(self, source=source, task=task, student=model, links=tuple(links), clock=Clock())
         example = task.example()
         with torch.no_grad(), mode(model, training=False):
             wanted, theirs = source.example(example, task, bound.taps())
             got, own = bound.see_student(model, example)
-            if wanted.shape != got.shape:
-                raise ModelError(
-                    f"the teacher {source.label} gives predictions {tuple(wanted.shape)}, the student"
-                    f" {type(model).__name__} {tuple(got.shape)}; both must have the same classes"
-                )
-            soft = self.loss.func if isinstance(self.loss, partial) else self.loss
-            if soft is soft_targets and self.weight and got.shape[1:2] == (1,):
-                raise ModelError(
-                    f"imitate(): {type(model).__name__} gives one channel, of which a softmax says nothing; pass"
-                    " imitate(loss=...) such as F.mse_loss"
-                )
-            adapters = make_adapters(links, own, theirs)
+            bound.check_classes(wanted, got)
+            ready, adapters = started(links, own, theirs)
         attach_(model, adapters)
-        return replace(bound, adapters=adapters)
+        return replace(bound, links=tuple(ready), adapters=adapters)
+
+    def check_classes(self, wanted: Tensor, got: Tensor) -> None:
+        """Raise ModelError unless both predict the same classes, and a loss can say something of them."""
+        assert self.source is not None, "bind first"
+        student, teacher = type(self.student).__name__, self.source.label
+        if self.classes is not None and (least := min(wanted.shape[1], got.shape[1])) < self.classes:
+            raise ModelError(
+                f"imitate(classes={self.classes}): {student} predicts {got.shape[1]} classes and the teacher {teacher}"
+                f" {wanted.shape[1]}; wanted at most {least}"
+            )
+        if self.cut(wanted).shape != self.cut(got).shape:
+            raise ModelError(
+                f"the teacher {teacher} gives predictions {tuple(wanted.shape)}, the student {student} {tuple(got.shape)}; both"
+                " must have the same classes (of vocabularies that are padded differently, imitate(classes=...) takes the first)"
+            )
+        soft = self.loss.func if isinstance(self.loss, partial) else self.loss
+        if soft is soft_targets and self.weight and got.shape[1:2] == (1,):
+            raise ModelError(
+                f"imitate(): {student} gives one channel, of which a softmax says nothing; pass"
+                " imitate(loss=...) such as F.mse_loss"
+            )
+
+    def cut(self, predictions: Any) -> Any:
+        """The classes that are compared: the first `classes`, or all."""
+        return predictions if self.classes is None or isinstance(predictions, TopK) else predictions[:, : self.classes]
+
+    def advance(self, done: float) -> None:
+        """Say how much of the training is done, in [0, 1], for weights that change with it; `fit_` does before every batch."""
+        self.clock.done = done
 
     def close(self) -> None:
         """Take off the student what `bind` put there."""
@@ -107,12 +127,12 @@ class Imitate:
         """The student's predictions and features; `model` may be the student under a precision policy."""
         assert self.task is not None, "bind first"
         assert self.student is not None, "bind first"
-        with tapped(self.student, [link.student for link in self.links if link.student is not None]) as features:
+        with tapped(self.student, [tap for link in self.links for tap in link.student]) as features:
             return self.task.predict(call(model, inputs)), features
 
     def taps(self) -> list[str]:
         """The teacher's taps."""
-        return [link.teacher for link in self.links if link.teacher is not None]
+        return [tap for link in self.links for tap in link.teacher]
 
     def _loss(self, source: Source) -> DistillLoss:
         """The loss of the predictions; what a cache has of the top k it can only say to soft targets of one temperature."""
@@ -131,14 +151,18 @@ class Imitate:
         assert task is not None, "bind first"
         assert source is not None, "bind first"
         inputs, target = task.split(batch)
+        if self.mixup:
+            inputs = mixup(inputs, alpha=self.mixup)
         # The teacher first: its activations are gone before the student's, which stay for the backward pass, are made.
         opinion = source.opinion(model, batch, inputs, task, self.taps()) if self.links else None
-        seen = self.see_student(model, inputs)
+        predictions, features = self.see_student(model, inputs)
         losses: Losses = {}
         if opinion is not None:
-            losses |= term_losses(self.links, self.adapters, seen, opinion, target)
+            student, teacher = (self.cut(predictions), features), (self.cut(opinion[0]), opinion[1])
+            known = {"target": lambda term: target, "index": lambda term: numbers_of(batch, term)}
+            losses |= term_losses(self.links, self.adapters, student, teacher, self.clock.done, **known)
         if self.task_weight:
-            losses["task"] = self.task_weight * supervised_loss(task, seen[0], target)
+            losses["task"] = self.task_weight * supervised_loss(task, predictions, target)
         return losses
 
 
@@ -148,8 +172,10 @@ def imitate(
     terms: Sequence[Term] = (),
     loss: DistillLoss | None = None,
     temperature: float = 4.0,
-    weight: float = 0.9,
+    weight: Weight = 0.9,
     task_weight: float = 0.1,
+    classes: int | None = None,
+    mixup: float = 0.0,
 ) -> Imitate:
     """An objective: weight * loss(student, teacher) + the terms + task_weight * (the task's loss).
 
@@ -160,15 +186,34 @@ def imitate(
         the terms alone.
     loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; soft targets at
         `temperature` where nothing is given.
+    weight: a number, or a function of the share of the training that is done, such as `warm_up`.
+    classes: compare the first so many classes alone, for vocabularies that are padded to different sizes.
+    mixup: alpha of the mixture that both networks see, 1 for a uniform one (patient and consistent teaching, Beyer et al.,
+        2106.05237): with weight=1, task_weight=0 and no other augmentation than crops and flips it is their recipe.
     """
-    for name, value in (("weight", weight), ("task_weight", task_weight)):
-        if value < 0:
-            raise SettingError(f"imitate({name}=...): wanted a number >= 0, got {value}")
+    check_weight_setting("imitate", weight)
+    if task_weight < 0:
+        raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
     if wrong := [type(term).__name__ for term in terms if not isinstance(term, Term)]:
         raise SettingError(f"imitate(terms=...): wanted Terms, got {wrong[0]}; write Term({wrong[0]}, ...)")
     if weight == task_weight == 0 and not any(term.weight for term in terms):
         raise SettingError("imitate(): both weights are 0, nothing would be learned")
     if temperature <= 0:
         raise SettingError(f"imitate(temperature=...): wanted a positive number, got {temperature}")
+    if classes is not None and classes < 2:
+        raise SettingError(f"imitate(classes=...): wanted a whole number >= 2, got {classes}")
+    if mixup < 0:
+        raise SettingError(f"imitate(mixup=...): wanted a number >= 0, got {mixup}")
     chosen = loss if loss is not None else partial(soft_targets, temperature=temperature)
-    return Imitate(teacher=teacher, loss=chosen, weight=weight, task_weight=task_weight, terms=tuple(terms))
+    losses = [chosen, *(term.loss for term in terms)]
+    if mixup and (task_weight or any(takes(each, name) for each in losses for name in ("target", "index"))):
+        raise SettingError("imitate(mixup=...): mixed inputs have no label; set task_weight=0 and take losses without targets")
+    return Imitate(
+        teacher=teacher,
+        loss=chosen,
+        weight=weight,
+        task_weight=task_weight,
+        terms=tuple(terms),
+        classes=classes,
+        mixup=mixup,
+    )

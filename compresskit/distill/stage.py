@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compresskit.distill.objective import AnyTeacher, Imitate, imitate
+from compresskit.distill.objective import Imitate, imitate
+from compresskit.distill.ramps import Weight
+from compresskit.distill.teacher import AnyTeacher
 from compresskit.distill.terms import DistillLoss, Term, drop_adapters_
 from compresskit.errors import SettingError
 from compresskit.task import Task
@@ -32,7 +34,7 @@ class Distill(Train):
     terms: Sequence[Term] = ()
     loss: DistillLoss | None = None
     temperature: float = 4.0
-    weight: float = 0.9
+    weight: Weight = 0.9
     task_weight: float = 0.1
     generations: int = 1
 
@@ -50,7 +52,7 @@ class Distill(Train):
         teacher = self.teacher
         for _ in range(self.generations):
             if self.student is not None:
-                teacher = model if teacher is None else teacher
+                teacher = model.eval() if teacher is None else teacher
                 model = self.skeleton(model)
             model = model.to(task.device)
             try:

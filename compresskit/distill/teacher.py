@@ -38,11 +38,22 @@ class Source(Protocol):
 class Teacher(nn.Module):
     """Frozen copies of one or more models, in eval mode, that give their opinion together: `imitate(Teacher(a, b, c))`.
 
-    Several are averaged in probability (Hinton et al., 1503.02531): their logits are log(mean of softmax). dtype: the numbers
-    they run in, such as torch.bfloat16; they are cast once, here, and BatchNorm keeps its own. What they say is fp32 again.
+    Several are averaged in probability (Hinton et al., 1503.02531): their logits are log(mean of softmax). What they say is fp32.
+
+    models: trained models, in eval mode; one in train mode is refused, for it is most likely not done yet.
+    dtype: the numbers they run in, such as torch.bfloat16; they are cast once, here, and BatchNorm keeps its own.
+    compiled: run them through torch.compile; such a teacher has no modules to tap.
+    inputs: `(the student's inputs) -> the teacher's`, a tuple or a dict, for a teacher that is fed otherwise: at another
+        resolution, or with another tokenizer's ids out of the same batch.
     """
 
-    def __init__(self, *models: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        *models: nn.Module,
+        dtype: torch.dtype | None = None,
+        compiled: bool = False,
+        inputs: Callable[[Inputs], Inputs] | None = None,
+    ) -> None:
         super().__init__()
         if not models:
             raise SettingError("Teacher(): wanted at least one model")
@@ -50,7 +61,13 @@ class Teacher(nn.Module):
             raise SettingError(f"Teacher(): wanted models, got {wrong[0]}; an ensemble is Teacher(a, b), not a list")
         if dtype is not None and not dtype.is_floating_point:
             raise SettingError(f"Teacher(dtype=...): wanted a floating-point type, got {dtype}")
-        self.dtype = dtype
+        if inputs is not None and not callable(inputs):
+            raise SettingError(f"Teacher(inputs=...): wanted a function, got {type(inputs).__name__}")
+        if learning := [type(m).__name__ for m in models if m.training]:
+            raise ModelError(
+                f"the teacher {learning[0]} is in train mode, as a model is that is not trained yet; put it in eval mode if it is"
+            )
+        self.dtype, self.inputs = dtype, inputs
         self.label = " + ".join(type(m).__name__ for m in models)
         self.members = nn.ModuleList(frozen_copy(m) for m in models)
         super().train(False)
@@ -58,6 +75,8 @@ class Teacher(nn.Module):
             for module in self.members.modules():
                 if not isinstance(module, nn.modules.batchnorm._NormBase):
                     _cast_(module, dtype)
+        # In a list: what compile() gives holds the members too, and they must not be there twice.
+        self._compiled = [torch.compile(member) for member in self.members] if compiled else []
 
     def train(self, mode: bool = True) -> Teacher:
         """A teacher is in eval mode always: its running statistics must not change."""
@@ -67,12 +86,13 @@ class Teacher(nn.Module):
 
     @property
     def inside(self) -> nn.Module | None:
-        """The model whose modules can be tapped; an ensemble has none."""
-        return self.members[0] if len(self.members) == 1 else None
+        """The model whose modules can be tapped; an ensemble has none, nor has a compiled one."""
+        return self.members[0] if len(self.members) == 1 and not self._compiled else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the one model returns, or what each of several does."""
-        outputs = [member(*self._cast(args), **self._cast(kwargs)) for member in self.members]
+        args, kwargs = self._cast(args), self._cast(kwargs)
+        outputs = [run(*args, **kwargs) for run in self._compiled or self.members]
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _cast(self, value: Any) -> Any:
@@ -85,7 +105,7 @@ class Teacher(nn.Module):
         """fp32 logits (N, C, ...), without gradients."""
         # no_grad, not inference_mode: autograd refuses to save an inference tensor for the student's backward pass.
         with torch.no_grad():
-            outputs = call(self, inputs)
+            outputs = call(self, inputs if self.inputs is None else self.inputs(inputs))
             if len(self.members) == 1:
                 return task.predict(outputs).float()
             logits = [task.predict(output).float() for output in outputs]
@@ -140,7 +160,7 @@ class Follower(Teacher):
     """A teacher that moves towards the student, from its fp32 masters where it has any, before every opinion."""
 
     def __init__(self, student: nn.Module, decay: float) -> None:
-        super().__init__(student)
+        super().__init__(frozen_copy(student))
         self.decay, self.batches, self.student = decay, 0, [student]  # in a list: the student is no submodule of its teacher
 
     def opinion(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
@@ -165,3 +185,19 @@ class Follower(Teacher):
                 average.lerp_(new, 1 - keep)
             else:
                 average.copy_(new)
+
+
+AnyTeacher = nn.Module | EMA | Source
+
+
+def as_source(teacher: AnyTeacher, student: nn.Module, where: str) -> Source:
+    """A model is frozen and copied, unless it is a Teacher already; a cache gives its own opinion."""
+    if isinstance(teacher, EMA):
+        return Follower(student, teacher.decay)
+    if teacher is student:
+        raise SettingError(f"{where}: teacher and student are one module; pass a copy of the teacher")
+    if hasattr(teacher, "opinion"):
+        return teacher  # type: ignore[return-value]
+    if not isinstance(teacher, nn.Module):
+        raise SettingError(f"{where}: wanted a model, a Teacher, an EMA or a cache, got {type(teacher).__name__}")
+    return Teacher(teacher)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compresskit.errors import ExportError
+from compresskit.export.files import read_proto
 
 #: What ONNX Runtime calls its integer kernels, by the operator they stand for.
 INTEGER_KERNELS = {
@@ -36,6 +37,7 @@ ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split G
 WEIGHT = {"Conv": 1, "FusedConv": 1, "Gemm": 1, "FusedGemm": 1, "MatMul": 1, "FusedMatMul": 1, "ConvTranspose": 1}
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
 FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
+SHOWN = 8  # names of float layers that are printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +60,21 @@ class Audit:
         return self.macs_integer / self.macs if self.macs else 0.0
 
     def __str__(self) -> str:
-        rows = [f"  {kind:<20} {done:>4} of {count}" for kind, (done, count) in sorted(self.operators.items())]
-        return "\n".join([f"{self.share:.1%} of the MACs in integers, {self.conversions} conversions left", *rows])
+        rows = [f"  {kind:<24} {done:>4} of {count:<4}" for kind, (done, count) in sorted(self.operators.items())]
+        lines = [f"{self.share:.1%} of the MACs in integers, {self.conversions} conversions left", *rows]
+        if self.floating:
+            more = f" and {len(self.floating) - SHOWN} more" if len(self.floating) > SHOWN else ""
+            lines.append(f"  layers in float: {', '.join(self.floating[:SHOWN])}{more}")
+        return "\n".join(lines)
 
 
 def audit(path: str | Path) -> Audit:
     """Load a file, let ONNX Runtime optimize it, and count; raises ExportError where it does not load."""
     import onnx  # heavy, and only auditing needs it
 
+    proto = read_proto(path)
     graph = optimized_graph(path)
-    shapes = _shapes(onnx.shape_inference.infer_shapes(onnx.load(path)).graph)
+    shapes = _shapes(onnx.shape_inference.infer_shapes(proto).graph)
     weights = _constants(graph)
     narrow = _narrow_values(graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
@@ -105,11 +112,13 @@ def optimized_graph(path: str | Path) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     with tempfile.TemporaryDirectory() as folder:
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        # Weights aside: a file past 2 GB could not be written otherwise, and only their shapes are asked for.
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
         try:
             ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}") from error
-        return onnx.load(options.optimized_model_filepath).graph
+        return onnx.load(options.optimized_model_filepath, load_external_data=False).graph
 
 
 def _narrow_values(graph: Any, types: tuple[int, ...]) -> set[str]:

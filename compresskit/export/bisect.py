@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.export.dtypes import widened
+from compresskit.export.files import read_proto
 from compresskit.export.onnx import to_program
 from compresskit.graph import module_path
 from compresskit.measure import numpy_inputs, session
@@ -41,18 +44,22 @@ def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> st
     """
     import onnx  # heavy, and only looking for an error needs it
 
-    program = to_program(model, inputs).exported_program
-    assert program is not None
-    module = program.module()
+    program = to_program(model, inputs)
+    assert program.exported_program is not None
+    module = program.exported_program.module()
+    inputs = widened(model, inputs)[1]
     with torch.no_grad():
         recorder = _Recorder(module)
         recorder.run(*pytree.tree_leaves(inputs))
-    file = onnx.load(path)
+    file = read_proto(path)
     here = {output for node in file.graph.node for output in node.output}
     names = [name for name in recorder.values if name in here]
     outside = {output.name for output in file.graph.output}
     file.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in outside)
-    probe = session(file.SerializeToString(), optimize=False)
+    with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".probe.", suffix=".onnx") as beside:
+        beside.write(file.SerializeToString())  # beside the file, where its external data is
+        beside.flush()
+        probe = session(beside.name, optimize=False)
     got = dict(zip([o.name for o in probe.get_outputs()], probe.run(None, numpy_inputs(probe, inputs)), strict=True))
     nodes = {node.name: node for node in module.graph.nodes}
     for name in names:

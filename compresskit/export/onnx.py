@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import warnings
 from collections.abc import Mapping
@@ -12,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.checkpoint import atomic
 from compresskit.errors import ExportError, SettingError
+from compresskit.export.dtypes import coarsest, store_bf16_, widened
+from compresskit.export.files import KEY, write_model
 from compresskit.export.ops import translations
-from compresskit.graph import batch_dims, capture
+from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call
+from compresskit.version import __version__
 
 OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that torch's exporter writes
-LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
 
 
 def export_onnx(
@@ -28,80 +31,120 @@ def export_onnx(
     path: str | Path,
     example: Inputs,
     *,
-    opset: int = 20,
-    dynamic_batch: bool = True,
+    opset: int | None = None,
+    dynamic: Dynamic | None = None,
+    inside: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a model to an ONNX file with the modern exporter.
 
     Args:
-        model: a float module, or a quantized one of this library, whose weights are stored as int8.
-        path: of the file; it is replaced only once the new one is complete. Weights past 2 GB go to `<path>.data`.
+        model: a float module, or a quantized one of this library, whose weights are stored as int8; or a module with quantized
+            submodules. Of a bf16 model the weights are stored in bf16, inputs and outputs are fp32; fp16 stays fp16.
+        path: of the file; it is replaced only once the new one is complete. Past 2 GB the weights go to `<path>.data`.
         example: inputs, a tuple or a dict; they name the inputs of the file.
-        opset: version of the standard operators.
-        metadata: key-value pairs kept inside the file.
+        opset: version of the standard operators; that of the target for a quantized model, else 20.
+        dynamic: dimensions of the inputs that may vary: `(0, 2, 3)` for batch, height and width of every input, or names for
+            those of each, `{"x": {0: "batch", 2: "height"}}`; `()` for none. The batch where nothing is given, and for a
+            quantized model what it was quantized with.
+        inside: dotted name of a submodule; it alone is exported, with the inputs that it receives when the model runs.
+        metadata: key-value pairs kept inside the file, beside what `read_metadata` gives back.
 
     Raises ModelError where the model cannot be captured, ExportError where an operator has no translation or the file
     cannot be written.
     """
     path = Path(path)
-    if opset not in OPSETS:
+    if opset is not None and opset not in OPSETS:
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    import onnx_ir as ir  # heavy, and only exporting needs it
-
+    # Both load onnx_ir, which only exporting needs.
     from compresskit.export.kernels import pad_input_channels, pool_as_convolution
     from compresskit.export.passes import optimize_
 
     try:
-        program = to_program(model, example, opset=opset, dynamic_batch=dynamic_batch)
+        if inside is not None:
+            with torch.no_grad(), mode(model, training=False):
+                model, example = inputs_inside(model, example, inside)
+        dynamic = _dynamic_of(model) if dynamic is None else dynamic
+        program = to_program(model, example, opset=opset, dynamic=dynamic)
     except ExportError as error:
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
-    tuned = getattr(getattr(model, "target", None), "tuned", False)
+    tuned = any(part.target.tuned for part in model.modules() if hasattr(part, "deployed"))
     optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
-    _name_batch(file)
-    file.producer_name = "compresskit"
-    file.metadata_props.update(metadata or {})
-    size = sum(v.const_value.nbytes for v in file.graph.initializers.values() if v.const_value is not None)
+    _name_dimensions(file, dynamic)
+    if coarsest(model) is torch.bfloat16:
+        store_bf16_(file)
+    file.producer_name, file.producer_version = "compresskit", __version__
+    file.metadata_props.update({KEY: json.dumps(_about(model)), **(metadata or {})})
     try:
-        with atomic(path) as temporary:
-            ir.save(file, temporary, external_data=f"{path.name}.data" if size > LIMIT else None)
+        write_model(file, path)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error
     return path
 
 
-def to_program(model: nn.Module, example: Inputs, *, opset: int = 20, dynamic_batch: bool = True) -> torch.onnx.ONNXProgram:
+def _about(model: nn.Module) -> dict[str, Any]:
+    """What a file says of the model in it."""
+    about: dict[str, Any] = {"versions": {"compresskit": __version__, "torch": torch.__version__}}
+    about["model"] = getattr(model, "origin", {}).get("class", type(model).__name__)
+    if targets := sorted({part.target.name for part in model.modules() if hasattr(part, "deployed")}):
+        about["target"] = ", ".join(targets)
+    return about
+
+
+def to_program(
+    model: nn.Module, example: Inputs, *, opset: int | None = None, dynamic: Dynamic | None = None
+) -> torch.onnx.ONNXProgram:
     """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the program it was made from."""
-    deployed = getattr(model, "deployed", None)
+    dynamic = _dynamic_of(model) if dynamic is None else dynamic
+    if opset is None:
+        opset = max([part.target.opset for part in model.modules() if hasattr(part, "deployed")], default=20)
     with torch.no_grad(), mode(model, training=False):
-        module = model if deployed is None else deployed()
+        check_runs(model, example)
+        module, example = widened(deployed(model), example)
         outputs = output_names(call(module, example))
-        captured = capture(module, example, dynamic_batch=dynamic_batch)
-    args, kwargs = ((), captured.example) if isinstance(captured.example, dict) else (captured.example, {})
-    batch = torch.export.Dim.DYNAMIC if dynamic_batch else torch.export.Dim.STATIC
+        module.eval()
+        program, example = trace(module, example, dynamic)
+    nodes = [
+        node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
+    ]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter warns of its own internals
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            program = torch.onnx.export(
-                captured.module,
-                args,
-                kwargs=kwargs,
+            result = torch.onnx.export(
+                program,
                 dynamo=True,
                 opset_version=opset,
-                input_names=list(captured.inputs),
+                input_names=[node.name for node in nodes],
                 output_names=outputs,
-                dynamic_shapes=batch_dims(captured.example, batch),
                 custom_translation_table=translations(),
                 verbose=False,
             )
     except Exception as error:
         raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
-    assert program is not None
-    return program
+    assert result is not None
+    return result
+
+
+def _dynamic_of(model: nn.Module) -> Dynamic:
+    """The dimensions that a quantized model was captured with; the batch of any other."""
+    found: Dynamic = getattr(model, "dynamic", (0,)) if hasattr(model, "deployed") else (0,)
+    return found
+
+
+def deployed(model: nn.Module) -> nn.Module:
+    """The form that is exported: a quantized model, or each quantized submodule, in ONNX's terms; a float model as it is."""
+    if hasattr(model, "deployed"):
+        return model.deployed()  # type: ignore[no-any-return]
+    parts = {name: part for name, part in model.named_modules() if hasattr(part, "deployed")}
+    if parts:
+        model = copy.deepcopy(model)
+    for name, part in parts.items():
+        model.set_submodule(name, part.deployed())
+    return model
 
 
 def _cause(error: BaseException) -> str:
@@ -112,14 +155,22 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _name_batch(file: Any) -> None:
-    """Call the symbolic first dimension `batch` at every input and output."""
+def _name_dimensions(file: Any, dynamic: Dynamic) -> None:
+    """Give the dimensions that vary their names, at every input and output: `batch` for the first, `dim_2` for others, or the
+    user's.
+    """
     import onnx_ir as ir
 
-    symbols = {v.shape[0] for v in file.graph.inputs if v.shape is not None and len(v.shape) and not isinstance(v.shape[0], int)}
+    names: dict[Any, str] = {}
+    for value in file.graph.inputs:
+        for d, size in enumerate(value.shape or ()):
+            if isinstance(size, int):
+                continue
+            given = dynamic.get(value.name, {}) if isinstance(dynamic, Mapping) else {}
+            names.setdefault(size, given.get(d, "batch" if d == 0 else f"dim_{d}"))
     for value in [*file.graph.inputs, *file.graph.outputs]:
-        if value.shape is not None and len(value.shape) and value.shape[0] in symbols:
-            value.shape = ir.Shape(["batch", *list(value.shape)[1:]])
+        if value.shape is not None:
+            value.shape = ir.Shape([s if isinstance(s, int) else names.get(s, s) for s in value.shape])
 
 
 def output_names(output: Any) -> list[str]:

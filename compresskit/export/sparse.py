@@ -11,6 +11,7 @@ import numpy as np
 
 from compresskit.checkpoint import atomic
 from compresskit.errors import ExportError
+from compresskit.export.files import data_path
 from compresskit.measure import session
 
 
@@ -19,9 +20,7 @@ def compressed_bytes(path: str | Path) -> dict[str, int | None]:
 
     Its external data counts. What a download or an app bundle weighs; in memory the weights are dense again.
     """
-    path = Path(path)
-    data = path.with_name(path.name + ".data")
-    whole = path.read_bytes() + (data.read_bytes() if data.exists() else b"")
+    whole = b"".join(p.read_bytes() for p in (Path(path), data_path(path)) if p.exists())
     zstd = _zstd()
     return {"zip": len(zlib.compress(whole, 9)), "zstd": None if zstd is None else len(zstd.compress(whole, 19))}
 

@@ -4,13 +4,15 @@ Errors are counted in *steps*: 1/255 of the range of the reference output, which
 it would be. Fused integer kernels may fall to the other side of a rounding tie (onnxruntime#32132), and a step that
 flips early moves everything behind it a little. So a quantized file is judged by how many values lie within two steps
 and by agreement of the largest class; or, where the network amplifies every rounding (deep and untrained, for example),
-by its difference being small beside what quantization itself does to the outputs. A float file is judged by its largest
-error.
+by its difference being small beside what quantization itself does to the outputs, or by being as near to the unrounded
+model as the simulation is: dozens of layers deep, two correct executions round apart as far as independent noise. A float
+file is judged by its largest error, in half precision by what the roundings of that precision add up to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,17 @@ from tqdm import tqdm
 
 from compresskit.errors import DataError, ExportError
 from compresskit.export.bisect import first_disagreement
+from compresskit.export.dtypes import coarsest
+from compresskit.export.files import read_proto
+from compresskit.graph import inputs_inside
 from compresskit.measure import numpy_inputs, session
 from compresskit.surgery import mode
 from compresskit.task import Inputs, batch_size, call, call_checked
 
 #: What a file must reach. A float file: its largest error in steps. A quantized one: share of samples whose largest class
-#: agrees and share of values within two steps; or its error as a share of the error that quantization makes.
-FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE = 0.1, 0.98, 0.97, 0.7
+#: agrees and share of values within two steps; or its error as a share of the error that quantization makes; or its distance
+#: from the unrounded model as a share of the simulation's.
+FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
@@ -40,6 +46,7 @@ class Level:
     agreement: share of samples with the same largest class; None where the output has no classes.
     within_one, within_two: shares of output values at most that many steps off. largest: largest error, in steps.
     noise: root mean square of the error, as a share of that of quantization itself; None for a float model.
+    excess: root mean square distance of the file from the unrounded model, as a share of the simulation's; None likewise.
     """
 
     agreement: float | None
@@ -47,6 +54,7 @@ class Level:
     within_two: float
     largest: float
     noise: float | None = None
+    excess: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +87,27 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *, label: str = "verify") -> Verification:
+def verify_onnx(
+    path: str | Path, model: nn.Module, batches: Iterable[Inputs], *, inside: str | None = None, label: str = "verify"
+) -> Verification:
     """Run a file and its model on the same inputs and compare all outputs.
 
     Args:
         path: of the ONNX file.
         model: the PyTorch model it was written from, float or quantized.
         batches: inputs (tuples or dicts), real data.
+        inside: dotted name of the submodule that the file was written from; `batches` are still those of the whole model.
 
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
+    read_proto(path)  # refuses weights outside its folder
     try:
         sessions = [session(path, optimize=False), session(path)]
     except Exception as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
-    quantized = hasattr(model, "deployed")
+    if inside is not None:
+        model, batches = _inside(model, batches, inside)
+    quantized = any(hasattr(part, "deployed") for part in model.modules())
     kept: list[list[list[np.ndarray]]] = [[], [], []]
     rounding: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first = 0, None
@@ -113,13 +127,29 @@ def verify_onnx(path: str | Path, model: nn.Module, batches: Iterable[Inputs], *
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
-    columns = [[np.concatenate(output) for output in zip(*batched, strict=True)] for batched in kept]
-    exact = [np.concatenate(output) for output in zip(*rounding, strict=True)] if quantized else None
-    plain, optimized = compare(columns[0], columns[1], exact), compare(columns[0], columns[2], exact)
-    reason = _verdict(plain, optimized, quantized)
+    wanted, written, fast = map(_joined, kept)
+    heads = len({batch[0].shape[1:] for batch in kept[0]})
+    exact = _joined(rounding) if quantized else None
+    plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
+    reason = _verdict(plain, optimized, quantized, steps_allowed(coarsest(model)))
     if reason and (where := first_disagreement(path, model, first)):
         reason = f"{reason}; {where}"
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
+
+
+def _inside(model: nn.Module, batches: Iterable[Inputs], inside: str) -> tuple[nn.Module, Iterable[Inputs]]:
+    """A submodule and, for each batch of the model, what it receives."""
+
+    def received() -> Iterator[Inputs]:
+        for inputs in batches:
+            with torch.no_grad(), mode(model, training=False):
+                yield inputs_inside(model, inputs, inside)[1]
+
+    stream = received()
+    first = next(stream, None)
+    if first is None:
+        raise DataError("verify_onnx: no batch was given")
+    return model.get_submodule(inside), itertools.chain([first], stream)
 
 
 def _arrays(output: Any) -> list[np.ndarray]:
@@ -128,21 +158,38 @@ def _arrays(output: Any) -> list[np.ndarray]:
     return [np.atleast_1d(v.detach().float().cpu().numpy()) for v in tensors]
 
 
-def _unrounded(model: Any, inputs: Inputs) -> list[np.ndarray]:
+def _joined(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Each output over all batches; one array for each shape that it has, where batches come in several sizes."""
+    joined: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
+    for batch in batches:
+        for i, output in enumerate(batch):
+            joined.setdefault((i, output.shape[1:]), []).append(output)
+    return [np.concatenate(joined[key]) for key in sorted(joined)]
+
+
+def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
     """Outputs of a quantized model with its quantizers switched off."""
-    model.enable_(False)
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "deployed")]
+    for part in parts:
+        part.enable_(False)
     try:
         return _arrays(call(model, inputs))
     finally:
-        model.enable_(True)
+        for part in parts:
+            part.enable_(True)
 
 
-def compare(reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray] | None = None) -> Level:
+def compare(
+    reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray] | None = None, *, heads: int = 1
+) -> Level:
     """Agreement of a file's outputs with the model's, over all samples at once.
 
-    exact: outputs of a quantized model without rounding.
+    exact: outputs of a quantized model without rounding. heads: how many of the arrays, from the first, are predictions.
     """
     steps = []
+    shapes = [[v.shape for v in values] for values in (reference, outputs)]
+    if len(reference) != len(outputs):
+        raise ExportError(f"the file gives outputs of shapes {shapes[1]} where the model gives {shapes[0]}")
     for wanted, got in zip(reference, outputs, strict=True):
         if wanted.shape != got.shape:
             raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
@@ -154,14 +201,15 @@ def compare(reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[
         error[wanted == got] = 0  # a masked logit of -inf agrees with itself
         steps.append(error.ravel() / (span / 255))
     errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
-    first, other = reference[0], outputs[0]
-    classes = first.ndim > 1 and first.shape[1] > 1
+    classes = all(v.ndim > 1 and v.shape[1] > 1 for v in reference[:heads])
+    same = [(a.argmax(1) == b.argmax(1)).ravel() for a, b in zip(reference[:heads], outputs, strict=False)] if classes else []
     return Level(
-        agreement=float((first.argmax(1) == other.argmax(1)).mean()) if classes else None,
+        agreement=float(np.concatenate(same).mean()) if classes else None,
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
         noise=None if exact is None else _distance(reference, outputs) / max(_distance(reference, exact), 1e-30),
+        excess=None if exact is None else _distance(outputs, exact) / max(_distance(reference, exact), 1e-30),
     )
 
 
@@ -174,11 +222,20 @@ def _distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     return float(np.sqrt(total))
 
 
-def _verdict(plain: Level, optimized: Level, quantized: bool) -> str:
+def steps_allowed(dtype: torch.dtype) -> float:
+    """Largest error of a float file, in steps: 0.1 for fp32; for half precision eight roundings (2 in fp16, 16 in bf16)."""
+    return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
+
+
+def _verdict(plain: Level, optimized: Level, quantized: bool, allowed: float) -> str:
     for name, level in (("as written", plain), ("optimized", optimized)):
-        if not quantized and level.largest > FLOAT_STEPS:
-            return f"{name}: the largest error is {level.largest:.3g} steps, a float file may have {FLOAT_STEPS}"
-        if level.noise is not None and level.noise <= QUANTIZED_NOISE:
+        if not quantized and level.largest > allowed:
+            return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"
+        if (
+            level.noise is not None
+            and np.isfinite(level.largest)
+            and (level.noise <= QUANTIZED_NOISE or (level.excess or 0) <= QUANTIZED_EXCESS)
+        ):
             continue
         if quantized and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
             return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"

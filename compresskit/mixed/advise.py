@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,7 @@ class Advice:
     exponents: histogram of all gradients' exponents, {exponent: share of the values that are not 0}.
     flushed: share of them that fp16 would turn into 0 without loss scaling.
     scale: smallest power of two that keeps all but 0.1 % of them, and does not overflow the largest.
+    notes: what else would hold the training back.
     """
 
     layers: tuple[Layer, ...]
@@ -45,6 +48,7 @@ class Advice:
     scale: float
     policy: Policy
     why: str
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [f"suggested policy: {self.policy.name} ({self.why})"]
@@ -58,16 +62,19 @@ class Advice:
             rows.append(f"not on tensor cores: {', '.join(self.others)}")
         rows.append(f"gradients: {self.flushed:.2%} below 2^{SMALLEST}, lost in fp16 without a scale; {self.scale:g} keeps them")
         rows += [f"  2^{e:<4d} {share:7.2%} {'#' * round(50 * share)}" for e, share in sorted(self.exponents.items())]
-        return "\n".join(rows)
+        return "\n".join([*rows, *self.notes])
 
 
-def advise(model: nn.Module, example: Any, *, loss: Callable[[Any], Tensor] | None = None) -> Advice:
+def advise(
+    model: nn.Module, example: Any, *, loss: Callable[[Any], Tensor] | None = None, batches: Iterable[Any] | None = None
+) -> Advice:
     """Look at a model's sizes and at the gradients of one batch; the model is left as it was.
 
     Args:
         model: an fp32 model, on the device where it will train.
         example: its positional inputs, as a tuple or one tensor.
         loss: from outputs to a scalar; the mean square of all outputs where nothing is given.
+        batches: the training data; four batches are taken, to see whether they come as fast as the model needs them.
 
     Sizes: NVIDIA, "Deep Learning Performance: matrix multiplication" (multiples of 8 for fp16, 16 for fp8). Histogram:
     Micikevicius et al., 1710.03740, figure 3.
@@ -87,18 +94,16 @@ def advise(model: nn.Module, example: Any, *, loss: Callable[[Any], Tensor] | No
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        output = model(*args)
-        leaves = [o for o in pytree.tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
-        if not leaves or not parameters:
-            raise ModelError("advise: no output depends on a parameter with requires_grad; there are no gradients to look at")
-        total = loss(output) if loss is not None else torch.stack([o.float().square().mean() for o in leaves]).sum()
-        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        grads = _gradients(model, args, parameters, loss)
+        for handle in handles:
+            handle.remove()
+        notes = _notes(parameters[0].device, batches, lambda: _gradients(model, args, parameters, loss))
     finally:
         for handle in handles:
             handle.remove()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-    exponents, largest = _histogram([grad for grad in grads if grad is not None])
+    exponents, largest = _histogram(grads)
     policy, why = _suggested(parameters[0].device)
     return Advice(
         layers=tuple(layers),
@@ -108,7 +113,39 @@ def advise(model: nn.Module, example: Any, *, loss: Callable[[Any], Tensor] | No
         scale=_scale(exponents, largest),
         policy=policy,
         why=why,
+        notes=notes,
     )
+
+
+def _gradients(
+    model: nn.Module, args: tuple[Any, ...], parameters: list[nn.Parameter], loss: Callable[[Any], Tensor] | None
+) -> list[Tensor]:
+    output = model(*args)
+    leaves = [o for o in pytree.tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
+    if not leaves or not parameters:
+        raise ModelError("advise: no output depends on a parameter with requires_grad; there are no gradients to look at")
+    total = loss(output) if loss is not None else torch.stack([o.float().square().mean() for o in leaves]).sum()
+    return [grad for grad in torch.autograd.grad(total, parameters, allow_unused=True) if grad is not None]
+
+
+def _notes(device: torch.device, batches: Iterable[Any] | None, step: Callable[[], Any]) -> tuple[str, ...]:
+    notes = []
+    if device.type == "cuda" and not (torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()):
+        notes.append("cuDNN is off, and with it the half convolutions: set torch.backends.cudnn.enabled = True")
+    if batches is not None:
+        given = iter(batches)
+        next(given, None)  # starting workers is no part of the pace
+        begin = time.perf_counter()
+        count = sum(1 for _ in itertools.islice(given, 3))
+        pace = (time.perf_counter() - begin) / max(count, 1)
+        begin = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        needed = time.perf_counter() - begin
+        end = "it keeps up" if pace < needed else "faster numbers gain nothing before the data comes faster (more workers)"
+        notes.append(f"data: {pace * 1000:.1f} ms a batch, forward and backward {needed * 1000:.1f} ms: {end}")
+    return tuple(notes)
 
 
 def _layer(name: str, module: nn.Module, inputs: Any) -> Layer:

@@ -21,7 +21,13 @@ class Average:
         if not 0 <= decay < 1:
             raise SettingError(f"average: decay must be in [0, 1), got {decay}")
         self.decay = decay
-        self.values = {name: master.detach().float().clone() for name, master in masters.items()}
+        self.values: dict[str, Tensor] = {}
+        self.admit(masters)
+
+    def admit(self, masters: dict[str, Tensor]) -> None:
+        """Take in weights that are not averaged yet, from the values they have."""
+        fresh = {name: master for name, master in masters.items() if name not in self.values}
+        self.values |= {name: master.detach().float().clone() for name, master in fresh.items()}
 
     def update(self, masters: dict[str, Tensor], found_inf: Tensor | None) -> None:
         """Take one step in; `found_inf` is 1 on the device where the step was skipped."""

@@ -45,11 +45,11 @@ def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
     return kept
 
 
-def surround(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
+def surround(model: nn.Module, policy: Policy, known: set[nn.Module]) -> list[RemovableHandle]:
     """Let modules kept in fp32 take and give half: cast what goes in to fp32 and what comes out to the half dtype.
 
     Batch norms need none of it, their kernels take half inputs beside fp32 weights; the same holds for modules that ask to be
-    kept with `keeps_fp32`.
+    kept with `keeps_fp32`. `known` are modules that have theirs already; new ones are added.
     """
     half = policy.param_dtype
     assert half is not None
@@ -62,6 +62,9 @@ def surround(model: nn.Module, policy: Policy) -> list[RemovableHandle]:
         if inside or not (name in names or isinstance(module, kinds)) or isinstance(module, BATCH_NORMS):
             continue
         found.append(name)
+        if module in known:
+            continue
+        known.add(module)
         handles.append(module.register_forward_pre_hook(_into_fp32, with_kwargs=True))
         handles.append(module.register_forward_hook(lambda _module, _args, output: cast(output, half)))
     return handles

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,7 +12,11 @@ from torch import nn
 from compresskit.errors import ModelError, SettingError
 from compresskit.mixed.compiled import check_compiled, has_compiler
 from compresskit.mixed.flat import check_flat
+from compresskit.mixed.fp8 import check_fp8
 from compresskit.mixed.policy import Policy
+
+if TYPE_CHECKING:
+    from compresskit.mixed.run import Run
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -22,12 +28,20 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     own = set(model.parameters())
     if any(p not in own for group in optimizer.param_groups for p in group["params"]):
         raise SettingError("prepare: the optimizer holds parameters that are not the model's; make it from model.parameters()")
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if left := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
+        warnings.warn(f"prepare: the optimizer does not have {left[0]} ({len(left)} parameters in all) that require gradients: "
+                      "they will not move; freeze them, or hand them over with run.add_group", stacklevel=4)  # fmt: skip
 
 
 def check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Refuse what would be nan at the first step; say what is only good for measuring."""
     if torch.float16 in (policy.param_dtype, policy.autocast_dtype) and device.type == "cpu":
         warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=4)
+    if policy.fp8 is not None:
+        check_fp8(policy.fp8, device)
+    if policy.tf32 and not (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8):
+        warnings.warn("TF32 is of NVIDIA GPUs from Ampere on: here products are fp32 as without it", stacklevel=4)
     if not policy.pure:
         return
     assert policy.param_dtype is not None
@@ -56,3 +70,42 @@ def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torc
         warnings.warn(f"backend='compiled' needs {what}, which is not here: going on with 'foreach'", stacklevel=4)
         return False
     return True
+
+
+def wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer cannot step without a closure, as LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_closure(run: Run) -> None:
+    """Refuse a step with a closure where its evaluations would not be of one function, or of one set of weights."""
+    if any(scaler.dynamic for scaler in run.scalers.values()):
+        raise SettingError(
+            "step(closure): a dynamic loss scale would change between evaluations; set loss_scale to a number, or use bf16"
+        )
+    if run.policy.digits is not None or run._flat is not None or run._compiled is not None:
+        raise SettingError(
+            "step(closure): the optimizer needs separate weights between evaluations; use an fp32, MASTER or pure policy with"
+            " backend='foreach' and flat=False"
+        )
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded on this thread's stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_capture(optimizer: torch.optim.Optimizer, *, scaled: bool, compiled: bool) -> None:
+    """Refuse, while a CUDA graph is recorded, what would be frozen into it or read back by the host."""
+    kind = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), torch.Tensor):
+            raise SettingError(f"CUDA graph: lr={group.get('lr')} of {kind} would be frozen into the graph; make the optimizer "
+                               "with lr=torch.tensor(..., device='cuda')")  # fmt: skip
+        if group.get("capturable") is False and not compiled:
+            raise SettingError(f"CUDA graph: {kind} counts its steps on the host; make it with capturable=True")
+        if scaled and not compiled and not group.get("fused"):
+            raise SettingError(
+                f"CUDA graph: {kind} reads the overflow flag back; make it with fused=True, or use backend='compiled'"
+            )

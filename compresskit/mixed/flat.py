@@ -42,18 +42,25 @@ class Flat:
 
     def __init__(self, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
         self.weights, self.optimizer = weights, optimizer
-        self.order = [list(group["params"]) for group in optimizer.param_groups]
-        self.owner = {slot.master: slot.parameter for slot in weights.slots}
-        self.slots = {slot.parameter: slot for slot in weights.slots}
+        self.order: list[list[Tensor]] = []
+        self.first: dict[Tensor, nn.Parameter] = {}  # of the separate masters, which come back at the end
         self.buffers: list[Buffer] = []
         for group in optimizer.param_groups:
-            kinds: dict[torch.device, list[Tensor]] = {}
-            for owned in group["params"]:
-                # Frozen ones have no gradient and stay as they are, beside the buffer.
-                if self.owner.get(owned, owned).requires_grad and owned.dtype == torch.float32:
-                    kinds.setdefault(owned.device, []).append(owned)
-            for members in kinds.values():
-                self.buffers.append(self._flatten(group, members))
+            self.add(group)
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Lay the masters of one more group flat."""
+        self.owner = {slot.master: slot.parameter for slot in self.weights.slots}
+        self.slots = {slot.parameter: slot for slot in self.weights.slots}
+        self.order.append(list(group["params"]))
+        self.first |= {owned: self.owner[owned] for owned in group["params"] if owned in self.owner}
+        kinds: dict[torch.device, list[Tensor]] = {}
+        for owned in group["params"]:
+            # Frozen ones have no gradient and stay as they are, beside the buffer.
+            if self.owner.get(owned, owned).requires_grad and owned.dtype == torch.float32:
+                kinds.setdefault(owned.device, []).append(owned)
+        for members in kinds.values():
+            self.buffers.append(self._flatten(group, members))
 
     def _flatten(self, group: dict[str, Any], owned: list[Tensor]) -> Buffer:
         value = torch.empty(sum(p.numel() for p in owned), device=owned[0].device)
@@ -132,7 +139,7 @@ class Flat:
         for buffer in self.buffers:
             self.optimizer.state.pop(buffer.value, None)
         owned = {p: (self.slots[p].master if p in self.slots else p) for b in self.buffers for p in b.members}
-        previous = {self.owner.get(p, p): p for order in self.order for p in order}
+        previous = {self.first.get(p, p): p for order in self.order for p in order}
         for parameter, view in owned.items():
             if parameter in self.slots:
                 master = previous[parameter]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,15 +21,20 @@ from compresskit.errors import SettingError
 from compresskit.mixed.accumulate import Sums
 from compresskit.mixed.average import Average
 from compresskit.mixed.casts import cast
-from compresskit.mixed.checks import check_backend, check_model, check_numbers
+from compresskit.mixed.checks import check_backend, check_model, check_numbers, wants_closure
 from compresskit.mixed.compiled import Compiled
 from compresskit.mixed.flat import Flat
+from compresskit.mixed.fp8 import Converted, to_float8
+from compresskit.mixed.groups import add_group_
+from compresskit.mixed.parallel import check_casts, check_sharded, check_sync, is_sharded
 from compresskit.mixed.policy import FP32, Policy
-from compresskit.mixed.scaler import LossScaler
+from compresskit.mixed.scaler import LossScaler, make_scalers
 from compresskit.mixed.schedule import Scheduled
 from compresskit.mixed.state import load_state, state_of
-from compresskit.mixed.stats import report_, stats_of
-from compresskit.mixed.update import Divisor, Late, hands_over, update_
+from compresskit.mixed.stats import stats_of
+from compresskit.mixed.step import step_, step_closure_
+from compresskit.mixed.tf32 import tf32
+from compresskit.mixed.update import Late
 from compresskit.mixed.weights import Weights
 
 
@@ -80,11 +86,14 @@ class Run:
         if clip is not None and clip <= 0:
             raise SettingError(f"clip must be positive, got {clip}")
         check_model(model, optimizer)
-        self.optimizer, self.policy, self.clip = optimizer, policy, clip
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         check_numbers(policy, optimizer, self.device)
         one_pass = check_backend(policy, optimizer, self.device, flat=flat, backend=backend)
-        self.scalers = self._make_scalers(losses, scaler)
+        self.scalers = make_scalers(policy, losses, scaler, self.device)
+        self.float8 = _to_float8(model, policy)
+        if is_sharded(model):
+            policy = _sharded(model, policy, flat=flat, one_pass=one_pass)
+        self.optimizer, self.policy, self.clip = optimizer, policy, clip
         self.grad_norm: Tensor | None = None
         self.after_update: list[Callable[[], None]] = []
         self._model = model
@@ -96,25 +105,16 @@ class Run:
         self._averages: list[Average] = []
         self._sums, self._used = Sums(), set[str]()
         self._micro: int | None = None
-        self._passes = 0
+        self._passes, self._apart = 0, False
+        self._needs_closure = wants_closure(optimizer)
         self._late = Late(2, self.device)
         self._skips = torch.zeros((), dtype=torch.int64, device=self.device)
         self._bad: Tensor | None = None
         self._bad_names: list[str] = []
 
-    def _make_scalers(self, losses: Sequence[str], make: Callable[[], LossScaler] | None) -> dict[str, LossScaler]:
-        if len(set(losses)) != len(losses) or isinstance(losses, str):
-            raise SettingError(f"losses must be different names, such as ('generator', 'critic'), got {losses!r}")
-        scale = self.policy.loss_scale
-        if make is not None and scale is None:
-            raise SettingError(f"Policy {self.policy.name} has no loss scale; set loss_scale='dynamic' to use a scaler")
-        if scale is None:
-            return {}
-
-        def default() -> LossScaler:
-            return LossScaler() if scale == "dynamic" else LossScaler.fixed(float(scale))
-
-        return {name: (make or default)().to(self.device) for name in losses or [""]}
+    def __repr__(self) -> str:
+        lines = [f"{type(self.optimizer).__name__} on {self.device}, {self.policy}"]
+        return "\n".join([*lines, *([str(self.float8)] if self.float8 else [])])
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -143,7 +143,8 @@ class Run:
         half, auto, output_dtype = self.policy.param_dtype, self.policy.autocast_dtype, self.policy.output_dtype
         if half is not None and self.policy.cast_inputs:
             args, kwargs = cast(args, half), cast(kwargs, half)
-        with torch.autocast(self.device.type, dtype=auto) if auto is not None else nullcontext():
+        autocast = torch.autocast(self.device.type, dtype=auto) if auto is not None else nullcontext()
+        with autocast, tf32(self.policy.tf32):
             output = self._model(*args, **kwargs)
         return output if (half is None and auto is None) or output_dtype is None else cast(output, output_dtype)
 
@@ -152,14 +153,16 @@ class Run:
 
         `scaler` names the loss where `prepare(losses=...)` declared several; each is unscaled by its own scale at once.
         """
+        check_sync(self._model)
         chosen = self._chosen(scaler)
         loss = loss.float() if self._micro is None else loss.float() / self._micro
         several = len(self.scalers) > 1
-        if self._passes and (several or not self._weights.fp32_grads):
+        if self._passes and (several or self._apart or not self._weights.fp32_grads):
             self._sums.hold(self._weights.names)
-        (loss if chosen is None else loss * chosen.scale).backward()
+        with tf32(self.policy.tf32):
+            (loss if chosen is None else loss * chosen.scale).backward()
         self._passes += 1
-        if several and chosen is not None:
+        if (several or self._apart) and chosen is not None:
             self._sums.hold(self._weights.names, chosen)
 
     def _chosen(self, name: str | None) -> LossScaler | None:
@@ -190,58 +193,36 @@ class Run:
             raise SettingError(f"accumulate({count}): {self._passes - before} backward passes were made in the block; each"
                                f" counted as 1/{count} of the step")  # fmt: skip
 
-    def step(self) -> None:
-        """One optimizer step; skipped, and counted as such, where a gradient overflowed under a loss scale."""
-        held = self._sums.settle()
-        if self._compiled is not None:
-            raw = self._weights.raw(held)
-            divisor = self._divisor(list(raw.values()))
-            self._compiled.update(divisor, raw)
-            if self.after_update or self._averages:
-                self._weights.load()
-                self._after(divisor.found_inf)
-                self._weights.save(count=False)
-            ran = True
-        else:
-            divisor = self._divisor(self._weights.gather(held, self._flat.gather if self._flat else None))
-            ran = update_(self.optimizer, divisor, self._weights.load)
-            if ran:
-                self._after(divisor.found_inf)
-                self._weights.save()
-        if self.clip is not None:
-            self.grad_norm = divisor.norm
-        used, found = [self.scalers[name] for name in self._used], divisor.found_inf
-        skipped = self._skipped_last(known=None if ran else True)
-        if found is not None:
-            report_(self, used, found, known=not ran)
-        for scheduled in self._schedules:
-            scheduled.advance(skipped=skipped)
-        self._weights.zero_()
-        self._used.clear()
-        self._passes = 0
+    def unscaled(self) -> dict[str, Tensor]:
+        """The gradients of this step by parameter name, in fp32 and unscaled, as `step` will take them.
 
-    def _divisor(self, grads: list[Tensor]) -> Divisor:
-        used = [self.scalers[name] for name in self._used]
-        found = torch.stack([s.found_inf for s in used]).amax() if used else None
-        # Of several scalers each has unscaled its own gradients; a single one's are unscaled here, by what scaled them.
-        scale = used[0].scale if len(self.scalers) == 1 and used else None
-        return Divisor(grads, scale, found, self.clip, [grad for _, grad in self._weights.graded])
+        To look at, or to change in place (a clipping of one's own): `parameter.grad` itself stays scaled and may be half, and is
+        emptied by this. Where one is not finite the step will be skipped, under a loss scale.
+        """
+        only = self.scaler if len(self.scalers) == 1 and self._used and not self._apart else None
+        self._sums.hold(self._weights.names, only)
+        self._apart = True
+        names = self._weights.names
+        return {names[p]: grad for p, grad in self._sums.held.items()}
 
-    def _after(self, found: Tensor | None) -> None:
-        for hook in self.after_update:
-            hook()
-        masters = self.named_masters() if self._averages else {}
-        for average in self._averages:
-            average.update(masters, found)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step; skipped, and counted as such, where a gradient overflowed under a loss scale.
 
-    def _skipped_last(self, *, known: bool | None) -> bool:
-        """Whether this step was skipped; where the device alone knows, whether the one before was."""
-        if known is not None or not self.scalers or (self._compiled is None and not hands_over(self.optimizer)):
-            return bool(known)
-        if not any(scheduled.on == "success" for scheduled in self._schedules):
-            return False
-        late = self._late.read(wait=True)
-        return late is not None and bool(late[0])
+        `closure` is for optimizers that evaluate the loss themselves (LBFGS): it calls the model and `backward` and returns the
+        loss; refused under a dynamic scale, which would change between evaluations.
+        """
+        if closure is not None:
+            return step_closure_(self, closure)
+        if self._needs_closure:
+            raise SettingError(f"step: {type(self.optimizer).__name__} evaluates the loss itself; give run.step(closure)")
+        return step_(self)
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Give the optimizer another param group: parameters of the model that it did not have, or that are new in the model.
+
+        New parameters are cast as the policy says, and get masters. Between steps only.
+        """
+        add_group_(self, group)
 
     def schedule(self, scheduler: Any, on: Literal["attempt", "success"] = "attempt") -> Any:
         """Let `run.step` drive a torch scheduler, at every step or only at those that were not skipped; see `Scheduled`."""
@@ -292,4 +273,25 @@ class Run:
                 part.finish()
         self._weights.fp32_grads_(on=False)
         self._weights.finish()
+        if self.float8 is not None:
+            self.float8.undo()
+            self.float8 = None
         return self._model
+
+
+def _to_float8(model: nn.Module, policy: Policy) -> Converted | None:
+    """Linear layers to fp8 where the policy says so, but for those that it keeps in fp32."""
+    if policy.fp8 is None:
+        return None
+    kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type))
+    modules = {name for name, module in model.named_modules() if name in policy.keep_fp32 or isinstance(module, kinds)}
+    return to_float8(model, fp8=policy.fp8, skip=sorted(modules))
+
+
+def _sharded(model: nn.Module, policy: Policy, *, flat: bool, one_pass: bool) -> Policy:
+    """The policy of a model under FSDP2, which casts by itself and whose fp32 shards are the masters."""
+    check_sharded(policy)
+    check_casts(model, policy)
+    if flat or one_pass:
+        raise SettingError("prepare: FSDP2 lays its shards out itself; leave flat=True and backend='compiled' out")
+    return replace(policy, param_dtype=None, master=False, cast_inputs=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from compresskit.errors import CheckpointError, SettingError
+from compresskit.mixed.parallel import whole
+from compresskit.mixed.policy import Policy
 
 
 class LossScaler:
@@ -93,6 +97,24 @@ class LossScaler:
             getattr(self, name).copy_(value)
 
 
+def make_scalers(
+    policy: Policy, losses: Sequence[str], make: Callable[[], LossScaler] | None, device: torch.device
+) -> dict[str, LossScaler]:
+    """A scaler for every named loss, or one by the name "" ; none where the policy has no loss scale."""
+    if len(set(losses)) != len(losses) or isinstance(losses, str):
+        raise SettingError(f"losses must be different names, such as ('generator', 'critic'), got {losses!r}")
+    scale = policy.loss_scale
+    if make is not None and scale is None:
+        raise SettingError(f"Policy {policy.name} has no loss scale; set loss_scale='dynamic' to use a scaler")
+    if scale is None:
+        return {}
+
+    def default() -> LossScaler:
+        return LossScaler() if scale == "dynamic" else LossScaler.fixed(float(scale))
+
+    return {name: (make or default)().to(device) for name in losses or [""]}
+
+
 def check_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
     """Multiply gradients by a factor, in place, and set `found_inf` to 1 where one is not finite; nothing is read back."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -110,4 +132,8 @@ def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    shards = [norm for norm in norms if hasattr(norm, "full_tensor")]
+    plain = [norm.to(device) for norm in norms if not hasattr(norm, "full_tensor")]
+    if shards:  # FSDP2: one reduction over the ranks for all of them
+        plain.append(whole(torch.linalg.vector_norm(torch.stack(shards))).to(device))
+    return torch.linalg.vector_norm(torch.stack(plain))

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from compresskit.mixed.run import Run
 
 
-def report_(run: Run, used: list[LossScaler], found: Tensor, *, known: bool) -> None:
-    """Move the scales; note the parameters to blame, once the scale sits at its floor."""
+def report_(run: Run, used: list[LossScaler], found: Tensor, *, known: bool, captured: bool = False) -> None:
+    """Move the scales; note the parameters to blame, once the scale sits at its floor (but not while a graph is recorded)."""
     floor = torch.stack([s.scale <= s.floor for s in used]).any()
-    late = run._late.read(wait=False)
+    late = None if captured else run._late.read(wait=False)
     watch = bool(floor.item()) if known else late is not None and all(late)
     if watch and run._weights.graded:
         run._bad_names, run._bad = run._weights.nonfinite()
     run._skips += found > 0
-    run._late.push(torch.stack([found, floor.float()]))
+    if not captured:  # a recorded event cannot be asked, and what a replay does is in `skipped` and the scale
+        run._late.push(torch.stack([found, floor.float()]))
     for scaler in used:
         if len(run.scalers) == 1:
             scaler.found_inf.copy_(found)

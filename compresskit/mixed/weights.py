@@ -7,7 +7,7 @@ pure                        the optimizer updates the half weight itself
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from compresskit.errors import SettingError
 from compresskit.mixed import digits
 from compresskit.mixed.casts import kept_fp32, surround
+from compresskit.mixed.parallel import whole
 from compresskit.mixed.policy import Policy
 
 
@@ -37,9 +38,11 @@ class Weights:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, device: torch.device) -> None:
         self.model, self.optimizer, self.policy = model, optimizer, policy
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names: dict[nn.Parameter, str] = {}
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        self.owned = {p: name for p, name in self.names.items() if p in held}
+        self.owned: dict[nn.Parameter, str] = {}
+        self.size = 0  # values that have a global index so far
+        self.shelter: set[nn.Module] = set()  # modules inside which casts are off
         self.slots: list[Slot] = []
         self.casted: list[nn.Parameter] = []
         self.buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -48,22 +51,32 @@ class Weights:
         self.live, self.fp32_grads = policy.digits is None, True
         self.graded: list[tuple[str, Tensor]] = []
         if policy.param_dtype is not None:
-            kept = kept_fp32(model, policy)
-            self.handles = surround(model, policy)
-            _check_closed(optimizer, self.names)
-            self._to_half(policy.param_dtype, kept)
-            swap(optimizer, {slot.parameter: slot.master for slot in self.slots})
+            _check_closed(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+        self.admit()
+        self.own(held)
+        swap(optimizer, {slot.parameter: slot.master for slot in self.slots})
+
+    def admit(self) -> None:
+        """Take in what the model holds and this does not know yet, cast as the policy says."""
+        self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        if self.policy.param_dtype is not None:
+            kept = kept_fp32(self.model, self.policy)
+            self.handles += surround(self.model, self.policy, self.shelter)
+            self._to_half(self.policy.param_dtype, kept)
+
+    def own(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note which parameters the optimizer has, in the model's order."""
+        held = {*self.owned, *parameters}
+        self.owned = {p: name for p, name in self.names.items() if p in held}
 
     def _to_half(self, dtype: torch.dtype, kept: set[Any]) -> None:
         # Masters and remainders are taken before the cast, so that nothing is lost; buffers are cast too.
-        start, seen = 0, set()
         for module in self.model.modules():
             for parameter in module.parameters(recurse=False):
-                if parameter.dtype != torch.float32 or parameter in seen or parameter in kept or module in kept:
+                if parameter.dtype != torch.float32 or parameter in kept or module in kept:
                     continue
-                seen.add(parameter)
-                self._cast(parameter, dtype, start)
-                start += parameter.numel()
+                self._cast(parameter, dtype, self.size)
+                self.size += parameter.numel()
             if module in kept:
                 continue
             for name, buffer in module.named_buffers(recurse=False):
@@ -119,7 +132,9 @@ class Weights:
     def nonfinite(self) -> tuple[list[str], Tensor]:
         """Names of the parameters that have a gradient in this step, and on the device which are not finite."""
         norms = torch._foreach_norm([grad for _, grad in self.graded], float("inf"))
-        return [name for name, _ in self.graded], ~torch.isfinite(torch.stack([norm.to(self.clock.device) for norm in norms]))
+        return [name for name, _ in self.graded], ~torch.isfinite(
+            torch.stack([whole(norm).to(self.clock.device) for norm in norms])
+        )
 
     def raw(self, held: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Gradients by parameter as they are, half or fp32, for a step that widens them itself."""
@@ -179,8 +194,10 @@ class Weights:
             return
         for slot in self.slots:
             data, kind, seed = slot.parameter.data, self.policy.digits, self.policy.seed
-            half, slot.rest = self.narrow(slot.master, data, slot.rest, kind, seed, self.clock, slot.start)
-            slot.parameter.data.copy_(half)
+            half, rest = self.narrow(slot.master, data, slot.rest, kind, seed, self.clock, slot.start)
+            data.copy_(half)
+            if slot.rest is not None and rest is not None:
+                slot.rest.copy_(rest)  # in place: a CUDA graph goes on reading where it was
             slot.master.untyped_storage().resize_(0)
         self.live = False
 
@@ -190,13 +207,14 @@ class Weights:
         if self.policy.digits is None:
             slot.master.copy_(value)
         elif self.policy.digits == "split":
-            half, slot.rest = digits.split(value.to(slot.parameter.device))
+            half, rest = digits.split(value.to(slot.parameter.device))
             slot.parameter.data.copy_(half)
+            self.put_rest(slot, rest)
         elif self.policy.digits == "kahan":
             self.put_rest(slot, value.to(slot.parameter.device) - slot.parameter.data.float())
 
     def put_rest(self, slot: Slot, rest: Tensor) -> None:
-        """Set the compensation of one weight."""
+        """Set the remainder of one weight."""
         assert slot.rest is not None
         slot.rest.copy_(rest)
 
@@ -224,7 +242,7 @@ class Weights:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         swap(self.optimizer, {slot.master: slot.parameter for slot in self.slots})
-        self.slots, self.casted, self.buffers = [], [], []
+        self.slots, self.casted, self.buffers, self.shelter = [], [], [], set()
 
 
 def swap(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -> None:

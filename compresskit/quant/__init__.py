@@ -1,10 +1,14 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
+from compresskit.quant.coverage import Coverage
+from compresskit.quant.diagnose import Diagnosis, diagnose
+from compresskit.quant.equalize import equalize_
 from compresskit.quant.insert import Quantized
 from compresskit.quant.objective import Faithful, faithfulness
 from compresskit.quant.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
 from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.qat import QAT, prepare_qat
+from compresskit.quant.rounding import adaround_, correct_bias_
 from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
 from compresskit.quant.static import StaticQuant, quantize_static
 from compresskit.quant.targets import (
@@ -30,6 +34,8 @@ __all__ = [
     "TENSORRT",
     "X86",
     "X86_NO_VNNI",
+    "Coverage",
+    "Diagnosis",
     "Entropy",
     "Faithful",
     "HistogramMSE",
@@ -44,7 +50,11 @@ __all__ = [
     "Scheme",
     "StaticQuant",
     "Target",
+    "adaround_",
     "affine",
+    "correct_bias_",
+    "diagnose",
+    "equalize_",
     "faithfulness",
     "fake_quantize",
     "place",

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from compresskit.export import export_onnx
-from compresskit.graph import Captured, parameter_name
+from compresskit.graph import Captured, Dynamic, parameter_name
 from compresskit.measure import latency
 from compresskit.normalize import Node
 from compresskit.quant.insert import Quantized, insert_, lower
@@ -33,7 +33,13 @@ WORTH = 0.98  # of the latency before: a part goes back to float only for more t
 
 
 def slower_in_integers(
-    model: nn.Module, example: Inputs, target: Target, *, skip: tuple[str, ...] = (), seconds: float = 1.0
+    model: nn.Module,
+    example: Inputs,
+    target: Target,
+    *,
+    skip: tuple[str, ...] = (),
+    dynamic: Dynamic = (0,),
+    seconds: float = 1.0,
 ) -> dict[str, str]:
     """Operators (by node of the captured graph) that should stay float on this machine, each with the measured reason.
 
@@ -41,7 +47,7 @@ def slower_in_integers(
     that make the file at least 2 % faster go back to float together, or the best of them alone where that is faster still. Logs a
     warning where the result is no faster than the float model's own file. Writes to a temporary folder only.
     """
-    captured, origin, _ = lower(model, example, target, skip)
+    captured, origin, _ = lower(model, example, target, skip, dynamic)
     placement = place(captured.module.graph, target, skip=skip)
     if not placement.integer:
         return {}

@@ -75,7 +75,11 @@ def _record(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, Folde
     tensors = {name: _value(module, node) for name, node in zip(names, nodes, strict=True)}
     path = str(parameter_name(norm.args[3])).rpartition(".")[0]
     return str(parameter_name(layer.args[1])), Folded(
-        layer=layer, norm=path, tensors=tensors, momentum=norm.args[6], eps=norm.args[7]
+        layer=layer,
+        norm=path,
+        tensors=tensors,
+        momentum=norm.args[6] or 0.1,  # captured in eval mode, a cumulative average reads 0
+        eps=norm.args[7],
     )
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from compresskit.errors import ModelError
-from compresskit.graph import Captured, capture, module_path, parameter_name
+from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
 from compresskit.masks import carry_
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import Folded, fold_batchnorm_
+from compresskit.quant.kinds import KINDS
 from compresskit.quant.observers import Observer
 from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.quantizer import (
@@ -27,8 +27,8 @@ from compresskit.quant.quantizer import (
 from compresskit.quant.rewrite import rewrite_
 from compresskit.quant.targets import Target
 from compresskit.quant.trainable import Trainable
-from compresskit.surgery import get_tensor, structure
-from compresskit.task import Inputs, call_checked
+from compresskit.surgery import get_tensor, mode, structure
+from compresskit.task import Inputs, call_checked, shapes_of
 
 
 class Quantized(Trainable):
@@ -48,7 +48,8 @@ class Quantized(Trainable):
     ) -> None:
         super().__init__(captured.module, folds)
         self.target, self.placement, self.origin = target, placement, origin
-        self.example = captured.example
+        self.example, self.dynamic, self.varying = captured.example, captured.dynamic, captured.varying
+        self.wanted = _open(shapes_of(captured.example), captured.varying)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check(kwargs or args)
@@ -56,25 +57,26 @@ class Quantized(Trainable):
 
     def _check(self, inputs: Inputs) -> None:
         """One clear error for a batch of another shape than the model was captured with."""
-        wanted = [v for v in pytree.tree_leaves(self.example) if isinstance(v, Tensor)]
-        given = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
-        if [tuple(v.shape[1:]) for v in wanted] != [tuple(v.shape[1:]) for v in given]:
+        given = shapes_of(inputs)
+        if _open(given, self.varying) != self.wanted:
             raise ModelError(
-                f"quantized {self.origin['class']}: wanted inputs {[('N', *v.shape[1:]) for v in wanted]}, got"
-                f" {[tuple(v.shape) for v in given]}; it was captured with the shapes of the example"
+                f"quantized {self.origin['class']}: wanted inputs {self.wanted}, got {given}; it was captured with the"
+                " shapes of the example (quantize with dynamic=(0, 2, 3) to let more than the batch vary)"
             )
 
-    def calibrate_(self, batches: Iterable[Inputs]) -> None:
-        """Find the ranges: run batches unrounded while observers watch, then round from now on."""
-        for quantizer in self.quantizers():
-            quantizer.enabled = False
-        for quantizer in self.activation_quantizers():
-            quantizer.observing = True
-        with torch.no_grad():
+    def calibrate_(self, batches: Iterable[Inputs], *, through: nn.Module | None = None) -> None:
+        """Find the ranges: run batches unrounded while observers watch, then round from now on.
+
+        through: the model that this one is a part of, if the batches are those of the whole.
+        """
+        self.enable_(False)
+        self.observe_(True)
+        model = self if through is None else through
+        with torch.no_grad(), mode(model, training=False):  # not inference_mode: what a model caches must stay trainable
             for inputs in batches:
-                call_checked(self, inputs, "calibration data")
+                call_checked(model, inputs, "calibration data")
+        self.observe_(False)
         for quantizer in self.activation_quantizers():
-            quantizer.observing = False
             quantizer.freeze_range_(checked=True)
         for node in self.body.graph.nodes:
             rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
@@ -88,17 +90,27 @@ class Quantized(Trainable):
         return deploy(self.settled().body, hardsigmoids)
 
 
+def _open(shapes: list[tuple[int, ...]], varying: tuple[tuple[int, ...], ...]) -> list[tuple[int | str, ...]]:
+    """Shapes with `"N"` for the batch and `"any"` for other dimensions that may vary."""
+    free = [*varying, *[()] * (len(shapes) - len(varying))]
+    return [
+        tuple(("any" if i else "N") if i in dims else n for i, n in enumerate(shape))
+        for shape, dims in zip(shapes, free, strict=False)
+    ]
+
+
 def lower(
-    model: nn.Module, example: Inputs, target: Target, skip: tuple[str, ...]
+    model: nn.Module, example: Inputs, target: Target, skip: tuple[str, ...], dynamic: Dynamic = (0,)
 ) -> tuple[Captured, dict[str, Any], list[Folded]]:
     """A float model as the graph that quantizers are placed on, what it came from, and the BatchNorms that were folded.
 
     The model itself is not changed.
     """
-    if isinstance(model, Quantized):
-        raise ModelError("this model is quantized already; quantize the float model it came from")
+    if quantized := [name for name, part in model.named_modules() if isinstance(part, Quantized)]:
+        where = f"its part {quantized[0]!r}" if quantized[0] else "this model"
+        raise ModelError(f"{where} is quantized already; quantize the float model it came from")
     origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
-    captured = capture(copy.deepcopy(model), example)
+    captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     carry_(model, captured.module, {name: name for name in sorted(names)})
     folds: list[Folded] = []
@@ -115,22 +127,35 @@ def build(
     *,
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
     trainable: bool = False,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
 
     floating: nodes of the graph that stay float, each with its reason, beside what the target's rules say.
     trainable: keep what `live_` needs.
+    The others: as in `quantize_static`.
 
     The result still computes in float: `calibrate_` gives the quantizers their ranges and switches them on.
     """
-    captured, origin, folds = lower(model, example, target, skip)
+    captured, origin, folds = lower(model, example, target, skip, dynamic)
     origin["floating"] = dict(floating or {})
     placement = place(captured.module.graph, target, skip=skip, floating=floating)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
+    if strict:
+        _refuse_unknown(captured.module.graph, placement)
     insert_(captured.module, placement, target, observer)
     return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
+
+
+def _refuse_unknown(graph: fx.Graph, placement: Placement) -> None:
+    """Raise ModelError where an operator is one that no rule knows; the message names all of them."""
+    unknown = [n for n in graph.nodes if n.name in placement.floating and n.target not in KINDS]
+    if unknown:
+        named = ", ".join(f"{n.target} ({module_path(n) or 'the model itself'})" for n in unknown)
+        raise ModelError(f"strict=True: no rule knows {len(unknown)} operators, which would stay float: {named}")
 
 
 def insert_(body: fx.GraphModule, placement: Placement, target: Target, observer: Callable[[], Observer]) -> None:

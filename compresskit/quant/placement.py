@@ -18,6 +18,7 @@ from torch import fx
 from compresskit.errors import SettingError
 from compresskit.graph import module_path, parameter_name
 from compresskit.normalize import Node
+from compresskit.quant.coverage import Cost, Coverage, costs, coverage_of
 from compresskit.quant.kinds import KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.targets import Target
 
@@ -45,7 +46,7 @@ class Placement:
     """The plan: prints as a table, serializes to JSON, decides nothing more once it is made.
 
     integer: operators that run in integers, node name -> kind. carried: those that pass integers on.
-    floating: operators that stay float, node name -> reason.
+    floating: operators that stay float, node name -> reason. costs: of each layer, by node name.
     """
 
     target: str
@@ -54,6 +55,12 @@ class Placement:
     floating: dict[str, str] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
     layers: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    @property
+    def coverage(self) -> Coverage:
+        """How much runs in integers, by layers, parameters and MACs, and why the rest does not."""
+        return coverage_of(self.costs, self.integer, self.floating, self.layers)
 
     def __str__(self) -> str:
         rows = [(name, self.layers.get(name, ""), f"integer {kind}") for name, kind in self.integer.items()]
@@ -122,6 +129,7 @@ class _Placer:
             floating={n.name: reason for n, reason in self.floating.items()},
             points=tuple(points),
             layers=named,
+            costs=costs(self.graph),
         )
 
     def _visit(self, node: Node) -> None:

@@ -30,6 +30,10 @@ class Quantizer(nn.Module):
         super().__init__()
         self.enabled = False
 
+    def unrounded(self, x: Tensor) -> Tensor:
+        """What passes while it is switched off."""
+        return x
+
 
 class ActivationQuantizer(Quantizer):
     """Rounds an activation to a per-tensor grid.
@@ -59,17 +63,18 @@ class ActivationQuantizer(Quantizer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observing:
-            self.observer.update(self._clamped(x.detach()).reshape(1, -1))
+            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
             if self.enabled:
                 self.freeze_range_()
         if not self.enabled:
-            return self._clamped(x)
+            return self.unrounded(x)
         share = 1.0
         if self.scale.requires_grad:
             share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
         return fake_quantize(x, self.step(), self.zero_point, self.scheme, share=share)
 
-    def _clamped(self, x: Tensor) -> Tensor:
+    def unrounded(self, x: Tensor) -> Tensor:
+        """The value, clamped where the grid does an activation function's work."""
         if self.clamp is None:
             return x
         low, high = self.clamp

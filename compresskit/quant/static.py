@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, overload
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
+from compresskit.graph import Dynamic, check_runs, inputs_inside
 from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.targets import X86, Target
+from compresskit.surgery import mode
 from compresskit.task import Inputs, Task
+
+
+@overload
+def quantize_static(  # noqa: D418  every public name says what it is
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    target: Target = X86,
+    observer: Callable[[], Observer] = MinMax,
+    skip: tuple[str, ...] = (),
+    choose: Literal["rules", "measure"] = "rules",
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: None = None,
+) -> Quantized:
+    """The whole model, quantized."""
+
+
+@overload
+def quantize_static(  # noqa: D418  every public name says what it is
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    *,
+    target: Target = X86,
+    observer: Callable[[], Observer] = MinMax,
+    skip: tuple[str, ...] = (),
+    choose: Literal["rules", "measure"] = "rules",
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None,
+) -> nn.Module:
+    """A copy of the model with one part quantized."""
 
 
 def quantize_static(
@@ -26,24 +62,51 @@ def quantize_static(
     observer: Callable[[], Observer] = MinMax,
     skip: tuple[str, ...] = (),
     choose: Literal["rules", "measure"] = "rules",
-) -> Quantized:
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None = None,
+) -> nn.Module:
     """A quantized copy of a float model, its ranges found on batches of inputs (tuples or dicts).
 
-    choose: "rules" puts in integers what the target's rules say; "measure" then takes back to float what runs faster so on this
-    machine, timed in ONNX Runtime (some seconds for each part that is tried).
+    Args:
+        model: any float module; it is left as it was.
+        batches: inputs; the first is also the example that the model is captured with.
+        target: where it will run.
+        observer: makes one range observer for each rounded value.
+        skip: dotted names of modules that stay float.
+        choose: "rules" puts in integers what the target's rules say; "measure" then takes back to float what runs faster so on
+            this machine, timed in ONNX Runtime (some seconds for each part that is tried).
+        dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
+        strict: raise where an operator is one that no rule knows, instead of leaving it float.
+        inside: dotted name of a submodule. It alone is quantized, with what it receives when the model runs on the batches,
+            and the result is a copy of the whole model that holds the quantized part in its place (a detection model, say, with
+            `inside="backbone", dynamic=(0, 2, 3)`).
 
-    The first batch is also the example that the model is captured with. Raises DataError where there is no batch.
+    Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
+    nothing that runs in integers.
     """
     check_choose(choose, "quantize_static")
     batches = iter(batches)
     first = next(batches, None)
     if first is None:
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
-    floating = slower_in_integers(model, first, target, skip=skip) if choose == "measure" else {}
-    quantized = build(model, first, target, observer, skip=skip, floating=floating)
-    quantized.calibrate_(itertools.chain([first], batches))
+    part, example = model, first
+    if inside is not None:
+        check_runs(model, first)
+        with torch.no_grad(), mode(model, training=False):
+            part, example = inputs_inside(model, first, inside)
+    floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
+    quantized = build(part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict)
+    everything = itertools.chain([first], batches)
+    if inside is None:
+        quantized.calibrate_(everything)
+        quantized.keep_masked_()
+        return quantized
+    whole = copy.deepcopy(model)
+    whole.set_submodule(inside, quantized)
+    quantized.calibrate_(everything, through=whole)
     quantized.keep_masked_()
-    return quantized
+    return whole
 
 
 def check_choose(choose: str, where: str) -> None:
@@ -76,7 +139,7 @@ class StaticQuant:
     observer: makes one range observer for each rounded value.
     samples: how many calibration samples to look at, from `Task(calibration=...)` or the training data.
     skip: dotted names of modules that stay float.
-    choose: "rules" or "measure", see `quantize_static`.
+    choose, dynamic, strict, inside: as in `quantize_static`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -87,6 +150,9 @@ class StaticQuant:
     samples: int = 512
     skip: tuple[str, ...] = ()
     choose: Literal["rules", "measure"] = "rules"
+    dynamic: Dynamic = (0,)
+    strict: bool = False
+    inside: str | None = None
 
     def __post_init__(self) -> None:
         check_choose(self.choose, "StaticQuant")
@@ -95,5 +161,14 @@ class StaticQuant:
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
-        inputs = calibration_inputs(task, self.samples)
-        return quantize_static(model, inputs, target=self.target, observer=self.observer, skip=self.skip, choose=self.choose)
+        return quantize_static(
+            model,
+            calibration_inputs(task, self.samples),
+            target=self.target,
+            observer=self.observer,
+            skip=self.skip,
+            choose=self.choose,
+            dynamic=self.dynamic,
+            strict=self.strict,
+            inside=self.inside,
+        )

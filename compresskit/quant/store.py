@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.errors import CheckpointError
+from compresskit.graph import Dynamic
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax
 from compresskit.quant.scheme import Scheme
@@ -29,6 +31,7 @@ def record(model: Quantized) -> dict[str, Any]:
         "target": asdict(model.target),
         "placement": model.placement.to_json(),
         "example": _example_record(model.example),
+        "dynamic": _dynamic_record(model.dynamic),
     }
 
 
@@ -42,10 +45,10 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         example = _example(saved["example"])
         origin, placement = saved["origin"], saved["placement"]
         restructure_(model, origin["structure"])
-        skip, floating = tuple(origin["skip"]), dict(origin["floating"])
+        skip, floating, dynamic = tuple(origin["skip"]), dict(origin["floating"]), _dynamic(saved["dynamic"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
-    quantized = build(model, example, target, MinMax, skip=skip, floating=floating)
+    quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"
@@ -61,6 +64,18 @@ def _target(saved: dict[str, Any]) -> Target:
         fields[name] = Scheme(**fields[name])
     fields["operators"] = {kind: Integer(**rule) for kind, rule in fields["operators"].items()}
     return Target(**fields)
+
+
+def _dynamic_record(dynamic: Dynamic) -> Any:
+    if isinstance(dynamic, Mapping):
+        return {name: {str(d): given for d, given in dims.items()} for name, dims in dynamic.items()}
+    return list(dynamic)
+
+
+def _dynamic(saved: Any) -> Dynamic:
+    if isinstance(saved, dict):
+        return {str(name): {int(d): str(given) for d, given in dims.items()} for name, dims in saved.items()}
+    return tuple(int(d) for d in saved)
 
 
 def _example_record(example: Inputs) -> dict[str, Any]:

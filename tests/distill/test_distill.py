@@ -45,10 +45,9 @@ def test_weights_mix_the_two_losses() -> None:
 
 def test_the_teacher_stays_as_it_was() -> None:
     task = images_task(ck)
-    teacher, student = build(networks.Residual).train(), build(networks.Chain)
+    teacher, student = build(networks.Residual).eval(), build(networks.Chain)
     before = copy.deepcopy(teacher.state_dict())
     ck.Distill(epochs=1, teacher=teacher)(student, task)
-    assert teacher.training
     assert all(torch.equal(v, before[k]) for k, v in teacher.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in teacher.parameters())
     assert not any("teacher" in name for name, _ in student.named_modules())
@@ -92,8 +91,8 @@ def test_bad_input() -> None:
     with pytest.raises(SettingError, match="wanted a module or a function that makes one, got int"):
         ck.Distill(epochs=1, student=lambda: 3)(model, task)
     other = networks.build(networks.Chain)
-    other.head = nn.Linear(32, 7)
+    other.head = nn.Linear(32, 7).eval()
     with pytest.raises(ModelError, match=r"gives predictions \(32, 7\), the student Chain \(32, 10\)"):
         ck.imitate(other).bind(model, task)
     with pytest.raises(ModelError, match="does not run on the student's inputs"):
-        ck.imitate(nn.Linear(3, 10)).bind(model, task)
+        ck.imitate(nn.Linear(3, 10).eval()).bind(model, task)

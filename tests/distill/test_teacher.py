@@ -20,10 +20,9 @@ from compresskit.errors import CheckpointError, DataError, ModelError, SettingEr
 
 
 def test_a_teacher_is_frozen_and_stays_in_eval_mode() -> None:
-    model = build(networks.Residual).train()
+    model = build(networks.Residual).eval()
     before = copy.deepcopy(model.state_dict())
     teacher = Teacher(model)
-    assert model.training
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m.training for m in teacher.modules())
     assert not any(p.requires_grad for p in teacher.parameters())
@@ -41,11 +40,11 @@ def test_an_ensemble_is_averaged_in_probability() -> None:
     got = Teacher(*models).predictions(inputs, task)
     mean = torch.stack([m(*inputs).double().softmax(1) for m in models]).mean(0)
     torch.testing.assert_close(got.exp(), mean.float())
-    sure = Teacher(*(nn.Sequential(nn.Flatten(), Sure(c)) for c in (1, 2))).predictions(inputs, task)
+    sure = Teacher(*(nn.Sequential(nn.Flatten(), Sure(c)).eval() for c in (1, 2))).predictions(inputs, task)
     assert torch.isfinite(sure).all()
     torch.testing.assert_close(sure[:, 1:3].exp(), torch.full((len(sure), 2), 0.5))
     dicts = ck.Task(val=task.val, train=task.train, predict=lambda output: output["scores"])
-    wrapped = Teacher(*(Scores(m) for m in models)).predictions(inputs, dicts)
+    wrapped = Teacher(*(Scores(m).eval() for m in models)).predictions(inputs, dicts)
     torch.testing.assert_close(wrapped, got)
     student = build(networks.Chain)
     goal = ck.imitate(Teacher(*models), weight=1, task_weight=0).bind(student, task)
@@ -213,6 +212,12 @@ def test_bad_input(tmp_path) -> None:
     cached = cache(teacher, task, tmp_path / "c")
     with pytest.raises(SettingError, match=r"Teacher\(\): wanted at least one model"):
         Teacher()
+    for make in (Teacher, partial(ck.imitate, terms=[Term(kd.dkd)])):
+        with pytest.raises(ModelError, match="the teacher Chain is in train mode, .*; put it in eval mode if it is"):
+            goal = make(build(networks.Chain).train())
+            goal.bind(student, task)
+    with pytest.raises(SettingError, match=r"Teacher\(inputs=\.\.\.\): wanted a function, got int"):
+        Teacher(teacher, inputs=3)
     with pytest.raises(SettingError, match=r"Teacher\(\): wanted models, got list; an ensemble is Teacher\(a, b\)"):
         Teacher([teacher, student])
     with pytest.raises(SettingError, match=r"Teacher\(dtype=\.\.\.\): wanted a floating-point type, got torch.int8"):
@@ -222,7 +227,7 @@ def test_bad_input(tmp_path) -> None:
     with pytest.raises(SettingError, match=r"imitate\(\): wanted a model, a Teacher, an EMA or a cache, got int"):
         ck.imitate(3).bind(student, task)
     other = build(networks.Chain)
-    other.head = nn.Linear(32, 7)
+    other.head = nn.Linear(32, 7).eval()
     with pytest.raises(ModelError, match=r"the teachers Residual \+ Chain give predictions of shapes \[\(32, 10\), \(32, 7\)\]"):
         ck.imitate(Teacher(teacher, other)).bind(student, task)
     with pytest.raises(SettingError, match=r"Term\(hint, 'b'\): this teacher has no modules to tap, only predictions"):

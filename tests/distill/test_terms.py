@@ -204,6 +204,7 @@ def test_bad_input() -> None:
         bind(Term(kd.hint, "b", "out", adapt=kd.project), teacher=smaller)
     odd = nn.Sequential(build(networks.Chain))
     odd[0].extra = nn.ReLU()
+    odd.eval()
     with pytest.raises(ModelError, match="tap '0.extra': the forward pass does not call that module"):
         bind(Term(kd.hint, "a", "0.extra"), teacher=odd)
     with pytest.raises(SettingError, match=r"Term\(loss=\.\.\.\): wanted a function, got str"):

@@ -26,7 +26,10 @@ def test_float_files_agree(kind, tmp_path) -> None:
     assert proof.samples == 21
     assert proof.plain.largest < 0.05
     file = onnx.load(path)
-    assert {p.key: p.value for p in file.metadata_props} == {"who": "test"}
+    about = ck.export.read_metadata(path)
+    assert about["who"] == "test"
+    assert about["model"] == kind.__name__
+    assert about["versions"] == {"compresskit": ck.__version__, "torch": torch.__version__}
     assert file.producer_name == "compresskit"
     assert session(path).get_inputs()[0].shape == ["batch", 3, 16, 16]
     # Folded by the exporter, but for a layer that is used twice and where nothing stands before it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 
 from compresskit.errors import ModelError
 from compresskit.mixed import FP32, MASTER_BF16, advise
+
+advise_module = sys.modules["compresskit.mixed.advise"]  # the function of this name hides it in the package
 
 
 def test_n9_sizes_that_are_no_multiple_of_eight_are_named() -> None:
@@ -53,3 +57,34 @@ def test_b22_recurrent_and_attention_layers_are_seen() -> None:
 def test_advice_without_gradients_is_refused() -> None:
     with pytest.raises(ModelError, match="advise: no output depends on a parameter with requires_grad"):
         advise(nn.ReLU(), torch.ones(1))
+
+
+def test_b22_data_that_is_slower_than_the_model_is_told() -> None:
+    model, example = nn.Linear(8, 8), torch.randn(16, 8)
+
+    def slow():
+        for _ in range(5):
+            time.sleep(0.05)
+            yield example
+
+    text = str(advise(model, example, batches=slow()))
+    assert "faster numbers gain nothing before the data comes faster" in text
+    big = nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512))
+    assert "it keeps up" in str(advise(big, torch.randn(512, 512), batches=[1, 2, 3, 4]))
+    assert advise(model, example).notes == ()
+
+
+def test_b22_cudnn_that_is_off_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert "cuDNN is off" in advise_module._notes(torch.device("cuda"), None, lambda: None)[0]
+    assert advise_module._notes(torch.device("cpu"), None, lambda: None) == ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((6, 1), "FP32"), ((7, 0), "MASTER_FP16"), ((8, 0), "MASTER_BF16"), ((9, 0), "MASTER_BF16")]
+)
+def test_b22_tensor_cores_begin_with_volta(monkeypatch, capability, name) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    policy, why = advise_module._suggested(torch.device("cuda"))
+    assert policy.name == name
+    assert f"{capability[0]}.{capability[1]}" in why

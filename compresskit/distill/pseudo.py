@@ -1,0 +1,121 @@
+"""Pseudo-labels: a teacher labels data that has none, and the student learns from what it is sure of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.distill.logits import hard_targets
+from compresskit.distill.teacher import AnyTeacher, Source, as_source
+from compresskit.distill.terms import DistillLoss
+from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.surgery import mode
+from compresskit.task import Inputs, Losses, Task, call, to_device
+from compresskit.train import supervised_loss
+
+
+def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, again from the start when it ends."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise DataError("pseudo_label(unlabelled=...): the loader is empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PseudoLabel:
+    """See `pseudo_label`. Bound to a task it holds the frozen teacher, in eval mode."""
+
+    teacher: AnyTeacher | None
+    unlabelled: Iterable[Any]
+    loss: DistillLoss
+    weight: float
+    task_weight: float
+    task: Task | None = None
+    source: Source | None = None
+    feed: Iterator[Any] | None = None
+
+    def bind(self, model: nn.Module, task: Task) -> PseudoLabel:
+        """Freeze the teacher, and check that it and the student agree on the first unlabelled batch."""
+        teacher = self.teacher if self.teacher is not None else task.reference
+        if teacher is None:
+            raise SettingError("pseudo_label(): there is no teacher; pass pseudo_label(teacher, ...) or Task(reference=...)")
+        source = as_source(teacher, model, "pseudo_label()")
+        if not isinstance(source, nn.Module):
+            raise SettingError("pseudo_label(): a cache knows nothing of the unlabelled data; pass the teacher itself")
+        source.to(task.device)
+        first = next(_forever(self.unlabelled))
+        inputs = self._inputs(first, task)
+        with torch.no_grad(), mode(model, training=False):
+            wanted = source.example(inputs, task, ())[0].shape
+            got = task.predict(call(model, inputs)).shape
+        if wanted != got:
+            raise ModelError(
+                f"the teacher {source.label} gives predictions {tuple(wanted)}, the student {type(model).__name__} {tuple(got)};"
+                " both must have the same classes"
+            )
+        return replace(self, source=source, task=task, feed=_forever(self.unlabelled))
+
+    def _inputs(self, batch: Any, task: Task) -> Inputs:
+        if not isinstance(batch, Tensor | tuple | list | dict):
+            raise DataError(
+                f"pseudo_label(unlabelled=...): wanted batches of inputs, a tensor, a tuple or a dict, got {type(batch).__name__}"
+            )
+        inputs: Inputs = (batch,) if isinstance(batch, Tensor) else batch if isinstance(batch, dict) else tuple(batch)
+        return to_device(inputs, task.device)  # type: ignore[no-any-return]
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        task, source = self.task, self.source
+        assert task is not None, "bind first"
+        assert source is not None, "bind first"
+        assert self.feed is not None, "bind first"
+        losses: Losses = {}
+        inputs = self._inputs(next(self.feed), task)
+        opinion, _ = source.opinion(model, None, inputs, task, ())
+        losses["pseudo"] = self.weight * self.loss(task.predict(call(model, inputs)), opinion)
+        if self.task_weight:
+            inputs, target = task.split(batch)
+            losses["task"] = self.task_weight * supervised_loss(task, task.predict(call(model, inputs)), target)
+        return losses
+
+
+def pseudo_label(
+    teacher: AnyTeacher | None,
+    unlabelled: Iterable[Any],
+    *,
+    threshold: float = 0.95,
+    loss: DistillLoss | None = None,
+    weight: float = 1.0,
+    task_weight: float = 1.0,
+) -> PseudoLabel:
+    """An objective: task_weight * (the task's loss of a labelled batch) + weight * loss(student, teacher) of an unlabelled one.
+
+    Each step takes the next batch of both; the unlabelled loader starts again when it ends. (Noisy Student, Xie et al.,
+    1911.04252; FixMatch's threshold, Sohn et al., 2001.07685.)
+
+    teacher: a trained model in eval mode, or a `Teacher`; None takes the task's reference.
+    unlabelled: a loader of inputs alone: a tensor, a tuple of inputs, or a dict of them.
+    threshold: only what the teacher gives at least this probability counts, with the class that it gives it to.
+    loss: used instead of the hard labels, such as `soft_targets`, which asks for no threshold.
+    """
+    if not isinstance(unlabelled, Iterable) or isinstance(unlabelled, Iterator | Tensor):
+        raise SettingError(
+            "pseudo_label(unlabelled=...): wanted a loader of batches that can be read many times, got"
+            f" {type(unlabelled).__name__}"
+        )
+    if not 0 <= threshold < 1:
+        raise SettingError(f"pseudo_label(threshold=...): wanted a number in [0, 1), got {threshold}")
+    if not weight > 0:
+        raise SettingError(f"pseudo_label(weight=...): wanted a positive number, got {weight}")
+    if task_weight < 0:
+        raise SettingError(f"pseudo_label(task_weight=...): wanted a number >= 0, got {task_weight}")
+    chosen = loss if loss is not None else partial(hard_targets, threshold=threshold)
+    return PseudoLabel(teacher=teacher, unlabelled=unlabelled, loss=chosen, weight=weight, task_weight=task_weight)

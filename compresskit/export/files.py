@@ -1,0 +1,134 @@
+"""ONNX files as files: written whole or not at all, weights past 2 GB beside them, read without leaving their folder; and what
+a file says of itself.
+
+    model.onnx          the graph; metadata_props["compresskit"] is a JSON object (versions, model, stage, metric, verification)
+    model.onnx.data     the weights, where they do not fit into the file; named in it without any folder
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from compresskit.checkpoint import atomic
+from compresskit.errors import ExportError
+
+LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
+KEY = "compresskit"  # of the JSON object among a file's key-value pairs
+
+
+def data_path(path: str | Path) -> Path:
+    """Where the weights of a file lie that do not fit into it."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.data")
+
+
+def file_bytes(path: str | Path) -> int:
+    """Bytes of an ONNX file, with those of its external data."""
+    return sum(p.stat().st_size for p in (Path(path), data_path(path)) if p.exists())
+
+
+def write_model(model: Any, path: Path) -> None:
+    """Write an onnx-ir model; what was there before is replaced only once the new file is complete."""
+    import onnx_ir as ir  # heavy, and only exporting needs it
+
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    external = data_path(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        new = Path(folder) / path.name
+        ir.save(model, new, external_data=external.name if size > LIMIT else None)
+        written = [data_path(new)] if size > LIMIT else []
+        for file in [*written, new]:
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+            file.chmod(0o644)
+            file.replace(path.with_name(file.name))
+    if not written:
+        external.unlink(missing_ok=True)  # of a larger model that was here before
+
+
+def copy_model(source: Path, to: Path) -> None:
+    """Copy a file, with its external data, to another folder under the same name."""
+    pairs = [(data_path(source), data_path(to)), (source, to)]
+    for old, new in [pair for pair in pairs if pair[0].exists()]:
+        with atomic(new) as temporary, old.open("rb") as reader, temporary.open("wb") as writer:
+            while block := reader.read(2**24):
+                writer.write(block)
+
+
+def read_proto(path: str | Path) -> Any:
+    """The graph of a file; weights that lie outside it are not read, and must lie in its own folder.
+
+    Raises ExportError where the file is no ONNX file, or names a place outside its folder.
+    """
+    import onnx  # heavy, and only exporting needs it
+    from google.protobuf.message import DecodeError
+
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError) as error:
+        raise ExportError(f"{path}: ONNX Runtime cannot load it: not an ONNX file ({error})") from error
+    for name, place in _places(proto):
+        outside = PurePosixPath(place).is_absolute() or PureWindowsPath(place).is_absolute() or PureWindowsPath(place).drive
+        if outside or ".." in PureWindowsPath(place).parts:
+            raise ExportError(f"{path}: the weight {name!r} lies at {place!r}, outside the folder of the file; it is not read")
+        here = Path(path).parent
+        if not (here / place).resolve().is_relative_to(here.resolve()):
+            raise ExportError(f"{path}: the weight {name!r} lies at {place!r}, a link out of the folder of the file")
+        if not (here / place).exists():
+            raise ExportError(f"{path}: {place}, in which its weights lie, is not there; keep the two files together")
+    return proto
+
+
+def _places(proto: Any) -> Iterator[tuple[str, str]]:
+    for tensor in _tensors(proto.graph):
+        yield from ((tensor.name, entry.value) for entry in tensor.external_data if entry.key == "location")
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Every stored tensor of a graph and of the graphs inside its operators."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for inner in (attribute.g, *attribute.graphs):
+                if inner.node or inner.initializer:
+                    yield from _tensors(inner)
+
+
+def annotate(path: str | Path, **entries: Any) -> None:
+    """Add JSON-ready entries to what a file says of itself; one of a name that is there already takes its place."""
+    import onnx
+
+    proto = read_proto(path)
+    record = _decoded(proto) | entries
+    kept = {p.key: p.value for p in proto.metadata_props} | {KEY: json.dumps(record, allow_nan=False)}
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in kept.items())
+    with atomic(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """What a file says of itself: the entries that this library wrote, and any others as text.
+
+    versions: of the libraries it was written with. model: class. target: of a quantized model. stage, metric, verification: of a
+    file of a recipe.
+    """
+    proto = read_proto(path)
+    others = {p.key: p.value for p in proto.metadata_props if p.key != KEY}
+    opset = next((i.version for i in proto.opset_import if i.domain in ("", "ai.onnx")), None)
+    return {"producer": proto.producer_name, "opset": opset, **_decoded(proto), **others}
+
+
+def _decoded(proto: Any) -> dict[str, Any]:
+    text = next((p.value for p in proto.metadata_props if p.key == KEY), "{}")
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

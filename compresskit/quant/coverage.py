@@ -1,0 +1,93 @@
+"""How much of a model runs in integers: by layers, parameters and multiply-accumulates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from compresskit.graph import parameter_name
+from compresskit.normalize import Node
+from compresskit.quant.kinds import KINDS
+from compresskit.surgery import get_tensor
+
+#: Kinds that multiply and add: the layers that coverage counts.
+LAYERS = frozenset({"conv", "conv_transpose", "linear", "matmul"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """A layer's parameters, and its multiply-accumulates for one sample."""
+
+    parameters: int
+    macs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Layers, parameters and MACs, each as (in integers, all). reasons: float layer -> why."""
+
+    layers: tuple[int, int]
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+    reasons: Mapping[str, str]
+
+    def __str__(self) -> str:
+        named = (("layers", self.layers), ("parameters", self.parameters), ("MACs", self.macs))
+        shares = ", ".join(f"{done / every:.1%} of {name}" for name, (done, every) in named if every)
+        head = f"{self.layers[0]} of {self.layers[1]} layers in integers: {shares}"
+        return "\n".join([head, *(f"  {name}: float, {reason}" for name, reason in self.reasons.items())])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        return asdict(self) | {"reasons": dict(self.reasons)}
+
+
+def costs(graph: fx.Graph) -> dict[str, Cost]:
+    """The cost of each layer of a captured graph, by the name of its node."""
+    return {n.name: _cost(graph, n) for n in graph.nodes if KINDS.get(n.target) in LAYERS and "val" in n.meta}
+
+
+def _cost(graph: fx.Graph, node: Node) -> Cost:
+    kind, tensors = KINDS[node.target], [_tensor(graph, a) for a in node.args[:3]]
+    parameters = sum(t.numel() for a, t in zip(node.args, tensors, strict=False) if t is not None and parameter_name(a))
+    x, weight = tensors[:2]
+    assert x is not None
+    assert weight is not None
+    value = node.meta["val"]
+    rows = int(value.shape[0])  # captured with as many rows as the example has
+    if kind == "conv_transpose":
+        macs = _size(x) // rows * _size(weight) // int(weight.shape[0])
+    elif kind == "matmul":
+        macs = _size(value) * int(x.shape[-1]) // rows
+    else:
+        macs = _size(value) // rows * (_size(weight) // int(weight.shape[0]))
+    return Cost(parameters=int(parameters), macs=macs)
+
+
+def _size(tensor: Tensor) -> int:
+    return math.prod(int(d) for d in tensor.shape)
+
+
+def _tensor(graph: fx.Graph, value: Any) -> Tensor | None:
+    if not isinstance(value, fx.Node):
+        return None
+    name = parameter_name(value)
+    return value.meta.get("val") if name is None or graph.owning_module is None else get_tensor(graph.owning_module, name)
+
+
+def coverage_of(
+    costs: Mapping[str, Cost], integer: Mapping[str, str], floating: Mapping[str, str], layers: Mapping[str, str]
+) -> Coverage:
+    """Sum the costs of what runs in integers, and say why the rest does not."""
+    inside = [cost for name, cost in costs.items() if name in integer]
+    every = list(costs.values())
+    return Coverage(
+        layers=(len(inside), len(every)),
+        parameters=(sum(c.parameters for c in inside), sum(c.parameters for c in every)),
+        macs=(sum(c.macs for c in inside), sum(c.macs for c in every)),
+        reasons={layers.get(name) or name: floating[name] for name in costs if name in floating},
+    )

@@ -1,0 +1,117 @@
+"""Files as files: weights beside them, nothing outside their folder, what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+
+import networks
+import onnx
+import pytest
+from networks import build, image, images_task
+from onnx import external_data_helper
+
+import compresskit as ck
+from compresskit.cli import main
+from compresskit.errors import ExportError
+from compresskit.export import files
+from compresskit.measure import session
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """As if 1000 bytes were more than a file can hold."""
+    monkeypatch.setattr(files, "LIMIT", 1000)
+
+
+def test_weights_beside_the_file(large, tmp_path) -> None:
+    model = build(networks.Residual)
+    quantized = ck.quant.quantize_static(model, [image(16)])
+    for i, (part, share) in enumerate(((model, 0.0), (quantized, 1.0))):
+        path = ck.export_onnx(part, tmp_path / f"{i}.onnx", image(2))
+        assert sorted(p.name for p in tmp_path.glob(f"{i}.*")) == [f"{i}.onnx", f"{i}.onnx.data"]
+        places = {
+            e.value for t in onnx.load(path, load_external_data=False).graph.initializer for e in t.external_data
+            if e.key == "location"
+        }  # fmt: skip
+        assert places == {f"{i}.onnx.data"}
+        assert ck.verify_onnx(path, part, [image(16)]).passed
+        assert ck.audit(path).share == share
+        assert main(["verify", str(path)]) == 0
+        assert files.file_bytes(path) > path.stat().st_size
+        ck.export.annotate(path, note="kept apart")
+        assert ck.export.read_metadata(path)["note"] == "kept apart"
+        assert session(path).get_inputs()[0].shape[0] == "batch"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_small_file_leaves_no_old_weights(large, monkeypatch, tmp_path) -> None:
+    path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2))
+    monkeypatch.setattr(files, "LIMIT", 10**9)
+    ck.export_onnx(build(networks.Chain), path, image(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["f.onnx"]
+
+
+def test_a_layer_is_named_with_weights_beside(large, tmp_path) -> None:
+    path = ck.export_onnx(build(networks.Residual), tmp_path / "f.onnx", image(2))
+    proof = ck.verify_onnx(path, build(networks.Residual), [image(16)])
+    assert "the first layer that differs is stem" in proof.reason
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("place", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "C:\\secret.bin", "..\\secret.bin"])
+def test_weights_outside_the_folder_are_not_read(place, tmp_path, capsys) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    (tmp_path / "secret.bin").write_bytes(bytes(10**5))
+    model = build(networks.Chain)
+    path = ck.export_onnx(model, folder / "f.onnx", image(2))
+    proto = onnx.load(path)
+    tensor = proto.graph.initializer[0]
+    external_data_helper.set_external_data(tensor, place)
+    tensor.ClearField("raw_data")
+    path.write_bytes(proto.SerializeToString())
+    for call in (ck.audit, ck.export.read_metadata, lambda p: ck.verify_onnx(p, model, [image(2)])):
+        with pytest.raises(ExportError, match="outside the folder of the file; it is not read"):
+            call(path)
+    for command in ("verify", "audit", "bench"):
+        assert main([command, str(path)]) == 2
+        assert "outside the folder" in capsys.readouterr().err
+
+
+def test_links_and_missing_weights(large, tmp_path) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    path = ck.export_onnx(build(networks.Chain), folder / "f.onnx", image(2))
+    data = folder / "f.onnx.data"
+    data.rename(tmp_path / "elsewhere")
+    with pytest.raises(ExportError, match=r"f\.onnx\.data, in which its weights lie, is not there"):
+        ck.audit(path)
+    data.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ExportError, match="a link out of the folder"):
+        ck.audit(path)
+
+
+def test_a_run_is_described_inside_its_files(large, tmp_path, capsys) -> None:
+    task = images_task(ck, samples=64)
+    result = ck.Recipe(ck.StaticQuant(samples=32)).run(build(networks.Chain), task, tmp_path / "run")
+    about = ck.export.read_metadata(result.onnx)
+    assert about["stage"]["name"] == "1-staticquant"
+    assert about["stage"]["settings"]["samples"] == 32
+    assert about["metric"] == result.rows[-1].metric
+    assert about["verification"]["passed"] is True
+    assert about["target"] == "X86"
+    assert about["opset"] == ck.quant.X86.opset
+    assert main(["audit", str(result.onnx)]) == 0
+    text = capsys.readouterr().out
+    assert '"samples": 32' in text
+    assert "metric" in text
+    assert main(["audit", "--json", str(result.onnx)]) == 0
+    assert json.loads(capsys.readouterr().out)[str(result.onnx)]["about"]["metric"] == about["metric"]
+
+
+def test_other_files_have_no_description(tmp_path) -> None:
+    path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2), metadata={"compresskit": "not JSON"})
+    assert "versions" not in ck.export.read_metadata(path)
+    ck.export.annotate(path, versions={})
+    ck.export.annotate(path, metric=0.5)
+    assert ck.export.read_metadata(path) == {"producer": "compresskit", "opset": 20, "versions": {}, "metric": 0.5}

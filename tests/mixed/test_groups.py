@@ -1,0 +1,216 @@
+"""Groups that are added while training, masks that hold masters, layers with their own weights' ways."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from compresskit import mixed
+from compresskit.errors import SettingError
+from compresskit.mixed import FP32, KAHAN_BF16, MASTER_BF16, MASTER_FP16, SPLIT_BF16, SR_BF16, LossScaler, prepare
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.compile's own machinery
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+FULL = [FP32, MASTER_BF16, MASTER_FP16, SPLIT_BF16, KAHAN_BF16, SR_BF16]
+compiles = mixed.compiled.has_compiler(torch.device("cpu"))
+
+
+def together(*compiled):
+    """Policies with layouts and backends that go with them; the compiled backend for two of them, as it takes seconds."""
+    cases = [(policy, {}) for policy in FULL] + [(policy, {"flat": True}) for policy in FULL if policy.digits is None]
+    cases += [(policy, {"backend": "compiled"}) for policy in compiled if compiles]
+    return [pytest.param(policy, settings, id=f"{policy.name} {settings}") for policy, settings in cases]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def go(run, steps):
+    for i in steps:
+        run.backward(run(torch.randn(8, 4, generator=torch.Generator().manual_seed(i))).square().mean())
+        run.step()
+
+
+def start(policy, model, parameters, **settings):
+    scaler = functools.partial(LossScaler, 64.0) if policy.loss_scale else None
+    return prepare(model, torch.optim.AdamW(parameters, lr=0.05), policy, scaler=scaler, **settings)
+
+
+def plain(steps):
+    model = net()
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.05)
+    for i in steps:
+        if i == 3:
+            model.zero_grad()
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
+        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize(("policy", "settings"), together(FP32, SPLIT_BF16))
+def test_b4_a_group_added_later_trains_like_one_that_was_there(policy, settings) -> None:
+    """FP32 against a plain loop of torch; the others by what becomes of their masters, and by a resume."""
+    model = net()
+    late = start(policy, model, model[2].parameters(), **settings)
+    average = late.average(0.5)
+    go(late, range(3))
+    late.add_group({"params": list(model[0].parameters()), "lr": 0.05})
+    go(late, range(3, 6))
+    if policy is FP32 and not settings:
+        assert all(torch.equal(a, b) for a, b in zip(late.masters(), plain(range(6)), strict=True))
+    assert [len(group["params"]) for group in late.optimizer.param_groups] == ([1, 1] if settings.get("flat") else [2, 2])
+    before = net()[0].weight
+    assert (late.named_masters()["0.weight"] - before).abs().max() > 0.05
+    if policy.master or policy.digits:
+        assert {m.dtype for m in late.masters()} == {torch.float32}
+        assert model[0].weight.dtype == policy.param_dtype
+    assert set(average.values) == set(late.named_masters())
+    state = late.state_dict()
+    again = start(policy, third := net(), third[2].parameters(), **settings)
+    again.average(0.5)
+    again.add_group({"params": list(third[0].parameters())})
+    again.load_state_dict(state)
+    for run in (late, again):
+        go(run, range(6, 8))
+    assert all(torch.equal(a, b) for a, b in zip(late.masters(), again.masters(), strict=True))
+    late.finish()
+    owned = [p for group in late.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in owned} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("policy", [FP32, MASTER_BF16, SPLIT_BF16], ids=lambda p: p.name)
+def test_b4_a_new_head_is_cast_and_gets_masters(policy) -> None:
+    model = net()
+    run = start(policy, model, list(model.parameters()))
+    go(run, range(2))
+    head = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    start_values = head[0].weight.detach().clone()
+    model.append(head)
+    run.add_group({"params": head.parameters(), "lr": 0.1})
+    assert torch.equal(run.named_masters()["3.0.weight"], start_values)
+    assert head[0].weight.dtype == (policy.param_dtype or torch.float32)
+    assert head[1].weight.dtype == torch.float32
+    go(run, range(2, 4))
+    assert not torch.equal(run.named_masters()["3.0.weight"], start_values)
+    assert {p.dtype for p in run.finish().parameters()} == {torch.float32}
+
+
+def test_groups_that_cannot_be_added() -> None:
+    model = net()
+    run = start(MASTER_BF16, model, model[2].parameters())
+    with pytest.raises(SettingError, match="the optimizer has 2.weight already; leave it out"):
+        run.add_group({"params": [model[2].weight]})
+    for params in ([], [nn.Parameter(torch.zeros(2))]):
+        with pytest.raises(SettingError, match="with parameters of the prepared model; add a new module to it first"):
+            run.add_group({"params": params})
+    run.backward(run(torch.ones(2, 4)).sum())
+    with pytest.raises(SettingError, match="gradients wait for their step; call it after step"):
+        run.add_group({"params": model[0].weight})
+
+
+@pytest.mark.filterwarnings("error")
+def test_parameters_outside_the_optimizer_are_named() -> None:
+    model = net()
+    with pytest.warns(
+        UserWarning, match=r"does not have 0.weight \(2 parameters in all\) that require gradients: they will not move"
+    ):
+        prepare(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    model = net()
+    model[0].requires_grad_(False)
+    prepare(model, torch.optim.SGD(model[2].parameters(), lr=0.1))  # frozen on purpose: nothing to say
+
+
+@pytest.mark.parametrize(("policy", "settings"), together(MASTER_BF16, KAHAN_BF16))
+def test_masks_hold_masters_and_what_completes_them(policy, settings) -> None:
+    """Momentum and decay revive a pruned weight where only its half copy is masked."""
+    model = net()
+    run = start(policy, model, model.parameters(), **settings)
+    go(run, range(2))  # momentum first
+    mask = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)) > 0.5
+
+    def hold():
+        run.named_masters()["0.weight"].mul_(mask)
+
+    run.after_update.append(hold)
+    go(run, range(2, 6))
+    for values in (
+        model[0].weight,
+        run.named_masters()["0.weight"],
+        *(s.rest for s in run._weights.slots[:1] if s.rest is not None),
+    ):
+        assert not values.detach().float()[~mask].any()
+    assert model[0].weight.detach()[mask].float().abs().min() > 0
+    assert not run.finish()[0].weight[~mask].any()
+
+
+def test_masks_on_the_half_weight_alone_do_not_hold() -> None:
+    """The naive way, which the hook is there for."""
+    model = net()
+    run = start(MASTER_BF16, model, model.parameters())
+    go(run, range(2))
+    model[0].weight.data[0] = 0
+    go(run, range(2, 3))
+    assert model[0].weight[0].all()
+
+
+def test_observers_stay_in_fp32_under_half_policies() -> None:
+    """A quantizer's scale in bf16 would be off by up to 0.4 %, and an observer's range with it."""
+    import compresskit as ck
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    batches = [(torch.randn(8, 3, 8, 8),) for _ in range(3)]
+    quantized = ck.quant.quantize_static(model.eval(), batches)
+    kept = [module for module in quantized.modules() if getattr(module, "keeps_fp32", False)]
+    state = {name: b.clone() for name, b in quantized.named_buffers()}
+    assert kept
+    run = prepare(quantized, torch.optim.SGD(quantized.parameters(), lr=0.0), MASTER_BF16)
+    assert {b.dtype for module in kept for b in module.buffers() if b.is_floating_point()} <= {torch.float32}
+    assert any(p.dtype == torch.bfloat16 for p in quantized.parameters())
+    out = run(batches[0][0])
+    run.backward(out.square().mean())
+    run.step()
+    finished = run.finish()
+    assert all(torch.equal(state[name], b) for name, b in finished.named_buffers() if "scale" in name or "zero" in name)
+    torch.testing.assert_close(out, finished(batches[0][0]), atol=0.1, rtol=0.1)
+
+
+def test_b4_parametrized_weights_keep_their_ways() -> None:
+    model = net()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    run = start(MASTER_BF16, model, model.parameters())
+    assert {name for name in run.named_masters() if name.startswith("0.p")} == {
+        "0.parametrizations.weight.original0",
+        "0.parametrizations.weight.original1",
+    }
+    before = run.named_masters()["0.parametrizations.weight.original0"].clone()
+    go(run, range(3))
+    run.finish()
+    assert model[0].weight.dtype == torch.float32
+    assert not torch.equal(before, model[0].parametrizations.weight.original0)
+
+
+def test_a_compiled_model_runs_under_a_policy() -> None:
+    """`torch.compile` wraps the model like DDP does: prepare first, then assign it back. No breaks: casts are around it."""
+    results = []
+    for wrap in (False, True):
+        model = net()
+        run = start(MASTER_BF16, model, model.parameters())
+        if wrap:
+            run.model = torch.compile(run.model, backend="aot_eager", fullgraph=True)
+        go(run, range(4))
+        results.append(run.masters())
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

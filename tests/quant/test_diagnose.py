@@ -1,0 +1,122 @@
+"""Where the noise comes from, and what runs in integers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import networks
+import pytest
+import torch
+from networks import build, image
+from torch import nn
+
+from compresskit.errors import DataError
+from compresskit.measure import count_macs
+from compresskit.quant import X86, X86_NO_VNNI, diagnose, quantize_static
+from compresskit.quant.quantizer import BiasQuantizer, WeightQuantizer
+
+
+def db(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
+
+
+def test_noise_is_what_switching_quantizers_says() -> None:
+    """The first layer's two parts and the whole output, by turning quantizers on and off on the model itself."""
+    model, x = build(networks.Chain), image(32)
+    quantized = quantize_static(model, [image(16)])
+    found = diagnose(quantized, [tuple(v[:16] for v in x), tuple(v[16:] for v in x)])
+    assert found.samples == 32
+    with torch.no_grad():
+        assert found.sqnr == pytest.approx(db(model(*x), quantized(*x)), abs=0.05)
+        conv = next(n for n in quantized.body.graph.nodes if n.name == found.rows[0].name)
+        first, norm = model.a[0], model.a[1]
+        k = norm.weight / torch.sqrt(norm.running_var + norm.eps)
+        weight, bias = first.weight * k.view(-1, 1, 1, 1), norm.bias - norm.running_mean * k
+        clean = nn.functional.conv2d(x[0], weight, bias, padding=1)
+        scale = weight.flatten(1).abs().amax(1).view(-1, 1, 1, 1) / 127
+        rounded = (weight / scale).round() * scale
+        source = quantized.body.get_submodule(conv.args[0].target)
+        step = float(source.scale) * scale.flatten()
+        only_weights = nn.functional.conv2d(x[0], rounded, (bias / step).round() * step, padding=1)
+        only_input = nn.functional.conv2d(source(x[0]), weight, bias, padding=1)
+    assert found.rows[0].weights == pytest.approx(db(clean, only_weights), abs=0.1)
+    assert found.rows[0].activations == pytest.approx(db(clean, only_input), abs=0.1)
+    assert found.rows[0].sqnr < min(found.rows[0].weights, found.rows[0].activations)
+
+
+def test_the_culprit_stands_out() -> None:
+    """A layer with one huge weight of the same channel has noisy weights; clean layers do not."""
+    model = build(networks.Residual)
+    with torch.no_grad():
+        model.out.weight[:, 0, 0, 0] = 30.0
+    quantized = quantize_static(model, [image(16)])
+    rows = {row.layer: row for row in diagnose(quantized, [image(32)]).rows if row.weights is not None}
+    assert min(rows, key=lambda name: rows[name].weights) == "out"
+
+
+def test_the_float_model_is_the_reference() -> None:
+    model = build(networks.Residual)
+    quantized = quantize_static(model, [image(16)])
+    x = image(16)
+    assert diagnose(quantized, [x], model=model).sqnr == pytest.approx(diagnose(quantized, [x]).sqnr, abs=1e-3)
+    with torch.no_grad():
+        quantized.body.get_parameter("out.weight").mul_(1.5)  # as training might
+    assert diagnose(quantized, [x], model=model).sqnr < diagnose(quantized, [x]).sqnr - 5
+
+
+def test_coverage_counts_layers_parameters_and_macs() -> None:
+    model = build(networks.Residual)
+    whole = quantize_static(model, [image(16)]).placement.coverage
+    assert whole.layers == (5, 5)
+    assert whole.macs[1] == count_macs(model, image(2))
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    weights = sum(m.weight.numel() + m.weight.shape[0] for m in layers)
+    assert whole.parameters == (weights, weights)
+    part = quantize_static(model, [image(16)], skip=("inner",))
+    found = part.placement.coverage
+    assert found.layers == (4, 5)
+    assert found.macs[1] - found.macs[0] == 16 * 16 * 16 * 16 * 9
+    assert found.reasons == {"inner.0": "skipped by the user"}
+    assert "inner.0: float, skipped by the user" in str(diagnose(part, [image(8)]))
+    row = next(r for r in diagnose(part, [image(8)]).rows if r.layer == "inner.0")
+    assert row.runs == "float: skipped by the user"
+    assert row.weights is None
+
+
+def test_saturation_is_seen_where_it_threatens() -> None:
+    model = build(networks.Residual)
+    with torch.no_grad():
+        model.out.weight.abs_()  # large sums of one sign
+    eight = replace(X86_NO_VNNI, name="EIGHT", weights=X86.weights)
+    for target, threatened in ((eight, True), (X86_NO_VNNI, False), (X86, False)):
+        rows = diagnose(quantize_static(model, [image(16)], target=target), [image(8)]).rows
+        found = [row.saturated for row in rows if row.saturated is not None]
+        assert bool(found) is threatened
+        assert not found or 0 < max(found) <= 1
+
+
+def test_it_prints_and_serializes() -> None:
+    quantized = quantize_static(build(networks.Tokens), [image(16)])
+    found = diagnose(quantized, [image(8)])
+    lines = str(found).splitlines()
+    assert lines[0].startswith("output ")
+    assert any("float: no rule for aten.layer_norm" in line for line in lines)
+    start = next(i for i, line in enumerate(lines) if line.startswith("operator"))
+    column = lines[start].index("runs")
+    assert all(line[column - 1] == " " for line in lines[start:])
+    record = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert record["coverage"]["layers"] == [4, 4]
+    assert len(record["rows"]) == len(found.rows)
+    with pytest.raises(DataError, match="diagnose: no batch"):
+        diagnose(quantized, [])
+
+
+def test_nothing_lost_is_infinite() -> None:
+    quantized = quantize_static(build(networks.Chain), [image(16)])
+    for quantizer in quantized.quantizers():
+        quantizer.enabled = isinstance(quantizer, BiasQuantizer | WeightQuantizer) and False
+    found = diagnose(quantized, [image(4)])
+    assert math.isinf(found.sqnr)
+    assert found.to_json()["sqnr"] is None
