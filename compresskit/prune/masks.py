@@ -94,15 +94,7 @@ def plan_mask(
     if given is not None and (ratio is not None or pattern.fixed is not None):
         raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for ratio= or an N:M pattern")
     wanted = 0.0 if given is not None else check_ratio(ratio, pattern, "plan_mask")
-    weights = maskable(model, protect)
-    if given is not None:
-        weights = {name: w for name, w in weights.items() if name in given}
-    left = {name: why for name, w in weights.items() if (why := pattern.fits(w.shape))}
-    for name, why in left.items():
-        warnings.warn(f"{name} is left dense: {why}", stacklevel=2)
-    weights = {name: w for name, w in weights.items() if name not in left}
-    if not weights:
-        raise ModelError(f"{type(model).__name__} has no weight that {pattern} can be put on, protected ones left out")
+    weights, left = fitting(model, pattern, protect, given)
     for name, weight in weights.items():
         if not bool(weight.detach().any()):
             warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=2)
@@ -123,6 +115,19 @@ def plan_mask(
                 stacklevel=2,
             )
     return Masks(dict(sorted(masks.items())), left)
+
+
+def fitting(
+    model: nn.Module, pattern: Pattern, protect: tuple[str, ...], given: Mapping[str, float] | None
+) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """Weights that can have the pattern, and why others cannot; of these it warns. ModelError where there is no weight at all."""
+    weights = {name: w for name, w in maskable(model, protect).items() if given is None or name in given}
+    left = {name: why for name, w in weights.items() if (why := pattern.fits(w.shape))}
+    for name, why in left.items():
+        warnings.warn(f"{name} is left dense: {why}", stacklevel=3)
+    if len(left) == len(weights):
+        raise ModelError(f"{type(model).__name__} has no weight that {pattern} can be put on, protected ones left out")
+    return {name: w for name, w in weights.items() if name not in left}, left
 
 
 def by_tensor(model: nn.Module, ratios: Mapping[str, float]) -> dict[str, float]:

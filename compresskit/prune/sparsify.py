@@ -17,7 +17,7 @@ from compresskit.prune.allocate import Allocation
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.gradual import Gradual
-from compresskit.prune.masks import by_tensor, check_ratio, maskable, plan_mask
+from compresskit.prune.masks import by_tensor, check_ratio, fitting, maskable, plan_mask
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.rewind import Rewind
 from compresskit.prune.schedules import MaskSchedule
@@ -99,7 +99,7 @@ class Sparsify:
             reestimate_batchnorm_(model, self._inputs(task))
         if self.finetune is not None:
             how = self.finetune if self.rewind is None else self.rewind.rest(self.finetune)
-            gradual = None if self.schedule is None else self._gradual(model, masks)
+            gradual = None if self.schedule is None else self._gradual(model)
             if gradual is None:
                 fit_(model, goal, how, label="sparsify")
             else:
@@ -114,10 +114,9 @@ class Sparsify:
         if self.schedule is not None and self._at(0.0) == 0:
             # Nothing goes yet, so nothing need be scored; what is carried already stays.
             old = masks_of(model)
-            begin = plan_mask(model, pattern=self.pattern, ratio=self.pattern.fixed or 0.0, protect=self.protect)
-            chosen = self._chosen(model, begin)
-            masks = {name: torch.ones_like(begin.masks[name]) for name in chosen}
-            return Masks(dict(sorted((masks | ({} if old is None else dict(old.masks))).items())), begin.left)
+            weights, left = fitting(model, self.pattern, self.protect, self._own(model))
+            masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
+            return Masks(dict(sorted((masks | ({} if old is None else dict(old.masks))).items())), left)
         if self.schedule is not None and isinstance(allocation, Mapping):
             allocation = {name: self.schedule(0.0, end=r) for name, r in allocation.items()}
         elif self.schedule is not None and ratio is not None and self.pattern.fixed is None:
@@ -139,28 +138,29 @@ class Sparsify:
         ends = self.allocation.values() if isinstance(self.allocation, Mapping) else [self.ratio or self.pattern.fixed or 0.0]
         return max(self.schedule(done, end=end) for end in ends)
 
-    def _chosen(self, model: nn.Module, masks: Masks) -> dict[str, float]:
-        """The tensors that this stage masks, each with a ratio of its own where there is one."""
-        own = by_tensor(model, self.allocation) if isinstance(self.allocation, Mapping) else None
-        names = [name for name in maskable(model, self.protect) if name in masks.masks and (own is None or name in own)]
-        return {name: 0.0 if own is None else own[name] for name in names}
+    def _own(self, model: nn.Module) -> dict[str, float] | None:
+        """Each tensor's own ratio, where there is one."""
+        return by_tensor(model, self.allocation) if isinstance(self.allocation, Mapping) else None
 
-    def _gradual(self, model: nn.Module, masks: Masks) -> Gradual:
+    def _gradual(self, model: nn.Module) -> Gradual:
         assert self.schedule is not None
-        chosen = self._chosen(model, masks)
+        own = self._own(model)
+        names = [
+            n for n, w in maskable(model, self.protect).items() if not self.pattern.fits(w.shape) and (own is None or n in own)
+        ]
         return Gradual(
             model=model,
             pattern=self.pattern,
             criterion=self.criterion,
             schedule=self.schedule,
             ratio=self.pattern.fixed if self.pattern.fixed is not None else self.ratio or 0.0,
-            ratios=chosen if isinstance(self.allocation, Mapping) else None,
+            ratios=None if own is None else {name: own[name] for name in names},
             allocation=self.allocation if callable(self.allocation) else None,
             until=self.until,
             updates=self.updates,
             swap=self.regrow,
             memory=self.memory,
-            names=tuple(chosen),
+            names=tuple(names),
         )
 
     def _inputs(self, task: Task) -> Iterator[Inputs]:

@@ -171,8 +171,8 @@ def test_a_schedule_goes_through_its_ratios(monkeypatch) -> None:
     stage = Sparsify(ratio=0.9, schedule=cubic, until=0.5, updates=100, finetune=FOUR)
     real = stage._gradual
 
-    def watched(model, masks):
-        gradual = real(model, masks)
+    def watched(model):
+        gradual = real(model)
         count = gradual.count
 
         def look(step, steps):
@@ -189,6 +189,17 @@ def test_a_schedule_goes_through_its_ratios(monkeypatch) -> None:
     assert [m.removed for m in seen] == expected
     for early, late in itertools.pairwise(seen):
         assert all(not (late.masks[n] & ~early.masks[n]).any() for n in late.masks)
+
+
+def test_a_second_stage_goes_on_from_the_first() -> None:
+    task = images_task(ck, samples=96)
+    model = Sparsify(ratio=0.5, protect=("head",))(build(networks.Residual), task)
+    first = {n: m.clone() for n, m in masks_of(model).masks.items()}
+    model = Sparsify(ratio=0.8, schedule=cubic, updates=4, finetune=FOUR)(model, task)
+    second = masks_of(model)
+    assert second.removed == round(0.8 * second.total)
+    assert "head.weight" in second.masks
+    assert all(not (second.masks[n] & ~m).any() for n, m in first.items())
 
 
 def test_regrowth_changes_the_mask_and_keeps_the_ratio() -> None:
