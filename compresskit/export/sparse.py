@@ -14,6 +14,8 @@ from compresskit.errors import ExportError
 from compresskit.export.files import data_path
 from compresskit.measure import session
 
+OVERHEAD = 100  # bytes of a second name, type and shape in the file
+
 
 def compressed_bytes(path: str | Path) -> dict[str, int | None]:
     """Bytes of a file in a zip (deflate, level 9), and under zstd level 19 (None where no zstd module is installed).
@@ -73,7 +75,7 @@ def _sparse(tensor: Any) -> Any:
     values = numpy_helper.to_array(tensor)
     flat = values.reshape(-1)
     places = np.flatnonzero(flat).astype(np.int64)
-    if len(places) * (values.itemsize + 8) >= values.nbytes or not len(places):
+    if len(places) * (values.itemsize + 8) + OVERHEAD >= values.nbytes or not len(places):
         return None
     kept = numpy_helper.from_array(flat[places], tensor.name)
     return helper.make_sparse_tensor(kept, numpy_helper.from_array(places, f"{tensor.name}_positions"), list(values.shape))
