@@ -1,19 +1,23 @@
-"""ResNet-20 on CIFAR-10 with most of its weights at zero: one-shot, gradual, rewinding and random, at the same budget of steps.
+"""A network with most of its weights at zero: one-shot, gradual, rewinding and random, at the same budget of steps.
 
-Every method starts from the same trained network and takes the same number of optimizer steps. Writes `sparsity.json` after every
-run, and goes on where it was interrupted; `sparsity.md` is the table. Accuracy is of the PyTorch model on the whole test set;
-sizes are of the ONNX file, of the file in a zip, and of the file with its zeros left out (sparse_initializer).
+ResNet-20 on CIFAR-10 (`--data`, `--checkpoint`), or a small residual network on scikit-learn's digits (`--digits`, a minute), which
+is trained first. Every method starts from the same trained network and takes the same number of optimizer steps. Writes
+`sparsity.json` (`sparsity_digits.json`) after every run, and goes on where it was interrupted; `.md` is the table. Accuracy is of
+the PyTorch model on the whole test set; sizes are of the ONNX file, of the file in a zip, and with sparse initializers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import itertools
 import json
 import platform
 import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +29,7 @@ from safetensors.torch import load_file
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
 
+import digits  # noqa: E402
 from vision import CifarResNet, Images, cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
@@ -90,18 +95,48 @@ def sizes(model: torch.nn.Module, example: Any) -> dict[str, int]:
         return found | {"sparse_onnx": sparse.stat().st_size}
 
 
-def train_once(args: argparse.Namespace, data: Data, name: str, ratio: float, seed: int) -> dict[str, Any]:
+Setting = Callable[[int], tuple[torch.nn.Module, ck.Task]]
+
+
+def cifar(args: argparse.Namespace) -> Setting:
+    """For a seed, the trained ResNet-20 and a share of the training images."""
+    data: Data = cifar10(args.data, None)
+
+    def make(seed: int) -> tuple[torch.nn.Module, ck.Task]:
+        images, labels = data["train"]
+        chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: args.images]
+        train = Images(images[chosen], labels[chosen], args.batch_size, MEAN, STD, augment=4, flip=True, shuffle=True)
+        test, targets = data["test"]
+        model = CifarResNet(20)
+        model.load_state_dict(load_file(args.checkpoint))
+        return model.eval(), ck.Task(train=train, val=Images(test, targets, 500, MEAN, STD))
+
+    return make
+
+
+def handwritten(args: argparse.Namespace) -> Setting:
+    """For a seed, a residual network trained on the digits for twelve epochs."""
+
+    @functools.cache
+    def make(seed: int) -> tuple[torch.nn.Module, ck.Task]:
+        torch.manual_seed(seed)
+        task = digits.data(seed, args.batch_size)
+        sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
+        return ck.Train(epochs=12, optimizer=sgd, schedule=ck.one_cycle)(digits.resnet(16, 32, 64), task), task
+
+    return make
+
+
+def train_once(args: argparse.Namespace, make: Setting, name: str, ratio: float, seed: int) -> dict[str, Any]:
     """One network, trained and measured."""
-    images, labels = data["train"]
-    chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: args.images]
-    train = Images(images[chosen], labels[chosen], args.batch_size, MEAN, STD, augment=4, flip=True, shuffle=True)
-    task = ck.Task(train=train, val=Images(*data["test"], 500, MEAN, STD))
-    model: torch.nn.Module = CifarResNet(20)
-    model.load_state_dict(load_file(args.checkpoint))
+    start, task = make(seed)
+    model = copy.deepcopy(start)
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=args.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle)
-    model = METHODS[name](model, task, ratio, how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a layer of a small network may lose all of its weights
+        model = METHODS[name](model, task, ratio, how)
     masks = masks_of(model) or Masks({})
     return {
         "method": name, "ratio": ratio, "seed": seed, "accuracy": ck.evaluate(model, task), "removed": masks.removed,
@@ -114,7 +149,7 @@ def table(runs: list[dict[str, Any]], settings: dict[str, Any]) -> str:
     ratios = sorted({run["ratio"] for run in runs if run["method"] != "dense"})
     base = [run["accuracy"] for run in runs if run["method"] == "dense"]
     lines = [
-        f"ResNet-20, CIFAR-10 test accuracy in %, {settings['steps']} steps of {settings['batch_size']} images for every method"
+        f"{settings['network']}, test accuracy in %, {settings['steps']} steps of {settings['batch_size']} images for every method"
         f" (mean of the seeds, their range, how many). The network before: {settings['start']:.2%}"
         + (f"; dense after the same steps: {statistics.mean(base):.2%}." if base else "."),
         "",
@@ -139,40 +174,41 @@ def table(runs: list[dict[str, Any]], settings: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder with train/<class>/* and test/<class>/*, or torchvision's CIFAR-10")
-    parser.add_argument("--checkpoint", required=True, help="safetensors file of a trained ResNet-20")
+    parser.add_argument("--digits", action="store_true", help="a small network on scikit-learn's digits, without any data")
+    parser.add_argument("--data", help="folder with train/<class>/* and test/<class>/*, or torchvision's CIFAR-10")
+    parser.add_argument("--checkpoint", help="safetensors file of a trained ResNet-20")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.9, 0.95, 0.7, 0.5], help="shares of zeros, in this order")
     parser.add_argument("--methods", nargs="+", default=["one-shot", "gradual", "rewinding", "random"], choices=METHODS,
                         help="what is compared")  # fmt: skip
     parser.add_argument("--epochs", type=int, default=2, help="even, so that rewinding can halve it")
-    parser.add_argument("--images", type=int, default=4992, help="training images of an epoch")
+    parser.add_argument("--images", type=int, default=4992, help="training images of an epoch of CIFAR-10")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
     parser.add_argument("--rate", type=float, default=0.05, help="largest learning rate")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each")
-    parser.add_argument("--out", default=str(HERE), help="folder for sparsity.json and sparsity.md")
+    parser.add_argument("--out", default=str(HERE), help="folder for the .json and the .md")
     args = parser.parse_args()
+    if not args.digits and not (args.data and args.checkpoint):
+        parser.error("give --digits, or --data and --checkpoint")
 
-    data = cifar10(args.data, None)
-    out = Path(args.out)
-    file = out / "sparsity.json"
-    start = CifarResNet(20)
-    start.load_state_dict(load_file(args.checkpoint))
+    make = handwritten(args) if args.digits else cifar(args)
+    file = Path(args.out) / ("sparsity_digits.json" if args.digits else "sparsity.json")
+    model, task = make(0)
     settings = {
-        "steps": args.epochs * -(-args.images // args.batch_size), "batch_size": args.batch_size, "rate": args.rate,
-        "images": args.images, "torch": torch.__version__, "python": platform.python_version(),
+        "network": "ResNet-8 (16, 32, 64), digits" if args.digits else "ResNet-20, CIFAR-10", "epochs": args.epochs,
+        "steps": args.epochs * task.length("train"), "batch_size": args.batch_size, "rate": args.rate,
+        "torch": torch.__version__, "python": platform.python_version(),
     }  # fmt: skip
     record = json.loads(file.read_text()) if file.exists() else None
     if record is None or {k: record["settings"].get(k) for k in settings} != settings:
-        val = Images(*data["test"], 500, MEAN, STD)
-        record = {"settings": settings | {"start": ck.evaluate(start.eval(), ck.Task(val=val))}, "runs": []}
+        record = {"settings": settings | {"start": ck.evaluate(model, task)}, "runs": []}
     for seed, ratio, name in itertools.product(range(args.seeds), args.ratios, args.methods):
         if any((r["method"], r["ratio"], r["seed"]) == (name, ratio, seed) for r in record["runs"]):
             continue
-        run = train_once(args, data, name, ratio, seed)
+        run = train_once(args, make, name, ratio, seed)
         print(f"seed {seed} {ratio:.0%} {name}: {run['accuracy']:.4f}", flush=True)
         record["runs"].append(run)
         file.write_text(json.dumps(record, indent=1) + "\n")
-        (out / "sparsity.md").write_text(table(record["runs"], record["settings"]))
+        file.with_suffix(".md").write_text(table(record["runs"], record["settings"]))
 
 
 if __name__ == "__main__":
