@@ -1,8 +1,8 @@
 """What holding masks costs a training step: ResNet-20, batch 128, 90 % of the weights removed, one thread.
 
-Writes `mask_cost.json` and `mask_cost.md` beside this file. The work of the masks (gradients of removed weights dropped, weights set
-to zero again after the update) is timed where it happens, in CPU time of the process, so that other load counts little:
-the difference of whole steps is smaller than what a shared machine adds to either.
+Writes `mask_cost.json` and `mask_cost.md` beside this file. The work of the masks (gradients of removed weights dropped, weights
+set to zero again after the update) is timed where it happens, in CPU time of the process, so that other load counts little: the
+difference of whole steps is smaller than what a shared machine adds to either.
 """
 
 from __future__ import annotations

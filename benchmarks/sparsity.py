@@ -1,7 +1,7 @@
 """A network with most of its weights at zero: one-shot, gradual, rewinding and random, at the same budget of steps.
 
-ResNet-20 on CIFAR-10 (`--data`, `--checkpoint`), or a small residual network on scikit-learn's digits (`--digits`, a minute), which
-is trained first. Every method starts from the same trained network and takes the same number of optimizer steps. Writes
+ResNet-20 on CIFAR-10 (`--data`, `--checkpoint`), or a small residual network on scikit-learn's digits (`--digits`, a minute),
+which is trained first. Every method starts from the same trained network and takes the same number of optimizer steps. Writes
 `sparsity.json` (`sparsity_digits.json`) after every run, and goes on where it was interrupted; `.md` is the table. Accuracy is of
 the PyTorch model on the whole test set; sizes are of the ONNX file, of the file in a zip, and with sparse initializers.
 """
@@ -149,7 +149,7 @@ def table(runs: list[dict[str, Any]], settings: dict[str, Any]) -> str:
     ratios = sorted({run["ratio"] for run in runs if run["method"] != "dense"})
     base = [run["accuracy"] for run in runs if run["method"] == "dense"]
     lines = [
-        f"{settings['network']}, test accuracy in %, {settings['steps']} steps of {settings['batch_size']} images for every method"
+        f"{settings['network']}, test accuracy in %, {settings['steps']} steps of {settings['batch_size']} images for each method"
         f" (mean of the seeds, their range, how many). The network before: {settings['start']:.2%}"
         + (f"; dense after the same steps: {statistics.mean(base):.2%}." if base else "."),
         "",
