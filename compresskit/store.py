@@ -40,7 +40,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
     folder = Path(folder)
-    model = model.settled() if isinstance(model, Quantized) else model
+    settled = {name: part.settled() for name, part in parts.items()}
+    if any(settled[name] is not part for name, part in parts.items()):  # a copy stands for what is still being trained
+        model = settled[""] if "" in settled else _with_parts(model, settled)
     folder.mkdir(parents=True, exist_ok=True)
     masks = masks_of(model)
     extra = {} if masks is None else {"masks": {"removed": masks.removed, "total": masks.total}}
@@ -50,8 +52,15 @@ def save(model: nn.Module, folder: str | Path) -> None:
         save_model(model, folder, **extra)
         return
     write_tensors(folder / MODEL, model.state_dict())
-    records = {name: record(part) for name, part in parts.items()}
+    records = {name: record(part) for name, part in settled.items()}
     write_json(folder / STRUCTURE, {"format": FORMAT, **records.get("", {"kind": "parts", "parts": records}), **extra})
+
+
+def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
+    whole = copy.deepcopy(model)
+    for name, part in parts.items():
+        whole.set_submodule(name, part)
+    return whole
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:

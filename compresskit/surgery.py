@@ -40,10 +40,25 @@ def get_tensor(model: nn.Module, name: str) -> Tensor:
     return value
 
 
-def set_tensor_(model: nn.Module, name: str, values: Tensor) -> None:
+#: id of a parameter -> the modules that hold it, and the name that it has there.
+Holders = dict[int, list[tuple[nn.Module, str]]]
+
+
+def holders(model: nn.Module) -> Holders:
+    """Where every parameter is held; a tied one is held in several places."""
+    found: Holders = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, leaf))
+    return found
+
+
+def set_tensor_(model: nn.Module, name: str, values: Tensor, known: Holders | None = None) -> None:
     """Put new values, of any shape, where a parameter or buffer is.
 
     A tied parameter changes in every place that holds it; requires_grad stays; a gradient is dropped with its shape.
+    known: `holders(model)`, where many tensors are set one after the other.
     """
     old = get_tensor(model, name)
     if not isinstance(old, nn.Parameter):
@@ -51,26 +66,33 @@ def set_tensor_(model: nn.Module, name: str, values: Tensor) -> None:
         module._buffers[leaf] = values
         return
     new = nn.Parameter(values.detach(), requires_grad=old.requires_grad)
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[leaf] = new
+    known = holders(model) if known is None else known
+    for module, leaf in known[id(old)]:
+        module._parameters[leaf] = new
+    known[id(new)] = known.pop(id(old))
 
 
-def select_(model: nn.Module, name: str, keep: dict[int, Tensor]) -> None:
+def select_(model: nn.Module, name: str, keep: dict[int, Tensor], known: Holders | None = None) -> None:
     """Keep only the given indices of each dimension of one parameter or buffer."""
     values = get_tensor(model, name).detach()
     for dim, indices in keep.items():
         values = values.index_select(dim, indices.to(values.device))
-    set_tensor_(model, name, values.clone(memory_format=torch.preserve_format))
+    set_tensor_(model, name, values.clone(memory_format=torch.preserve_format), known)
 
 
 def sync_attributes_(module: nn.Module) -> None:
     """Make `in_channels`, `groups`, `num_features`, ... agree with the shapes of the parameters again."""
     if isinstance(module, nn.modules.conv._ConvNd):
         _sync_conv_(module)
-    if isinstance(module, nn.LayerNorm) and module.weight is not None:
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
         module.normalized_shape = tuple(module.weight.shape)
+    if isinstance(module, nn.MultiheadAttention):
+        _sync_attention_(module)
+    if isinstance(module, nn.RNNBase):
+        module.hidden_size, module.input_size = module.weight_hh_l0.shape[1], module.weight_ih_l0.shape[1]
+        module._init_flat_weights()  # it keeps a list of its parameters beside them
+    if isinstance(module, nn.RNNCellBase):
+        module.hidden_size, module.input_size = module.weight_hh.shape[1], module.weight_ih.shape[1]
     for kind, mirrors in MIRRORS.items():
         if not isinstance(module, kind):
             continue
@@ -79,6 +101,14 @@ def sync_attributes_(module: nn.Module) -> None:
             # A PReLU with one shared slope has num_parameters == 1 whatever the channels are.
             if isinstance(values, Tensor) and values.ndim > dim:
                 setattr(module, attribute, values.shape[dim])
+
+
+def _sync_attention_(attention: nn.MultiheadAttention) -> None:
+    packed = attention.in_proj_weight
+    attention.embed_dim = (packed if packed is not None else attention.q_proj_weight).shape[1]
+    attention.kdim = attention.embed_dim if packed is not None else attention.k_proj_weight.shape[1]
+    attention.vdim = attention.embed_dim if packed is not None else attention.v_proj_weight.shape[1]
+    attention.head_dim = attention.embed_dim // attention.num_heads
 
 
 def _sync_conv_(conv: nn.modules.conv._ConvNd) -> None:

@@ -66,7 +66,7 @@ def read_proto(path: str | Path) -> Any:
     Raises ExportError where the file is no ONNX file, or names a place outside its folder.
     """
     import onnx  # heavy, and only exporting needs it
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
         proto = onnx.load(path, load_external_data=False)

@@ -71,7 +71,7 @@ def export_onnx(
     except ExportError as error:
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
-    tuned = any(part.target.tuned for part in model.modules() if hasattr(part, "deployed"))
+    tuned = any(part.target.tuned for part in quantized_parts(model).values())
     optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
     _name_dimensions(file, dynamic)
     if coarsest(model) is torch.bfloat16:
@@ -89,7 +89,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
     """What a file says of the model in it."""
     about: dict[str, Any] = {"versions": {"compresskit": __version__, "torch": torch.__version__}}
     about["model"] = getattr(model, "origin", {}).get("class", type(model).__name__)
-    if targets := sorted({part.target.name for part in model.modules() if hasattr(part, "deployed")}):
+    if targets := sorted({part.target.name for part in quantized_parts(model).values()}):
         about["target"] = ", ".join(targets)
     return about
 
@@ -100,7 +100,7 @@ def to_program(
     """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the program it was made from."""
     dynamic = _dynamic_of(model) if dynamic is None else dynamic
     if opset is None:
-        opset = max([part.target.opset for part in model.modules() if hasattr(part, "deployed")], default=20)
+        opset = max([part.target.opset for part in quantized_parts(model).values()], default=20)
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         module, example = widened(deployed(model), example)
@@ -135,11 +135,16 @@ def _dynamic_of(model: nn.Module) -> Dynamic:
     return found
 
 
+def quantized_parts(model: nn.Module) -> dict[str, Any]:
+    """The quantized models in a model, itself among them, by dotted name; they are known by how they are `deployed`."""
+    return {name: part for name, part in model.named_modules() if hasattr(part, "deployed")}
+
+
 def deployed(model: nn.Module) -> nn.Module:
     """The form that is exported: a quantized model, or each quantized submodule, in ONNX's terms; a float model as it is."""
-    if hasattr(model, "deployed"):
-        return model.deployed()  # type: ignore[no-any-return]
-    parts = {name: part for name, part in model.named_modules() if hasattr(part, "deployed")}
+    parts = quantized_parts(model)
+    if "" in parts:
+        return parts[""].deployed()  # type: ignore[no-any-return]
     if parts:
         model = copy.deepcopy(model)
     for name, part in parts.items():

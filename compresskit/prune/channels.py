@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from compresskit.errors import ModelError, SettingError
-from compresskit.graph import capture
 from compresskit.measure import count_macs
 from compresskit.prune.criteria import Criterion, NeedsGradients, l2
-from compresskit.prune.groups import Found, Group, Widths, find_groups
+from compresskit.prune.groups import Found, Group, Widths
 from compresskit.prune.plan import Line, Plan
-from compresskit.prune.prove import prove
+from compresskit.prune.search import Search, consequences
 from compresskit.task import Inputs
 
 SLACK = 0.02  # share of the MACs by which a plan may fall below its target for the sake of aligned widths
@@ -34,11 +33,12 @@ def plan_channels(
     round_to: int = 8,
     ignore: tuple[str, ...] = (),
     inside: str | None = None,
+    whole_heads: bool = False,
 ) -> Plan:
     """Decide which channels to remove; pure: the model is not changed.
 
     Args:
-        model: a float model, captured in eval mode.
+        model: a float model, recorded in eval mode.
         example: its inputs.
         macs: share of the multiply-accumulates that stays, in (0, 1]; the plan comes out at or just below it, as far as the
             widths allow.
@@ -49,6 +49,7 @@ def plan_channels(
             1.2 to 1.4 times faster at half the MACs, multiples of 8 1.5 times; ResNet-20 in ONNX Runtime).
         ignore: dotted names of modules that are never cut.
         inside: prune only this submodule.
+        whole_heads: cut attention by whole heads instead of the same inner positions of every head.
 
     The plan is proved on a copy before it is handed back: removed equals zeroed, in float64. Raises SettingError for a share
     outside (0, 1], ModelError where the share cannot be reached: it says what can, and what holds the rest.
@@ -60,19 +61,17 @@ def plan_channels(
     if round_to < 1:
         raise SettingError(f"plan_channels(round_to=...): wanted a whole number >= 1, got {round_to}")
     _check_dtypes(model)
-    captured = capture(model, example, inside=inside)
-    prefix = f"{captured.prefix}." if captured.prefix else ""
-    part = model.get_submodule(captured.prefix)
-    total = count_macs(part, captured.example)
-    for wary in (False, True):
-        found = find_groups(captured, total, ignore=ignore, wary=wary)
+    search = Search(model, example, inside=inside, ignore=ignore, whole_heads=whole_heads)
+    prefix, total = search.prefix, count_macs(search.recorded.module, search.recorded.example)
+    found = search.start(total)
+    while True:
         _score_(found.groups, model, prefix, criterion, backwards)
         _choose_(found, macs, total, round_to, type(model).__name__)
         plan = _plan(found, total, prefix)
-        failure = prove(model, plan, example)
+        failure = search.check(plan, found)
         if failure is None:
             return plan
-    raise ModelError(f"{type(model).__name__} cannot be pruned safely: {failure}; nothing was changed")
+        found = search.retreat(failure, found, plan)
 
 
 def _check_dtypes(model: nn.Module) -> None:
@@ -151,16 +150,19 @@ def _plan(found: Found, total: int, prefix: str) -> Plan:
     remove: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     lines = []
     widths = Widths(found)
+    roots: set[int] = set()
     for group in found.groups:
         count, group.gone = group.gone, 0
         widths.cut(group, count)
         lowest = group.scores.argsort()[:count]
+        roots.update(group.roots[lowest].tolist())
         for (tensor, dim, _), indices in group.places.items():
             if count:
                 remove[prefix + tensor][dim].update(indices[lowest].flatten().tolist())
         along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.places]
         others = tuple(dict.fromkeys(prefix + a for a in along if a != group.title))
         lines.append(Line(title=prefix + group.title, size=group.size, keep=group.size - count, along=others))
+    attributes, scales = consequences(found, roots, prefix)
     return Plan(
         remove={n: {d: tuple(sorted(i)) for d, i in sorted(dims.items())} for n, dims in remove.items()},
         sizes={n: found.shapes[n.removeprefix(prefix)] for n in remove},
@@ -168,4 +170,6 @@ def _plan(found: Found, total: int, prefix: str) -> Plan:
         macs=round(widths.macs()),
         macs_before=total,
         locked=found.locked,
+        attributes=attributes,
+        scales=scales,
     )

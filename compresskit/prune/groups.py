@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.errors import SettingError
-from compresskit.graph import Captured, parameter_name
-from compresskit.normalize import aten
 from compresskit.prune.criteria import Slices
+from compresskit.prune.settle import Choices, Settled, settle
 from compresskit.prune.walk import Walk
 from compresskit.surgery import get_tensor
-from compresskit.task import batch_size
 
 
 @dataclass(kw_only=True)
@@ -24,10 +22,13 @@ class Group:
     """Units that touch the same dimensions of the same tensors, and so can be ranked against one another.
 
     places: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
+    roots: (units,) the number of each unit. costs: how many entries of each width that MACs depend on vanish with a unit.
     """
 
     places: dict[tuple[str, int, str], Tensor]
     shapes: list[tuple[int, ...]]
+    roots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    costs: dict[int, int] = field(default_factory=dict)
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
     gone: int = 0
 
@@ -67,93 +68,97 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the walk found: groups that may be cut, why others may not, and what the layers cost."""
+    """What the walk found: groups that may be cut, why others may not, and what the layers cost.
+
+    costs: MACs of an operator, and the widths that they are a product of, by number. sizes: of those widths.
+    fixed: MACs that no width changes. shapes: of the tensors in groups.
+    """
 
     groups: list[Group]
     locked: dict[str, int]
-    costs: list[tuple[int, list[tuple[str, int]]]]  # MACs of a layer, and the (tensor, dim) whose widths they follow
-    fixed: int
+    costs: list[tuple[float, list[int]]]
+    sizes: list[int]
+    fixed: float
     shapes: dict[str, tuple[int, ...]]
+    walk: Walk
+    settled: Settled
+    choices: Choices
 
 
-def find_groups(captured: Captured, model_macs: int, *, ignore: tuple[str, ...] = (), wary: bool = False) -> Found:
-    """Walk the graph and collect units into groups.
+def find_groups(walk: Walk, model_macs: int, *, ignore: tuple[str, ...] = (), choices: Choices | None = None) -> Found:
+    """Collect units into groups.
 
-    ignore: dotted paths of modules whose parameters are never cut.
-    wary: also keep what code with sizes written as constants looks at.
+    ignore: dotted paths of modules whose parameters are never cut. choices: what the graph leaves open.
     """
-    walk = Walk(captured)
-    units = walk.run()
-    if wary:
-        for labels, reason in walk.suspects:
-            units.lock(labels, reason)
-    paths = [f"{captured.prefix}.{m.tensor}" if captured.prefix else m.tensor for m in units.members]
-    if unknown := [name for name in ignore if not any(path.startswith(f"{name}.") for path in paths)]:
+    choices = choices or Choices()
+    prefix = f"{walk.recorded.prefix}." if walk.recorded.prefix else ""
+    settled = settle(walk, choices)
+    units, vectors = settled.units, settled.vectors
+    paths = {key: prefix + key[0] for key in vectors}
+    if unknown := [name for name in ignore if not any(path.startswith(f"{name}.") for path in paths.values())]:
         raise SettingError(f"ignore={unknown}: no layer with channels stands in a module of that name")
-    for member in units.members:
-        path = f"{captured.prefix}.{member.tensor}" if captured.prefix else member.tensor
-        if any(path.startswith(f"{name}.") for name in ignore):
+    for key, member in vectors.items():
+        if any(paths[key].startswith(f"{name}.") for name in ignore):
             units.lock(member.labels, "ignored by the user")
-    # A tensor that is read twice has two label vectors for one dimension: its indices make them one.
-    vectors: dict[tuple[str, int], tuple[Tensor, str]] = {}
-    for member in units.members:
-        key = (member.tensor, member.dim)
-        if key in vectors:
-            units.join(vectors[key][0], member.labels, f"{member.tensor} is used twice, once where it cannot be cut")
-        vectors.setdefault(key, (member.labels, member.role))
     of_unit: dict[int, dict[tuple[str, int, str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for (tensor, dim), (labels, role) in vectors.items():
-        for index, root in enumerate(units.roots(labels).tolist()):
+    for (tensor, dim), member in vectors.items():
+        for index, root in enumerate(units.roots(member.labels).tolist()):
             if root:
-                of_unit[root][(tensor, dim, role)].append(index)
+                of_unit[root][(tensor, dim, member.role)].append(index)
+    costs, sizes, cost_of = _costs(walk, settled)
     locked: Counter[str] = Counter()
-    by_signature: dict[Any, list[dict[tuple[str, int, str], list[int]]]] = defaultdict(list)
+    by_signature: dict[Any, list[int]] = defaultdict(list)
     for root, places in of_unit.items():
         if root in units.locks:
             locked[units.locks[root]] += 1
         else:
-            by_signature[tuple((key, len(indices)) for key, indices in places.items())].append(places)
+            signature = tuple((key, len(indices)) for key, indices in places.items())
+            by_signature[signature, tuple(cost_of[root].items())].append(root)
     groups = []
     for same in by_signature.values():
-        indices = {key: torch.tensor([unit[key] for unit in same]) for key in same[0]}
-        groups.append(Group(places=indices, shapes=[captured_shape(captured, t) for t, _, _ in indices]))
-    groups = [g for g in groups if g.layers]
-    costs = _costs(captured)
-    shapes = {t: captured_shape(captured, t) for g in groups for t, _, _ in g.places}
+        indices = {key: torch.tensor([of_unit[root][key] for root in same]) for key in of_unit[same[0]]}
+        shapes = [_shape(walk, t) for t, _, _ in indices]
+        group = Group(places=indices, shapes=shapes, roots=torch.tensor(same), costs=dict(cost_of[same[0]]))
+        if group.layers and group.size > 1:
+            groups.append(group)
+        elif group.layers:
+            locked["a layer of one channel, or one whose channels only go together"] += 1
     return Found(
         groups=groups,
         locked=dict(locked.most_common()),
         costs=costs,
+        sizes=sizes,
         fixed=max(0, model_macs - sum(c for c, _ in costs)),
-        shapes=shapes,
+        shapes={t: _shape(walk, t) for g in groups for t, _, _ in g.places},
+        walk=walk,
+        settled=settled,
+        choices=choices,
     )
 
 
-def captured_shape(captured: Captured, tensor: str) -> tuple[int, ...]:
-    """Shape of a parameter or buffer of the captured module."""
-    return tuple(get_tensor(captured.module, tensor).shape)
+def _shape(walk: Walk, tensor: str) -> tuple[int, ...]:
+    return tuple(get_tensor(walk.recorded.module, tensor).shape)
 
 
-_WEIGHTED = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
-_WEIGHTED |= {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-
-
-def _costs(captured: Captured) -> list[tuple[int, list[tuple[str, int]]]]:
+def _costs(walk: Walk, settled: Settled) -> tuple[list[tuple[float, list[int]]], list[int], dict[int, dict[int, int]]]:
+    """MACs with the numbers of their widths, the sizes of those, and how many entries of each every unit has."""
+    numbers: dict[Any, int] = {}
+    sizes: list[int] = []
+    of_unit: dict[int, dict[int, int]] = defaultdict(dict)
     costs = []
-    batch = batch_size(captured.example)
-    for node in captured.module.graph.nodes:
-        name = parameter_name(node.args[1]) if node.target in _WEIGHTED else None
-        if name is None:
-            continue
-        weight, out = captured_shape(captured, name), captured.shapes[node.name]
-        if node.target is aten.linear.default:
-            macs = math.prod(out) * weight[1]
-        elif "transpose" in str(node.target):
-            macs = math.prod(captured.shapes[node.args[0].name]) * math.prod(weight[1:])
-        else:
-            macs = math.prod(out) * math.prod(weight[1:])
-        costs.append((macs // batch, [(name, 0), (name, 1)]))
-    return costs
+    for macs, along in walk.costs:
+        keys = []
+        for labels in along:
+            roots, counts = torch.unique(settled.units.roots(labels.reshape(-1)), return_counts=True)
+            entries = tuple(zip(roots.tolist(), counts.tolist(), strict=True))
+            if entries not in numbers:
+                numbers[entries] = len(sizes)
+                sizes.append(labels.numel())
+                for root, count in entries:
+                    of_unit[root][numbers[entries]] = count
+            keys.append(numbers[entries])
+        costs.append((macs, keys))
+    return costs, sizes, of_unit
 
 
 class Widths:
@@ -161,34 +166,41 @@ class Widths:
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        self.gone: dict[tuple[str, int], int] = defaultdict(int)
-        self.touching: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for i, (_, dims) in enumerate(found.costs):
-            for key in dims:
+        self.gone: dict[int, int] = defaultdict(int)
+        self.touching: dict[int, list[int]] = defaultdict(list)
+        self._of_group: dict[int, set[int]] = {}
+        for i, (_, keys) in enumerate(found.costs):
+            for key in set(keys):
                 self.touching[key].append(i)
 
-    def share(self, key: tuple[str, int], extra: int = 0) -> float:
-        """Share of a dimension that stays when `extra` more indices go."""
-        shape = self.found.shapes.get(key[0])
-        return 1.0 if shape is None else 1 - (self.gone[key] + extra) / shape[key[1]]
+    def share(self, key: int, extra: int = 0) -> float:
+        """Share of a width that stays when `extra` more entries go."""
+        return 1 - (self.gone[key] + extra) / self.found.sizes[key]
 
     def macs(self) -> float:
         """MACs of one sample."""
-        return self.found.fixed + sum(cost * math.prod(self.share(k) for k in dims) for cost, dims in self.found.costs)
+        return self.found.fixed + sum(cost * math.prod(self.share(k) for k in keys) for cost, keys in self.found.costs)
 
     def saving(self, group: Group, count: int) -> float:
         """MACs saved by `count` units fewer."""
-        extra = {(t, d): indices.shape[1] * count for (t, d, _), indices in group.places.items()}
-        affected = {i for key in extra for i in self.touching.get(key, ())}
+        extra = {key: each * count for key, each in group.costs.items()}
         saved = 0.0
-        for i in affected:
-            cost, dims = self.found.costs[i]
-            now = math.prod(self.share(k) for k in dims)
-            saved += cost * (now - math.prod(self.share(k, extra.get(k, 0)) for k in dims))
+        for i in self._affected(group):
+            cost, keys = self.found.costs[i]
+            now = left = cost
+            for key in keys:
+                now *= self.share(key)
+                left *= self.share(key, extra.get(key, 0))
+            saved += now - left
         return saved
+
+    def _affected(self, group: Group) -> set[int]:
+        if id(group) not in self._of_group:
+            self._of_group[id(group)] = {i for key in group.costs for i in self.touching.get(key, ())}
+        return self._of_group[id(group)]
 
     def cut(self, group: Group, count: int) -> None:
         """Note that `count` more units go."""
-        for (tensor, dim, _), indices in group.places.items():
-            self.gone[(tensor, dim)] += indices.shape[1] * count
+        for key, each in group.costs.items():
+            self.gone[key] += each * count
         group.gone += count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.errors import CheckpointError, ModelError
-from compresskit.surgery import get_tensor, owner, select_, sync_attributes_
+from compresskit.surgery import get_tensor, holders, owner, select_, sync_attributes_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,9 @@ class Plan:
 
     remove: tensor name -> dimension -> indices that go, sorted. sizes: tensor name -> its shape before.
     macs, macs_before: multiply-accumulates of one sample. locked: why groups of channels stay, reason -> how many.
+    attributes: numbers of the model's own modules that repeat a width, dotted path -> (before, after).
+    scales: tensor name -> (factor, indices of dimension 0 that it multiplies): queries, where the code divides by the root of a
+        width that shrinks.
     """
 
     remove: dict[str, dict[int, tuple[int, ...]]]
@@ -37,6 +40,8 @@ class Plan:
     macs: int
     macs_before: int
     locked: dict[str, int] = field(default_factory=dict)
+    attributes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    scales: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay"
@@ -45,7 +50,8 @@ class Plan:
             for line in self.lines
         ]
         kept = [f"  {count} channels stay: {reason}" for reason, count in self.locked.items()]
-        return "\n".join([head, *rows, *kept])
+        follow = [f"  {path}: {before} becomes {after}" for path, (before, after) in self.attributes.items()]
+        return "\n".join([head, *rows, *follow, *kept])
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record; `from_json` reads it."""
@@ -57,6 +63,8 @@ class Plan:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "locked": self.locked,
+            "attributes": {path: list(values) for path, values in self.attributes.items()},
+            "scales": {name: [factor, list(rows)] for name, (factor, rows) in self.scales.items()},
         }
 
     @staticmethod
@@ -70,6 +78,8 @@ class Plan:
                 macs=int(record["macs"]),
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),
+                attributes={path: (_tupled(old), _tupled(new)) for path, (old, new) in record["attributes"].items()},
+                scales={n: (float(factor), tuple(map(int, rows))) for n, (factor, rows) in record["scales"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"not a pruning plan: {type(error).__name__} {error}") from None
@@ -92,21 +102,49 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
 
     Raises ModelError, the model untouched, where its tensors are not those that the plan was made for.
     """
+    _check_model(model, plan)
+    with torch.no_grad():
+        for name, (factor, rows) in plan.scales.items():
+            values = get_tensor(model, name)
+            values[torch.tensor(rows, device=values.device)] *= factor
+    known = holders(model)
+    for name in plan.remove:
+        select_(model, name, plan.keep(name), known)
+    changed = {id(get_tensor(model, name)) for name in plan.remove}
+    for path, (_, after) in plan.attributes.items():
+        module, attribute = owner(model, path)
+        setattr(module, attribute, after)
+    for module in model.modules():
+        # A tied parameter also changed where another module holds it.
+        if any(id(t) in changed for t in (*module._parameters.values(), *module._buffers.values())) or (
+            any(id(t) in changed for t in module.parameters()) and _holds(module, changed)
+        ):
+            sync_attributes_(module)
+    return model
+
+
+def _holds(module: nn.Module, changed: set[int]) -> bool:
+    """Whether a direct child that is no layer of its own (a parametrization) holds a changed tensor."""
+    parametrized = module._modules.get("parametrizations")
+    return parametrized is not None and any(id(t) in changed for t in parametrized.parameters())
+
+
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    advice = "replay a plan on a fresh model of the same class"
     for name, shape in plan.sizes.items():
         if tuple(get_tensor(model, name).shape) != shape:
             raise ModelError(
                 f"{name}: the plan was made for shape {shape}, this {type(model).__name__} has"
-                f" {tuple(get_tensor(model, name).shape)}; replay a plan on a fresh model of the same class"
+                f" {tuple(get_tensor(model, name).shape)}; {advice}"
             )
-    touched = set()
-    for name in plan.remove:
-        select_(model, name, plan.keep(name))
-        touched.add(owner(model, name)[0])
-    for module in model.modules():
-        # A tied parameter also changed where another module holds it.
-        if module in touched or any(p in touched for p in module.parameters(recurse=False)):
-            sync_attributes_(module)
-    return model
+    for path, (before, _) in plan.attributes.items():
+        module, attribute = owner(model, path)
+        if (got := getattr(module, attribute, None)) != before:
+            raise ModelError(f"{path}: the plan was made for {before}, this {type(model).__name__} has {got}; {advice}")
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def zero_(model: nn.Module, plan: Plan) -> nn.Module:
