@@ -94,12 +94,13 @@ def main() -> None:
     parser.add_argument("--teacher", required=True, help="safetensors file of a trained ResNet-56")
     parser.add_argument("--cache", default="runs/distill_cifar", help="folder for the teacher's logits")
     parser.add_argument("--depth", type=int, default=8, help="layers of the student, 6 n + 2")
-    parser.add_argument("--epochs", type=int, default=3, help="of every run")
-    parser.add_argument("--views", type=int, default=3, help="fixed crops and flips of every image")
+    parser.add_argument("--epochs", type=int, default=2, help="of every run")
+    parser.add_argument("--views", type=int, default=2, help="fixed crops and flips of every image")
     parser.add_argument("--lr", type=float, default=0.2, help="peak learning rate")
     parser.add_argument("--beta", type=float, default=2.0, help="of the decoupled loss")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm")
     parser.add_argument("--limit", type=int, help="use only so many images of each split, to try things out")
+    parser.add_argument("--runs", type=int, help="stop after so many new runs; the next call goes on")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
     parser.add_argument("--name", default="distill_cifar", help="of the files that are written")
     args = parser.parse_args()
@@ -118,11 +119,11 @@ def main() -> None:
     same = old.get("settings") == settings
     rows = old["rows"] if same else []
     accuracy = old["teacher"] if same else ck.evaluate(teacher, task)
-    for seed in range(args.seeds):
-        for arm in ARMS:
-            if not any(row["arm"] == arm and row["seed"] == seed for row in rows):
-                rows.append(train(arm, seed, cached, task, args))
-                print(report(settings, accuracy, rows, args.name), flush=True)
+    done = {(row["arm"], row["seed"]) for row in rows}
+    left = [(arm, seed) for seed in range(args.seeds) for arm in ARMS if (arm, seed) not in done]
+    for arm, seed in left[: args.runs]:
+        rows.append(train(arm, seed, cached, task, args))
+        print(report(settings, accuracy, rows, args.name), flush=True)
 
 
 if __name__ == "__main__":

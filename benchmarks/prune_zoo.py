@@ -138,7 +138,8 @@ def measure(name: str, export: bool) -> dict[str, Any]:
 def write(rows: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "torchvision": torchvision.__version__}
     (HERE / "prune_zoo.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-    head = "model, kind, MACs, share left, parameters left, seconds, proof, eval, training step, export, channels locked besides outputs"
+    head = "model, kind, MACs, share left, parameters left, seconds, proof, eval, training step, export"
+    head += ", channels locked besides outputs"
     lines = [f"| {head.replace(', ', ' | ')} |", f"|{'---|' * len(head.split(', '))}"]
     order = list(KINDS)
     for name, row in sorted(rows.items(), key=lambda item: (order.index(item[1]["kind"]), item[0])):

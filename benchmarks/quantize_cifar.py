@@ -224,8 +224,9 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
 
 def table(result: dict[str, Any]) -> str:
     lines = ["# int8 on CIFAR-10, measured", "", "```", *str(__doc__).split("\n\n")[2].splitlines(), "```", ""]
-    lines += ["| network | file | top-1 | agreement | SQNR dB | KiB | seconds | peak MiB | within a step | as simulated |"]
-    lines += ["|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    if "static" in result:
+        lines += ["| network | file | top-1 | agreement | SQNR dB | KiB | seconds | peak MiB | within a step | as simulated |"]
+        lines += ["|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for name, rows in result.get("static", {}).items():
         lines.append(f"| {name} | fp32 | {rows['fp32']['top1']:.2f} | | | {rows['fp32']['kib']:.0f} | | | | |")
         for way in ("ours", "ort"):
@@ -286,7 +287,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(args.threads)
-    data = cifar10(args.data, None)
+    data = cifar10(args.data, 512 if args.latency else None)
     test = Images(*data["test"], 500, MEAN, STD)
     path = args.out / "quantize_cifar.json"
     for name in args.networks:

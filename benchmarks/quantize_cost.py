@@ -183,7 +183,7 @@ def main() -> None:
             file = args.folder / {"ours": "ours.onnx", "onnxruntime": "theirs.onnx"}.get(side, "none")
             if file.exists():
                 rows[side]["mb"] = round(file.stat().st_size / 1e6, 1)
-        write(rows, args)
+            write(rows, args)
 
 
 if __name__ == "__main__":

@@ -150,12 +150,10 @@ def measure(name: str) -> dict[str, Any]:
     how = setting(name)
     shape = "x".join(map(str, how.shape))
     row: dict[str, Any] = {"family": family_of(name), "input": shape, "captured": False, "exported": False, "verified": False}
-    model = network(name, how)
-    row["parameters"] = ck.count_parameters(model)
     begin = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _measure(name, how, model, Path(folder) / "model.onnx", row)
+            _measure(name, how, Path(folder) / "model.onnx", row)
     except Exception as error:
         lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
         row["cause"] = lines[0][:300]
@@ -165,9 +163,12 @@ def measure(name: str) -> dict[str, Any]:
     return row
 
 
-def _measure(name: str, how: Setting, model: nn.Module, path: Path, row: dict[str, Any]) -> None:
+def _measure(name: str, how: Setting, path: Path, row: dict[str, Any]) -> None:
     batches = [batch(name, how, how.samples)]
+    model = network(name, how)
+    row["parameters"] = ck.count_parameters(model)
     quantized = ck.quant.quantize_static(model, batches, inside=how.inside, dynamic=how.dynamic)
+    del model  # of the largest, two copies are many GiB
     row["captured"] = True
     ck.export_onnx(quantized, path, batches[0], inside=how.inside)
     row["exported"] = True

@@ -68,7 +68,7 @@ def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train
 
 
 def at_random(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, criterion=random, finetune=how)(model, task)
+    return Sparsify(ratio=ratio, criterion=partial(random, seed=torch.initial_seed()), finetune=how)(model, task)
 
 
 def dense(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:

@@ -90,8 +90,15 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
             call(model, example)
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}): {_first_line(error)}"
+            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{_kinds(example)}):"
+            f" {_first_line(error)}"
         ) from error
+
+
+def _kinds(example: Inputs) -> str:
+    """Tell of inputs that are not float32, which are what most often does not fit."""
+    other = {str(v.dtype) for v in pytree.tree_leaves(example) if isinstance(v, Tensor) and v.dtype != torch.float32}
+    return f" and {', '.join(sorted(other))} values; use .float() where the model wants numbers, not indices" if other else ""
 
 
 def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.export.ExportedProgram, Inputs]:

@@ -142,6 +142,11 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = was
 
 
+def quantized_parts(model: nn.Module) -> dict[str, Any]:
+    """Dotted name -> each quantized submodule (`""` for the model itself): those that have a `deployed` form."""
+    return {name: part for name, part in model.named_modules() if hasattr(part, "deployed")}
+
+
 def _plain(value: Any) -> bool:
     return type(value) is int or (isinstance(value, tuple) and all(type(v) is int for v in value))
 
@@ -180,6 +185,8 @@ def restructure_(model: nn.Module, wanted: dict[str, Any]) -> None:
                 raise CheckpointError(f"{name}: the model has {old.ndim} dimensions, the record {len(shape)}")
             set_tensor_(model, name, torch.zeros(shape, dtype=old.dtype, device=old.device))
     for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
         for key, value in wanted["modules"][path]["attributes"].items():
             value = tuple(value) if isinstance(value, list) else value
             current = getattr(module, key, None)

@@ -117,11 +117,11 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """Rows of the first tensor among the inputs, or the length of a list of tensors (images of different sizes)."""
+    """Rows of the first tensor among the inputs, or images in the first list of them."""
     for value in inputs.values() if isinstance(inputs, dict) else inputs:
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
-        if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
             return len(value)
     raise DataError(f"no tensor among the inputs of a batch, got {[type(v).__name__ for v in inputs]}")
 

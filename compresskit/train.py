@@ -148,11 +148,10 @@ def fit_(
     Raises TrainingError at the first loss that is not finite; ModelError where nothing can be trained.
     """
     steps_per_epoch = task.length("train")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
+    if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
     goal = bound(objective or how.objective, model, task)
-    optimizer = how.optimizer([*parameters, *getattr(goal, "parameters", list)()])
+    optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
     rates = [group["lr"] for group in optimizer.param_groups]
     steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -347,3 +348,63 @@ def float8(values, fraction, smallest, largest):
         return math.copysign(min(abs(round(x / step) * step), largest), x)
 
     return torch.tensor([one(x) for x in values.double().flatten().tolist()], dtype=torch.float64).view(values.shape)
+
+
+class _MaskedNorm(nn.Module):
+    """A LayerNorm or GroupNorm written out, whose statistics leave out the channels in `gone` (of its own weight)."""
+
+    def __init__(self, norm, gone):
+        super().__init__()
+        self.norm, self.gone = norm, gone
+
+    def forward(self, x):
+        norm = self.norm
+        if isinstance(norm, nn.GroupNorm):
+            counts = torch.ones(x.shape[1], dtype=x.dtype)
+            counts[self.gone] = 0
+            counts = counts.view(1, -1, *[1] * (x.ndim - 2)).expand_as(x)
+            grouped = [v.reshape(x.shape[0], norm.num_groups, -1) for v in (x, counts)]
+            dims, weight = (2,), [v.view(1, -1, *[1] * (x.ndim - 2)) for v in (norm.weight, norm.bias)]
+        else:
+            counts = torch.ones(norm.normalized_shape, dtype=x.dtype)
+            counts[self.gone] = 0
+            grouped, weight = [x, counts.expand_as(x)], [norm.weight, norm.bias]
+            dims = tuple(range(x.ndim - len(norm.normalized_shape), x.ndim))
+        values, counts = grouped
+        total = counts.sum(dims, keepdim=True)
+        mean = (values * counts).sum(dims, keepdim=True) / total
+        variance = ((values - mean).square() * counts).sum(dims, keepdim=True) / total
+        return ((values - mean) / (variance + norm.eps).sqrt()).reshape(x.shape) * weight[0] + weight[1]
+
+
+def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[int, ...]]]):
+    """Outputs in float64 of a copy of the model in which the named indices of the named tensors are zero.
+
+    Normalisations over channels leave those channels out of their statistics. Parametrized linear layers are made plain first.
+    """
+    model = copy.deepcopy(model).double().eval()
+    remove = dict(remove)
+    for path, module in list(model.named_modules()):
+        if nn.utils.parametrize.is_parametrized(module):
+            plain = nn.Linear(module.in_features, module.out_features).double()
+            plain.weight, plain.bias = nn.Parameter(module.weight.detach()), module.bias
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, plain)
+            remove[f"{path}.weight"] = remove.pop(f"{path}.parametrizations.weight.original1", {})
+            remove.pop(f"{path}.parametrizations.weight.original0", None)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, dims in remove.items():
+            for dim, gone in dims.items():
+                tensors[name].index_fill_(dim, torch.tensor(gone, dtype=torch.long), 0)
+    for path, module in list(model.named_modules()):
+        gone = remove.get(f"{path}.weight", {}).get(0, ())
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm) and gone:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, _MaskedNorm(module, list(gone)))
+    torch.backends.mha.set_fastpath_enabled(False)  # it reads the norms of an encoder layer without calling them
+    try:
+        with torch.no_grad():
+            return model(*(v.double() if v.is_floating_point() else v for v in inputs))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)

@@ -26,7 +26,7 @@ class Distill(Train):
     teacher: None takes the incoming model where there is a student, else the task's reference.
     generations: how many students in a row, each taught by the one before it (born-again networks, 1805.04770). Assistants of
         different sizes (Mirzadeh et al., 1902.03393) are one Distill each.
-    terms, loss, temperature, weight, task_weight: see `imitate`.
+    terms, loss, temperature, weight, task_weight, classes, mixup: see `imitate`.
     """
 
     student: nn.Module | Callable[[], nn.Module] | None = None
@@ -36,6 +36,8 @@ class Distill(Train):
     temperature: float = 4.0
     weight: Weight = 0.9
     task_weight: float = 0.1
+    classes: int | None = None
+    mixup: float = 0.0
     generations: int = 1
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class Distill(Train):
             temperature=self.temperature,
             weight=self.weight,
             task_weight=self.task_weight,
+            classes=self.classes,
+            mixup=self.mixup,
         )
 
     def skeleton(self, model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compresskit.distill.ramps import Weight, check_weight_setting, weight_at
@@ -168,7 +169,7 @@ def _shapes(value: Any) -> tuple[Any, ...]:
 
 def adapted(adapter: nn.Module, student: Any, teacher: Any) -> tuple[Any, Any]:
     """Both sides of a term behind its adapter, in the numbers of the adapter."""
-    dtype = next((p.dtype for p in adapter.parameters()), None)
+    dtype = next((p.dtype for p in adapter.parameters()), torch.float32)
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) else tuple(v.to(dtype) for v in value)

@@ -68,13 +68,17 @@ class Audit:
         return "\n".join(lines)
 
 
-def audit(path: str | Path) -> Audit:
-    """Load a file, let ONNX Runtime optimize it, and count; raises ExportError where it does not load."""
+def audit(path: str | Path, *, size: int = 64) -> Audit:
+    """Load a file, let ONNX Runtime optimize it, and count; raises ExportError where it does not load.
+
+    size: what dimensions of the inputs that may vary, the batch aside, are taken for when MACs are counted.
+    """
     import onnx  # heavy, and only auditing needs it
 
     proto = read_proto(path)
     graph = optimized_graph(path)
-    shapes = _shapes(onnx.shape_inference.infer_shapes(proto).graph)
+    varies = _settle(proto.graph, size)
+    shapes = _shapes(onnx.shape_inference.infer_shapes(proto, data_prop=varies).graph)
     weights = _constants(graph)
     narrow = _narrow_values(graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
@@ -129,6 +133,22 @@ def _narrow_values(graph: Any, types: tuple[int, ...]) -> set[str]:
         if integer or (node.op_type in ANY_TYPE and node.input[0] in names):
             names.update(node.output)
     return names
+
+
+def _settle(graph: Any, size: int) -> bool:
+    """Numbers for the dimensions that may vary, where others than the batch do; whether there were any."""
+    stored = {tensor.name for tensor in graph.initializer}
+    dims = [list(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in stored]
+    if all(d.HasField("dim_value") for own in dims for d in own[1:]):
+        return False
+    for own in dims:
+        for i, d in enumerate(own):
+            if not d.HasField("dim_value"):
+                d.dim_value = size if i else 1
+    del graph.value_info[:]
+    for value in graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return True
 
 
 def _shapes(graph: Any) -> dict[str, list[int]]:

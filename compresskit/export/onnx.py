@@ -19,7 +19,7 @@ from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
-from compresskit.surgery import mode
+from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
 from compresskit.version import __version__
 
@@ -63,7 +63,7 @@ def export_onnx(
     from compresskit.export.passes import optimize_
 
     try:
-        if inside is not None:
+        if inside:
             with torch.no_grad(), mode(model, training=False):
                 model, example = inputs_inside(model, example, inside)
         dynamic = _dynamic_of(model) if dynamic is None else dynamic
@@ -131,20 +131,17 @@ def to_program(
 
 def _dynamic_of(model: nn.Module) -> Dynamic:
     """The dimensions that a quantized model was captured with; the batch of any other."""
-    found: Dynamic = getattr(model, "dynamic", (0,)) if hasattr(model, "deployed") else (0,)
-    return found
-
-
-def quantized_parts(model: nn.Module) -> dict[str, Any]:
-    """The quantized models in a model, itself among them, by dotted name; they are known by how they are `deployed`."""
-    return {name: part for name, part in model.named_modules() if hasattr(part, "deployed")}
+    whole = quantized_parts(model).get("")
+    dynamic: Dynamic = (0,) if whole is None else whole.dynamic
+    return dynamic
 
 
 def deployed(model: nn.Module) -> nn.Module:
     """The form that is exported: a quantized model, or each quantized submodule, in ONNX's terms; a float model as it is."""
     parts = quantized_parts(model)
     if "" in parts:
-        return parts[""].deployed()  # type: ignore[no-any-return]
+        whole: nn.Module = parts[""].deployed()
+        return whole
     if parts:
         model = copy.deepcopy(model)
     for name, part in parts.items():

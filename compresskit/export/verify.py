@@ -29,7 +29,7 @@ from compresskit.export.dtypes import coarsest
 from compresskit.export.files import read_proto
 from compresskit.graph import inputs_inside
 from compresskit.measure import numpy_inputs, session
-from compresskit.surgery import mode
+from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, batch_size, call, call_checked
 
 #: What a file must reach. A float file: its largest error in steps. A quantized one: share of samples whose largest class
@@ -105,9 +105,9 @@ def verify_onnx(
         sessions = [session(path, optimize=False), session(path)]
     except Exception as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
-    if inside is not None:
+    if inside:
         model, batches = _inside(model, batches, inside)
-    quantized = any(hasattr(part, "deployed") for part in model.modules())
+    quantized = bool(quantized_parts(model))
     kept: list[list[list[np.ndarray]]] = [[], [], []]
     rounding: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first = 0, None
@@ -169,7 +169,7 @@ def _joined(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
 
 def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
     """Outputs of a quantized model with its quantizers switched off."""
-    parts: list[Any] = [part for part in model.modules() if hasattr(part, "deployed")]
+    parts = quantized_parts(model).values()
     for part in parts:
         part.enable_(False)
     try:

@@ -42,12 +42,19 @@ def compensate(value: Tensor, half: Tensor, rest: Tensor) -> tuple[Tensor, Tenso
 
 
 def _mixed(x: Tensor) -> Tensor:
-    # lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018), on the low 32 bits of an int64; products wrap there.
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _LOW
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _LOW
-    return x ^ (x >> 16)
+    # lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) in int32, whose products wrap as unsigned ones do; shifts
+    # must not draw the sign in. Processors multiply int32 vectors much faster than int64.
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * _signed(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of the low 32 of a whole number."""
+    word &= _LOW
+    return word - 2**32 if word >= 2**31 else word
 
 
 def noise(seed: int, step: Tensor, start: int, like: Tensor) -> Tensor:
@@ -57,8 +64,10 @@ def noise(seed: int, step: Tensor, start: int, like: Tensor) -> Tensor:
     random numbers). `start` is the global index of the tensor's first value.
     """
     index = torch.arange(start, start + like.numel(), device=like.device).view(like.shape)
-    key = _mixed(_mixed((step + (seed & _LOW) * 0x9E3779B1) & _LOW) + (seed >> 32 & _LOW) & _LOW)
-    return _mixed(_mixed(index & _LOW ^ key) + (index >> 32) & _LOW) & 0xFFFF
+    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)  # the cast drops the upper bits
+    key = _mixed((step + (seed & _LOW) * 0x9E3779B1).to(torch.int32))
+    key = _mixed(key + _signed(seed >> 32))
+    return _mixed(_mixed(low ^ key) + high) & 0xFFFF
 
 
 def stochastic(value: Tensor, bits: Tensor) -> Tensor:

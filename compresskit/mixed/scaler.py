@@ -131,9 +131,9 @@ def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
     """Norm of all gradients together, summed in fp32: in half, 2e5 values of 60000 already make inf."""
     if not grads:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    shards = [norm for norm in norms if hasattr(norm, "full_tensor")]
-    plain = [norm.to(device) for norm in norms if not hasattr(norm, "full_tensor")]
-    if shards:  # FSDP2: one reduction over the ranks for all of them
-        plain.append(whole(torch.linalg.vector_norm(torch.stack(shards))).to(device))
-    return torch.linalg.vector_norm(torch.stack(plain))
+    shards = [grad for grad in grads if hasattr(grad, "full_tensor")]
+    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
+    norms = list(torch._foreach_norm(plain, 2, dtype=torch.float32)) if plain else []
+    if shards:  # FSDP2, in fp32 as they are (torch 2.15 takes no dtype here); one reduction over the ranks for all of them
+        norms.append(whole(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(shards, 2))))))
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

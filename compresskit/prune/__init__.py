@@ -1,67 +1,127 @@
 """Pruning: channels found on the graph, planned before applied, proved before handed over; and masks that are held for good."""
 
-from compresskit.masks import Masks, detach_, hold_, masks_of
-from compresskit.prune.allocate import Allocation, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
+from compresskit.prune.aggregate import by_deviation, by_largest, by_mean, largest, mean, over_layers, total, unscaled
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels import plan_channels
-from compresskit.prune.criteria import CRITERIA, Criterion, Slices, l2, taylor
-from compresskit.prune.elements import Units, grasp, movement, random, snip, wanda
-from compresskit.prune.masks import plan_mask
-from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
+from compresskit.prune.criteria import (
+    CRITERIA,
+    Criterion,
+    Slices,
+    apoz,
+    bn_scale,
+    fisher,
+    fpgm,
+    group_l2,
+    irreplaceable,
+    l1,
+    l2,
+    lamp,
+    mean_activation,
+    obd,
+    output_energy,
+    random,
+    shapley,
+    taylor,
+    taylor_samples,
+)
 from compresskit.prune.plan import Plan, apply_
 from compresskit.prune.prove import prove
+from compresskit.prune.ranking import Ranking, Step, cost_aware, isomorphic, pooled, uniform
+from compresskit.prune.reconstruct import reconstruct_
+from compresskit.prune.sensitivity import Curves, allocate, by_curves, sensitivity
+from compresskit.prune.sparse import group_lasso, growing
+from compresskit.prune.stage import Prune, replayed
+from compresskit.masks import Masks, detach_, hold_, masks_of
+from compresskit.prune.allocate import Allocation, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
+from compresskit.prune.elements import Units, grasp, movement, snip, wanda
+from compresskit.prune.masks import plan_mask
+from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
 from compresskit.prune.rewind import LotteryTicket, Rewind, rewind, shuffled
 from compresskit.prune.schedules import MaskSchedule, constant, cubic, cyclic, exponential, linear
-from compresskit.prune.sensitivity import Sensitivity, sensitivity
+from compresskit.prune.mask_sensitivity import Sensitivity, mask_sensitivity
 from compresskit.prune.sparsify import Densify, Sparsify
-from compresskit.prune.stage import Prune
 from compresskit.snapshots import rewind_
 
 __all__ = [
-    "CRITERIA",
-    "NM",
     "Allocation",
     "Block",
+    "CRITERIA",
     "Criterion",
+    "Curves",
     "Densify",
     "LotteryTicket",
     "MaskSchedule",
     "Masks",
+    "NM",
     "Pattern",
     "Plan",
     "Prune",
+    "Ranking",
     "Rewind",
     "Sensitivity",
     "Slices",
     "Sparsify",
+    "Step",
     "Units",
     "Unstructured",
+    "allocate",
+    "apoz",
     "apply_",
+    "bn_scale",
+    "by_curves",
+    "by_deviation",
+    "by_largest",
+    "by_mean",
     "constant",
+    "cost_aware",
     "cubic",
     "cyclic",
     "detach_",
     "erk_ratios",
     "exponential",
+    "fisher",
+    "fpgm",
     "grasp",
+    "group_l2",
+    "group_lasso",
+    "growing",
     "hold_",
+    "irreplaceable",
+    "isomorphic",
+    "l1",
     "l2",
+    "lamp",
     "lamp_ratios",
+    "largest",
     "linear",
+    "mask_sensitivity",
     "masks_of",
+    "mean",
+    "mean_activation",
     "measured_ratios",
     "movement",
+    "obd",
+    "output_energy",
+    "over_layers",
     "plan_channels",
     "plan_mask",
+    "pooled",
     "prove",
     "random",
+    "reconstruct_",
     "reestimate_batchnorm_",
+    "replayed",
     "rewind",
     "rewind_",
     "sensitivity",
+    "shapley",
     "shuffled",
     "snip",
     "taylor",
+    "taylor_samples",
+    "total",
+    "uniform",
     "uniform_ratios",
+    "unscaled",
     "wanda",
 ]

@@ -6,7 +6,6 @@ Any `Criterion` of `compresskit.prune` scores a mask too (`l2` is the magnitude)
     grasp       w (H g)                     the flow of gradients without it
     movement    - sum over steps of w g     is it moving away from zero?
     wanda       |w| * norm of its input
-    random      the control
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.prune.criteria import Criterion, NeedsGradients, Slices
+from compresskit.prune.criteria import Criterion, Needs, NeedsGradients, Slices
 from compresskit.prune.patterns import Pattern
 from compresskit.surgery import mode, owner
 from compresskit.task import Task, batch_size, call
 from compresskit.train import bound
 
 
-class NeedsCurvature(Exception):
+class NeedsCurvature(Needs):
     """Raised by `Units.curvature` where none was collected."""
 
 
-class NeedsInputs(Exception):
+class NeedsInputs(Needs):
     """Raised by `Units.inputs` where none were collected."""
 
 
@@ -101,11 +100,6 @@ def wanda(slices: Slices) -> Tensor:
     return (units.weight.abs() * units.inputs).sum(1)
 
 
-def random(slices: Slices) -> Tensor:
-    """Uniform in [0, 1), from torch's global generator: the control that every other criterion must beat."""
-    return torch.rand(len(slices.weight), device=slices.weight.device)
-
-
 def rows_of(weight: Tensor, pattern: Pattern, found: dict[Need, Tensor]) -> Units:
     """One tensor and what was collected for it, as rows."""
     rows = pattern.rows(weight.detach().float())
@@ -149,6 +143,8 @@ def score(
                     f"this criterion reads {NEEDED[type(need)]}, which needs data; pass plan_mask(task=...)"
                 ) from None
             needs.add(type(need))
+        except Needs as need:
+            raise SettingError(f"this criterion is for channels, it asks for {type(need).__name__}; masks take another") from None
     if not totals:
         raise DataError("scoring weights: the loader gave no batch")
     return agreed({name: total / seen for name, total in totals.items()})

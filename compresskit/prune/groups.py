@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compresskit.errors import SettingError
+from compresskit.prune.collect import Evidence, values_of
 from compresskit.prune.criteria import Slices
 from compresskit.prune.settle import Choices, Settled, settle
 from compresskit.prune.walk import Walk
-from compresskit.surgery import get_tensor
+from compresskit.surgery import get_tensor, owner
+
+#: Layers whose factors say how strong a channel is.
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass(kw_only=True)
@@ -22,6 +27,8 @@ class Group:
     """Units that touch the same dimensions of the same tensors, and so can be ranked against one another.
 
     places: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
+    scores: of the units, larger = keep. ascending: the same, sorted. left[n]: their sum once the n lowest are gone.
+    pool: scores of all groups of the same kind, sorted.
     roots: (units,) the number of each unit. costs: how many entries of each width that MACs depend on vanish with a unit.
     """
 
@@ -30,6 +37,9 @@ class Group:
     roots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     costs: dict[int, int] = field(default_factory=dict)
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    ascending: list[float] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    pool: list[float] = field(default_factory=list)
     gone: int = 0
 
     @property
@@ -45,25 +55,54 @@ class Group:
     @property
     def title(self) -> str:
         """The layer that makes the channels."""
-        makers = [tensor for tensor, _, role in self.places if role == "out"]
-        return (makers or [tensor for tensor, _, _ in self.places])[0].rpartition(".")[0]
+        return (self.makers or [tensor.rpartition(".")[0] for tensor, _, _ in self.places])[0]
 
-    def slices(self, model: nn.Module, prefix: str, *, gradients: bool) -> Slices:
-        """Every weight of a matrix or a filter that vanishes with each unit, in rows."""
+    @property
+    def makers(self) -> list[str]:
+        """The layers that make the channels."""
+        return [tensor.rpartition(".")[0] for tensor, _, role in self.places if role == "out"]
+
+    @property
+    def kind(self) -> tuple[tuple[str, int, int], ...]:
+        """What the group is built of, whatever its size: kinds of tensors, each in its role."""
+        places = zip(self.places, self.shapes, strict=True)
+        return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in places))
+
+    def slices(self, model: nn.Module, prefix: str, evidence: Evidence | None = None) -> Slices:
+        """Every weight of a matrix or a filter that vanishes with each unit, in rows, and what data showed of the units."""
+        evidence = evidence or Evidence()
         rows: list[Tensor] = []
         grads: list[Tensor] = []
+        sample_grads: list[Tensor] = []
         reads: list[Tensor] = []
+        scales: list[Tensor] = []
         for (name, dim, role), indices in self.places.items():
-            tensor = get_tensor(model, prefix + name)
-            if tensor.ndim < 2 or not isinstance(tensor, nn.Parameter):
+            tensor, index = get_tensor(model, prefix + name), indices.to(get_tensor(model, prefix + name).device)
+            if not isinstance(tensor, nn.Parameter):
                 continue
-            # What the loss does not reach, such as a second head, has no gradient: removing it changes nothing known.
-            grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for source, into in ((tensor.detach(), rows), (grad, grads)):
-                into.append(source.float().movedim(dim, 0)[indices.to(source.device)].reshape(self.size, -1))
+            if tensor.ndim < 2:
+                module, leaf = owner(model, prefix + name)
+                if leaf == "weight" and isinstance(module, NORMS):
+                    scales.append(tensor.detach().float()[index])
+                continue
+            rows.append(tensor.detach().float().movedim(dim, 0)[index].reshape(self.size, -1))
             reads.append(torch.full((rows[-1].shape[1],), role == "in", device=rows[-1].device))
-        weight = torch.cat(rows, 1)
-        return Slices(weight=weight, reads=torch.cat(reads), grad=torch.cat(grads, 1) if gradients else None)
+            if evidence.grads is not None:
+                grads.append(evidence.grads[prefix + name].float().movedim(dim, 0)[index].reshape(self.size, -1))
+            if evidence.sample_grads is not None:
+                each = evidence.sample_grads[prefix + name].float().movedim(dim + 1, 1)[:, index]
+                sample_grads.append(each.reshape(len(each), self.size, -1))
+        counts = torch.tensor([r.shape[1] for r in rows])
+        return Slices(
+            weight=torch.cat(rows, 1),
+            reads=torch.cat(reads),
+            layers=torch.arange(len(rows)).repeat_interleave(counts).to(rows[0].device),
+            scales=torch.cat(scales, 1) if scales else None,
+            grad=torch.cat(grads, 1) if grads else None,
+            sample_grad=torch.cat(sample_grads, 2) if sample_grads else None,
+            activations=None if evidence.inputs is None else values_of(model, self.places, prefix, evidence),
+            loss=None if evidence.loss is None else partial(evidence.loss, self.places),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

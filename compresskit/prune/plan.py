@@ -29,6 +29,7 @@ class Plan:
 
     remove: tensor name -> dimension -> indices that go, sorted. sizes: tensor name -> its shape before.
     macs, macs_before: multiply-accumulates of one sample. locked: why groups of channels stay, reason -> how many.
+    note: what was measured of the exported file, where the target was one.
     attributes: numbers of the model's own modules that repeat a width, dotted path -> (before, after).
     scales: tensor name -> (factor, indices of dimension 0 that it multiplies): queries, where the code divides by the root of a
         width that shrinks.
@@ -40,11 +41,14 @@ class Plan:
     macs: int
     macs_before: int
     locked: dict[str, int] = field(default_factory=dict)
+    note: str = ""
     attributes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     scales: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay"
+        head = f"{self.macs / self.macs_before:.1%} of {self.macs_before / 1e6:.2f} M MACs stay" + (
+            f"; {self.note}" if self.note else ""
+        )
         rows = [
             f"  {line.title}: keep {line.keep} of {line.size}" + (f", with {', '.join(line.along)}" if line.along else "")
             for line in self.lines
@@ -63,6 +67,7 @@ class Plan:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "locked": self.locked,
+            "note": self.note,
             "attributes": {path: list(values) for path, values in self.attributes.items()},
             "scales": {name: [factor, list(rows)] for name, (factor, rows) in self.scales.items()},
         }
@@ -78,6 +83,7 @@ class Plan:
                 macs=int(record["macs"]),
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),
+                note=str(record.get("note", "")),
                 attributes={path: (_tupled(old), _tupled(new)) for path, (old, new) in record["attributes"].items()},
                 scales={n: (float(factor), tuple(map(int, rows))) for n, (factor, rows) in record["scales"].items()},
             )
@@ -103,6 +109,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     Raises ModelError, the model untouched, where its tensors are not those that the plan was made for.
     """
     _check_model(model, plan)
+    _keep_weight_norms_(model, plan)
     with torch.no_grad():
         for name, (factor, rows) in plan.scales.items():
             values = get_tensor(model, name)
@@ -116,17 +123,34 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         setattr(module, attribute, after)
     for module in model.modules():
         # A tied parameter also changed where another module holds it.
-        if any(id(t) in changed for t in (*module._parameters.values(), *module._buffers.values())) or (
-            any(id(t) in changed for t in module.parameters()) and _holds(module, changed)
-        ):
+        if any(id(t) in changed for t in _own_tensors(module)):
             sync_attributes_(module)
     return model
 
 
-def _holds(module: nn.Module, changed: set[int]) -> bool:
-    """Whether a direct child that is no layer of its own (a parametrization) holds a changed tensor."""
+def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
+    """Of g v / |v|, columns go: g takes what |v| loses, so that the weights that stay are what they were."""
+    for name, dims in plan.remove.items():
+        path, _, leaf = name.rpartition(".")
+        other = {"original1": "original0", "weight_v": "weight_g"}.get(leaf)
+        if other is None or not isinstance(g := getattr(model.get_submodule(path), other, None), Tensor):
+            continue
+        v = get_tensor(model, name).detach()
+        rows = [d for d in range(v.ndim) if g.ndim != v.ndim or g.shape[d] > 1]
+        others = [d for d in range(v.ndim) if d not in rows]
+        left = v.clone()
+        for dim, gone in dims.items():
+            if dim in others:
+                left.index_fill_(dim, torch.tensor(gone, device=v.device), 0)
+        with torch.no_grad():
+            g *= torch.linalg.vector_norm(left, dim=others, keepdim=True) / torch.linalg.vector_norm(v, dim=others, keepdim=True)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor | None]:
+    """Parameters and buffers of a module itself, those under a parametrization included."""
+    own = [*module._parameters.values(), *module._buffers.values()]
     parametrized = module._modules.get("parametrizations")
-    return parametrized is not None and any(id(t) in changed for t in parametrized.parameters())
+    return own if parametrized is None else [*own, *parametrized.parameters()]
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
@@ -149,6 +173,7 @@ def _tupled(value: Any) -> Any:
 
 def zero_(model: nn.Module, plan: Plan) -> nn.Module:
     """Set to zero, in place, every value that the plan would remove: what the pruned model must equal."""
+    _keep_weight_norms_(model, plan)
     with torch.no_grad():
         for name, dims in plan.remove.items():
             for dim, gone in dims.items():

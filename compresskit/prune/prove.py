@@ -53,22 +53,27 @@ def examine(model: nn.Module, plan: Plan, example: Inputs, found: Found) -> Fail
     if sum(p.numel() for p in model.parameters()) < LARGE:
         wide = copy.deepcopy(model).double().eval()
         try:
-            return _examine(wide, model, plan, _double(example), masks, TOLERANCE)
+            with torch.random.fork_rng():
+                return _examine(wide, model, plan, _double(example), masks, TOLERANCE)
         except _CannotRunWide:
             del wide
-    return _examine(copy.deepcopy(model).eval(), model, plan, example, masks, 1e-4)
+    with torch.random.fork_rng():
+        return _examine(copy.deepcopy(model).eval(), model, plan, example, masks, 1e-4)
 
 
 def runs(model: nn.Module, plan: Plan, example: Inputs) -> Failure | None:
     """Whether a pruned copy runs in eval mode, which costs far less than a proof."""
-    paths = [""]
     pruned = apply_(copy.deepcopy(model).eval(), plan)
-    try:
-        with torch.inference_mode(), following(pruned, paths), torch.random.fork_rng():
-            call(pruned, first_rows(example, 1))
-    except Exception as error:
-        return Failure(reason=f"the pruned model does not run: {_first(error)}", path=paths[-1])
-    return None
+    failure = None
+    for inputs in (first_rows(example, 1), example):  # one row is cheap; all of them where the code does not stand one
+        paths = [""]
+        try:
+            with torch.inference_mode(), following(pruned, paths), torch.random.fork_rng():
+                call(pruned, inputs)
+            return None
+        except Exception as error:
+            failure = Failure(reason=f"the pruned model does not run: {_first(error)}", path=paths[-1])
+    return failure
 
 
 class _CannotRunWide(Exception):
@@ -81,7 +86,7 @@ def _examine(
     watched = [n for n, m in zeroed.named_modules() if _keeps_outputs(n, m, plan)]
     zero_(zeroed, plan)
     try:
-        with plain_kernels(), torch.inference_mode(), torch.random.fork_rng(), Masking(masks):
+        with plain_kernels(), torch.inference_mode(), Masking(masks):
             wanted, inner = _run(zeroed, example, watched)
     except Exception as error:
         if tolerance == TOLERANCE:
@@ -121,7 +126,7 @@ def _run(model: nn.Module, example: Inputs, watched: Iterable[str]) -> tuple[lis
 
 
 def _train_once(pruned: nn.Module, model: nn.Module, example: Inputs) -> None:
-    more = pytree.tree_map(twice, example)
+    more = twice(example)
     try:
         call(pruned.train(), more)
     except Exception:
@@ -192,8 +197,7 @@ class Masking(TorchDispatchMode):
         if masked is None:
             return func(*args, **kwargs)
         x = args[0]
-        keep = masked.keep.to(x.device).index_select(0, torch.arange(x.shape[masked.dim], device=x.device))
-        stays = keep.nonzero().flatten()
+        stays = masked.keep.to(x.device).nonzero().flatten()
         small = x.index_select(masked.dim, stays)
         if func in (aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default):
             result = func(small, *_narrowed(func, x, args, stays, masked.dim), **kwargs)

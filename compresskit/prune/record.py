@@ -50,16 +50,7 @@ class Recorded:
     @property
     def rows(self) -> int:
         """Samples in the example."""
-        return rows_of(self.example)
-
-
-def rows_of(example: Inputs) -> int:
-    """Samples in an example; a list of images counts each of them."""
-    values = list(example.values() if isinstance(example, dict) else example)
-    if not any(isinstance(v, Tensor) and v.ndim for v in values):
-        lists = [v for v in values if isinstance(v, list | tuple) and v]
-        return len(lists[0]) if lists else 1
-    return batch_size(example)
+        return batch_size(self.example)
 
 
 def record(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Recorded:
@@ -80,15 +71,21 @@ def record(model: nn.Module, example: Inputs, *, inside: str | None = None) -> R
         return main
     with mode(model, training=True), _buffers_kept(model):
         try:
-            extra = _record(model, pytree.tree_map(twice, example), inside or "")
+            extra = _record(model, twice(example), inside or "")
         except Exception:
             return main  # training needs more than the example, such as targets: what it reads is proved or locked later
     return Recorded(**{**vars(main), "extra": extra})
 
 
-def twice(value: Any) -> Any:
-    """The rows of a tensor two times; BatchNorm in train mode needs more than one value a channel."""
-    return torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim else value
+def twice(example: Inputs) -> Inputs:
+    """Every row two times; BatchNorm in train mode needs more than one value a channel."""
+
+    def doubled(value: Any) -> Any:
+        if isinstance(value, list):
+            return value + value
+        return torch.cat([value, value]) if isinstance(value, Tensor) and value.ndim else value
+
+    return {k: doubled(v) for k, v in example.items()} if isinstance(example, dict) else tuple(doubled(v) for v in example)
 
 
 def _record(model: nn.Module, example: Inputs, prefix: str) -> Recorded:

@@ -42,6 +42,7 @@ class Search:
         self.choices = Choices(whole_heads=heads)
         self._ways: dict[str, Iterator[Choices]] = {}
         self._rounds = 0
+        self._flipped = False
 
     def start(self, macs: int) -> Found:
         """Groups, after trials on a copy where the model has code that gives sizes."""
@@ -115,9 +116,9 @@ class Search:
 
     def _numbers(self, paths: frozenset[str]) -> Iterator[tuple[str, str]]:
         for suspect in self.walk.suspects:
-            if suspect.path not in paths:
-                continue
             module = self.recorded.module.get_submodule(suspect.path)
+            if suspect.path not in paths or type(module).__module__.startswith("torch."):
+                continue  # torch's own layers are made to agree with their tensors
             sizes = {suspect.shape[d] for d in varying(suspect.labels)}
             for name, value in vars(module).items():
                 if type(value) is int and value in sizes and not name.startswith("_"):
@@ -126,18 +127,28 @@ class Search:
     # -- values that differ, or code that fails far from where it was cut
 
     def _bisected(self, failure: Failure, found: Found, plan: Plan) -> Choices:
-        """Keep every group that fails when it alone is cut; all of them where each alone is fine."""
-        if failure.path is None and self.walk.scalings and self.choices.rescaled:
+        """Mend or keep every group that fails when it alone is cut; all of them where each alone is fine."""
+        if failure.path is None and self.walk.scalings and not self._flipped:
+            self._flipped = True
             return replace(self.choices, rescaled=False)
-        bad = [g for g in found.groups if self._fails_alone(g, found)] or found.groups
+        self.choices = replace(self.choices, rescaled=True)
+        bad = [g for g in found.groups if self._fails_alone(g, found, failure)] or found.groups
         if not bad:
             raise ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
+        roots = torch.cat([g.roots for g in bad])
+        for split in self.walk.splits:
+            if bool(torch.isin(found.settled.units.roots(split.labels), roots).any()):
+                self._flipped = False
+                if (choices := self._next_way(split.path, failure)) is not None:
+                    return choices
         reason = f"a copy that was cut there failed its proof ({failure.reason})"
         kept = {(tensor, dim): reason for g in bad for tensor, dim, _ in g.places}
         return replace(self.choices, kept={**self.choices.kept, **kept})
 
-    def _fails_alone(self, group: Group, found: Found) -> bool:
+    def _fails_alone(self, group: Group, found: Found, failure: Failure) -> bool:
         plan = trial(replace(found, groups=[group]), self.prefix)
+        if failure.path is not None and runs(self.model, plan, self.example) is not None:
+            return True
         return examine(self.model, plan, self.example, found) is not None
 
 

@@ -1,8 +1,7 @@
 """Decide what a walk left open, once all of the graph has been seen: which part of a split stays, what must go together.
 
-(N, L, heads * width) seen as (N, L, heads, width)      the code divides by a number that stays: either all heads lose the
-same inner positions, or whole heads go
-q @ k.T, (N, heads, L, L)                               vanishes with a head, not with an inner position
+(N, L, heads * width) seen as (N, L, heads, width): the code divides by a number that stays, so either all heads lose the same
+inner positions, or whole heads go. q @ k.T, (N, heads, L, L), vanishes with a head, not with an inner position.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from compresskit.prune.notes import Split
+from compresskit.prune.notes import Split, Total
 from compresskit.prune.units import Member, Units, varying
 from compresskit.prune.walk import Walk
 
@@ -57,14 +56,13 @@ def settle(walk: Walk, choices: Choices) -> Settled:
     for key, reason in choices.kept.items():
         if key in vectors:
             units.lock(vectors[key].labels, reason)
+    _follow_totals(units, walk.totals)
     before = -1
     while before != units.unions:
         before = units.unions
         for split in walk.splits:
-            _keep_rectangular(units, split, split.path in choices.whole_heads)
-        for total in walk.totals:
-            rows, whole = _whole_rows(units, total.rows, total.totals)
-            units.join(torch.where(whole, total.totals, -1), torch.where(whole, rows, -1), total.reason)
+            if _keep_rectangular(units, split, split.path in choices.whole_heads):
+                _follow_totals(units, walk.totals)
     for total in walk.totals:
         _, whole = _whole_rows(units, total.rows, total.totals)
         units.lock(torch.where(whole, -1, total.totals), total.reason)
@@ -86,17 +84,29 @@ def _merge(units: Units) -> dict[tuple[str, int], Member]:
     return vectors
 
 
-def _keep_rectangular(units: Units, split: Split, whole_heads: bool) -> None:
-    """What goes must be the same for all but one of the dimensions that were one."""
+def _follow_totals(units: Units, totals: list[Total]) -> None:
+    """What stands for a row goes with it where all of the row is one unit."""
+    before = -1
+    while before != units.unions:
+        before = units.unions
+        for total in totals:
+            rows, whole = _whole_rows(units, total.rows, total.totals)
+            if bool((whole & (rows != units.roots(total.totals))).any()):
+                units.join(torch.where(whole, total.totals, -1), torch.where(whole, rows, -1), total.reason)
+
+
+def _keep_rectangular(units: Units, split: Split, whole_heads: bool) -> bool:
+    """What goes must be the same for all but one of the dimensions that were one; whether that joined anything."""
     moving = varying(units.roots(split.labels))
     if len(moving) < 2:
-        return
+        return False
     stays = moving[-2] if whole_heads else moving[-1]
     first = split.labels
     for dim in moving:
         if dim != stays:
             first = first.narrow(dim, 0, 1)
     units.join(first, split.labels, split.reason)
+    return True
 
 
 def _whole_rows(units: Units, rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:

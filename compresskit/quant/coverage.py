@@ -57,8 +57,7 @@ def _cost(graph: fx.Graph, node: Node) -> Cost:
     x, weight = tensors[:2]
     assert x is not None
     assert weight is not None
-    value = node.meta["val"]
-    rows = int(value.shape[0])  # captured with as many rows as the example has
+    value, rows = node.meta["val"], _rows(graph)
     if kind == "conv_transpose":
         macs = _size(x) // rows * _size(weight) // int(weight.shape[0])
     elif kind == "matmul":
@@ -66,6 +65,12 @@ def _cost(graph: fx.Graph, node: Node) -> Cost:
     else:
         macs = _size(value) // rows * (_size(weight) // int(weight.shape[0]))
     return Cost(parameters=int(parameters), macs=macs)
+
+
+def _rows(graph: fx.Graph) -> int:
+    """As many as the example had that the graph was captured with; heads and windows may stand in a value's first dimension."""
+    inputs = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    return next((int(v.shape[0]) for v in inputs if isinstance(v, Tensor) and v.ndim), 1)
 
 
 def _size(tensor: Tensor) -> int:

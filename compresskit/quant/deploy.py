@@ -22,7 +22,8 @@ from compresskit.surgery import get_tensor
 
 def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
     """A copy of a graph with quantizers, in ONNX's terms; `hardsigmoids` names those that run on integers."""
-    body = copy.deepcopy(body).eval()
+    shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here: a copy would be dropped
+    body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
     calls = [node for node in body.graph.nodes if node.op == "call_module"]
     quantizers: dict[Node, nn.Module] = {node: body.get_submodule(node.target) for node in calls}
     for node in [n for n in body.graph.nodes if n.name in hardsigmoids]:

@@ -15,8 +15,7 @@ from compresskit.errors import DataError
 from compresskit.graph import module_path, parameter_name
 from compresskit.normalize import Node, aten
 from compresskit.quant.coverage import Coverage
-from compresskit.quant.insert import Quantized, build
-from compresskit.quant.observers import MinMax
+from compresskit.quant.insert import Quantized, lower
 from compresskit.quant.pairs import Pair, rounding_of, run_pairs
 from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.scheme import to_integers
@@ -94,8 +93,8 @@ def diagnose(quantized: Quantized, batches: Iterable[Inputs], *, model: nn.Modul
         raise DataError("diagnose: no batch was given; a few hundred samples show the noise")
     weights = None
     if model is not None:
-        plain = build(model, quantized.example, quantized.target, MinMax, skip=tuple(quantized.origin["skip"]))
-        weights = {name: value.detach() for name, value in plain.body.named_parameters()}
+        captured, _, _ = lower(model, quantized.example, quantized.target, tuple(quantized.origin["skip"]))
+        weights = {name: value.detach() for name, value in captured.module.named_parameters()}
     noise = _Noise(quantized)
     with mode(quantized, training=False):
         samples = noise.take(first, weights, saturation=True)

@@ -131,8 +131,9 @@ def _error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tenso
 
 def least_divergence(histogram: Histogram, channel: int, largest: float, levels: int) -> float:
     """The bound t of |x| in one channel for which `levels` equal levels over [0, t] diverge least from what was counted."""
-    bins = histogram.bins
-    width = max(largest, 1e-30) / bins
+    # Bins of |x| as wide as those of x: narrower ones would stand empty in between, and look like information.
+    width = float(histogram.width[channel])
+    bins = max(levels, int(largest / width) + 1)
     index = (histogram.centres()[channel].abs() / width).long().clamp_(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.float64, device=index.device).scatter_add_(0, index, histogram.counts[channel])
     best, bound = float("inf"), largest

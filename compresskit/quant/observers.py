@@ -164,7 +164,7 @@ class Entropy(_Counting):
     The search of TensorRT's calibrator (Migacz, GTC 2017): what lies beyond t counts at t.
     """
 
-    def __init__(self, bits: int = 8, *, bins: int = 2048) -> None:
+    def __init__(self, bits: int = 8, *, bins: int = 8192) -> None:
         _check_bits("Entropy", bits)
         super().__init__(bins)
         self.bits = bits

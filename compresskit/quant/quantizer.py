@@ -62,12 +62,15 @@ class ActivationQuantizer(Quantizer):
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.observing:
-            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
-            if self.enabled:
-                self.freeze_range_()
         if not self.enabled:
-            return self.unrounded(x)
+            x = self.unrounded(x)
+            if self.observing:
+                self.observer.update(x.detach().reshape(1, -1))
+            return x
+        # Once it rounds, what is only evaluated must not move the range.
+        if self.observing and self.training:
+            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
+            self.freeze_range_()
         share = 1.0
         if self.scale.requires_grad:
             share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
@@ -82,7 +85,10 @@ class ActivationQuantizer(Quantizer):
 
     def step(self) -> Tensor:
         """The scale; a learned one may not pass zero."""
-        return self.scale.clamp(min=LEAST) if isinstance(self.scale, nn.Parameter) else self.scale
+        if isinstance(self.scale, nn.Parameter):
+            return self.scale.clamp(min=LEAST)
+        # A quantizer that stands in several places moves its scale between them; each needs its own for the gradient.
+        return self.scale.clone() if self.observing else self.scale
 
     def freeze_range_(self, *, checked: bool = False) -> None:
         """Take the scale and zero point of the range seen so far; DataError, if `checked`, where it is none."""

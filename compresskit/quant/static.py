@@ -91,14 +91,14 @@ def quantize_static(
     if first is None:
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
     part, example = model, first
-    if inside is not None:
+    if inside:
         check_runs(model, first)
         with torch.no_grad(), mode(model, training=False):
             part, example = inputs_inside(model, first, inside)
     floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
     quantized = build(part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict)
     everything = itertools.chain([first], batches)
-    if inside is None:
+    if not inside:
         quantized.calibrate_(everything)
         quantized.keep_masked_()
         return quantized

@@ -82,7 +82,7 @@ def test_taps_of_a_quantized_model_that_is_called_by_name() -> None:
     student = ck.quant.quantize_static(model, [x])
     student.enable_(False)
     with torch.no_grad(), kd.tapped(student, ["inner.a"]) as got, kd.tapped(model, ["inner.a"]) as wanted:
-        student(**dict(reversed(x.items())))
+        student(**x)
         model(**x)
     torch.testing.assert_close(got["inner.a"], wanted["inner.a"], rtol=1e-4, atol=1e-4)
 

@@ -109,7 +109,7 @@ def test_review_teaches_and_leaves_nothing() -> None:
     values = []
     watched = Watched(goal, values)
     ck.Train(epochs=12, optimizer=ADAM, objective=watched)(student, task)
-    assert values[-1] < before / 2
+    assert values[-1] < 0.7 * before
     assert set(student.state_dict()) == names
 
 
@@ -299,13 +299,14 @@ def test_mixing_and_caches(tmp_path) -> None:
 def test_labelled_and_unlabelled_batches_go_together() -> None:
     student, teacher, task = build(networks.Chain).eval(), build(networks.Residual), images_task(ck)
     more = [torch.randn(8, 3, 16, 16), (torch.randn(6, 3, 16, 16),)]
-    goal = kd.pseudo_label(teacher, more, threshold=0.2, weight=0.5, task_weight=2.0).bind(student, task)
+    threshold = teacher(torch.cat([more[0], more[1][0]])).softmax(1).amax(1).median().item()
+    goal = kd.pseudo_label(teacher, more, threshold=threshold, weight=0.5, task_weight=2.0).bind(student, task)
     x, y = batch = task.train[0]
     for inputs in (more[0], more[1][0], more[0]):  # it starts again
         losses = goal(student, batch)
         torch.testing.assert_close(losses["task"], 2 * nn.functional.cross_entropy(student(x), y))
         p = teacher(inputs).softmax(1).amax(1)
-        sure = p >= 0.2
+        sure = p >= threshold
         assert sure.sum() > 0
         labels = teacher(inputs).argmax(1)[sure]
         torch.testing.assert_close(losses["pseudo"], 0.5 * nn.functional.cross_entropy(student(inputs)[sure], labels))
@@ -315,13 +316,18 @@ def test_unlabelled_data_helps() -> None:
     task = images_task(ck, classes=4, samples=256)
     teacher = ck.Train(epochs=12, optimizer=ADAM)(build(networks.Residual), task)
     x = [x for x, _ in task.train]
-    few = ck.Task(train=[(x[0][:8], task.train[0][1][:8])] * 8, val=task.val)
+    labelled = [(x, y // 2 * 2) for x, y in task.train]  # labels that say only half
+    few = ck.Task(train=labelled, val=task.val)
     scores = []
-    for goal in (None, kd.pseudo_label(teacher, x, threshold=0.6), kd.pseudo_label(teacher, x, loss=kd.soft_targets)):
+    settings = dict(weight=2.0, task_weight=0.5)
+    for goal in (
+        None,
+        *(kd.pseudo_label(teacher, x, **more, **settings) for more in (dict(threshold=0.6), dict(loss=kd.soft_targets))),
+    ):
         torch.manual_seed(0)
-        student = ck.Train(epochs=6, optimizer=ADAM, objective=goal)(networks.Chain(), few)
+        student = ck.Train(epochs=12, optimizer=ADAM, objective=goal)(networks.Chain(), few)
         scores.append(ck.evaluate(student, task))
-    assert min(scores[1:]) > scores[0] + 0.1
+    assert min(scores[1:]) > scores[0] + 0.2
 
 
 def test_pseudo_label_bad_input() -> None:

@@ -115,7 +115,8 @@ def fsdp(rank):
     for policy in (mixed.FP32, mixed.MASTER_BF16, SCALED):
         run = sharded(policy, clip=0.5)
         seen = []
-        run.model[0].register_forward_hook(lambda module, args, out, seen=seen: seen.append((module.weight.dtype, out.dtype)))
+        # After FSDP2's own hook, which gathers the weight; its later one casts outputs back.
+        run.model[0].register_forward_pre_hook(lambda module, args, seen=seen: seen.append((module.weight.dtype, args[0].dtype)))
         go(run, rank, 2)
         found[policy.name] = numbers(run)
         found[policy.name, "seen"] = sorted({str(dtype) for pair in seen[:1] for dtype in pair})

@@ -45,7 +45,7 @@ def test_b16_ddp_trains_as_one_process_and_ranks_agree_bit_for_bit(two, name) ->
     first, second = (rank["ddp"][name] for rank in two)
     assert all(torch.equal(first[key], second[key]) for key in first)
     # Adam steps by parts of the rate whatever the gradient's size, so that one near 0 counts as it is rounded.
-    tolerance = {"FP32": 1e-6, "SR_BF16": 1.5e-2}.get(name, 4e-3)
+    tolerance = {"FP32": 1e-6, "SR_BF16": 8e-3}.get(name, 1e-3)
     close(first, ranks.numbers(alone(getattr(mixed, name), clip=0.5)), tolerance)
 
 
@@ -83,9 +83,9 @@ def test_fsdp2_shards_are_the_masters(two, policy) -> None:
     assert all(torch.equal(first[policy.name][key], second[policy.name][key]) for key in first[policy.name])
     assert {value.dtype for value in first[policy.name].values()} == {torch.float32}
     dtype = str(policy.param_dtype or torch.float32)
-    assert dtype in first[policy.name, "seen"]
+    assert first[policy.name, "seen"] == [dtype]
     run = alone(policy, clip=0.5)
-    close(first[policy.name], ranks.numbers(run), 1e-5 if policy is mixed.FP32 else 4e-3)
+    close(first[policy.name], ranks.numbers(run), 1e-5 if policy is mixed.FP32 else 1e-3)
     # The norm is that of all shards together.
     assert first[policy.name, "norm"] == pytest.approx(run.stats()["grad_norm"], rel=1e-5 if policy is mixed.FP32 else 2e-2)
 

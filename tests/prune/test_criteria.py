@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
+import math
+import statistics
 from functools import partial
 
 import networks
@@ -12,14 +17,90 @@ from hypothesis import strategies as st
 from networks import build, images_task
 
 import compresskit as ck
+from compresskit import capture, count_macs
 from compresskit.errors import SettingError
-from compresskit.prune import CRITERIA, Prune, Slices, l2, plan_channels, taylor
+from compresskit.prune import (
+    CRITERIA,
+    Prune,
+    Slices,
+    apoz,
+    bn_scale,
+    by_deviation,
+    by_largest,
+    by_mean,
+    fisher,
+    fpgm,
+    group_l2,
+    irreplaceable,
+    l1,
+    l2,
+    lamp,
+    largest,
+    mean,
+    mean_activation,
+    obd,
+    output_energy,
+    over_layers,
+    plan_channels,
+    random,
+    shapley,
+    taylor,
+    taylor_samples,
+    total,
+    unscaled,
+)
+from compresskit.prune.collect import collect, sample_gradients
+from compresskit.prune.criteria import NeedsActivations, NeedsLosses, NeedsSampleGradients
+from compresskit.prune.groups import find_groups
+from compresskit.train import bound
+
+CHANNELS, VALUES, SAMPLES = 6, 10, 5
 
 
-def slices(channels=6, values=10, seed=0):
+def slices(seed=0):
+    """Random evidence of every kind; the loss is a function of which channels stay that treats them alike."""
     g = torch.Generator().manual_seed(seed)
-    weight, grad = torch.randn(2, channels, values, generator=g)
-    return Slices(weight=weight, grad=grad, reads=torch.arange(values) >= 5)
+    weight, grad = torch.randn(2, CHANNELS, VALUES, generator=g)
+    worth = weight.abs().sum(1)
+    return Slices(
+        weight=weight,
+        grad=grad,
+        reads=torch.arange(VALUES) >= 5,
+        layers=torch.arange(VALUES) // 5,
+        scales=torch.rand(CHANNELS, 2, generator=g) + 0.1,
+        sample_grad=torch.randn(SAMPLES, CHANNELS, VALUES, generator=g),
+        activations=torch.randn(CHANNELS, 40, generator=g).relu(),
+        loss=lambda keep: float((worth * ~keep).sum() ** 1.5),
+    )
+
+
+def reordered(s, order):
+    return Slices(
+        weight=s.weight[order],
+        grad=s.grad[order],
+        reads=s.reads,
+        layers=s.layers,
+        scales=s.scales[order],
+        sample_grad=s.sample_grad[:, order],
+        activations=s.activations[order],
+        loss=lambda keep: s.loss(keep[order.argsort()]),
+    )
+
+
+def without(s, channel):
+    """The same channels, one of which does nothing."""
+    alive = torch.arange(CHANNELS) != channel
+    return dataclasses.replace(
+        s,
+        weight=s.weight * alive[:, None],
+        scales=s.scales * alive[:, None],
+        activations=s.activations * alive[:, None],
+        loss=lambda keep: s.loss(keep | ~alive),
+    )
+
+
+#: A useless channel is not one of zeros for these: what resembles the others goes first, or nothing in particular does.
+OTHERWISE = (fpgm, random)
 
 
 @pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: c.__name__)
@@ -27,20 +108,212 @@ def slices(channels=6, values=10, seed=0):
 @settings(max_examples=20, deadline=None)
 def test_contract(criterion, seed) -> None:
     s = slices(seed=seed)
+    before = s.weight.clone()
     scores = criterion(s)
-    assert scores.shape == (6,)
+    assert scores.shape == (CHANNELS,)
     assert torch.isfinite(scores).all()
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
-    moved = Slices(weight=s.weight[order], grad=s.grad[order], reads=s.reads)
-    torch.testing.assert_close(criterion(moved), scores[order])
-    dead = Slices(weight=s.weight * (torch.arange(6) != 2)[:, None], grad=s.grad, reads=s.reads)
-    assert criterion(dead).argmin() == 2
+    assert (scores >= 0).all()
+    assert torch.equal(criterion(s), scores)
+    assert torch.equal(s.weight, before)
+    order = torch.randperm(CHANNELS, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(criterion(reordered(s, order)), scores[order])
+    if criterion not in OTHERWISE:
+        assert criterion(without(s, 2)).argmin() == 2
 
 
-def test_l2_is_the_norm() -> None:
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: c.__name__)
+def test_rows_of_one_value(criterion) -> None:
+    """A single weight is a row too: what sparsity masks rank."""
+    g = torch.Generator().manual_seed(0)
+    weight, grad = torch.randn(2, 50, 1, generator=g)
+    s = Slices(weight=weight, grad=grad, reads=torch.zeros(1, dtype=torch.bool), sample_grad=torch.randn(3, 50, 1, generator=g))
+    if criterion in (
+        mean_activation,
+        apoz,
+        output_energy,
+        irreplaceable,
+        shapley,
+    ):  # a weight has neither activations nor a loss without it
+        with pytest.raises((NeedsActivations, NeedsLosses)):
+            criterion(s)
+    else:
+        assert criterion(s).shape == (50,)
+
+
+def nested(values):
+    return [row.tolist() for row in values]
+
+
+def test_formulas() -> None:
+    """Every criterion against loops over plain numbers."""
+    s = slices(seed=3)
+    w, used = nested(s.weight), s.reads.nonzero().flatten().tolist()
+    g, e, a = nested(s.grad), [nested(x) for x in s.sample_grad], nested(s.activations)
+    change = [[sum(w[c][k] * x[c][k] for k in used) for c in range(CHANNELS)] for x in e]
+    energy = [sum(v * v for v in row) for row in w]
+    wanted = {
+        l1: [sum(abs(v) for v in row) for row in w],
+        l2: [math.sqrt(v) for v in energy],
+        group_l2: [math.sqrt(sum(sum(v * v for v in p) / 5 for p in (row[:5], row[5:])) / 2) for row in w],
+        fpgm: [sum(math.dist(row, other) for other in w) for row in w],
+        lamp: [v / sum(u for u in energy if u >= v) for v in energy],
+        bn_scale: [sum(row) / 2 for row in nested(s.scales)],
+        taylor: [sum(w[c][k] * g[c][k] for k in used) ** 2 for c in range(CHANNELS)],
+        taylor_samples: [sum(abs(x[c]) for x in change) / SAMPLES for c in range(CHANNELS)],
+        fisher: [sum(x[c] ** 2 for x in change) / SAMPLES / 2 for c in range(CHANNELS)],
+        obd: [sum(w[c][k] ** 2 * sum(x[c][k] ** 2 for x in e) / SAMPLES for k in used) / 2 for c in range(CHANNELS)],
+        mean_activation: [sum(abs(v) for v in row) / 40 for row in a],
+        apoz: [sum(v != 0 for v in row) / 40 for row in a],
+        output_energy: [statistics.pvariance(a[c]) * sum(w[c][k] ** 2 for k in used) for c in range(CHANNELS)],
+    }
+    assert set(CRITERIA) == set(wanted) | {random, shapley, irreplaceable}  # which have tests of their own
+    for criterion, scores in wanted.items():
+        assert criterion(s).tolist() == pytest.approx(scores, rel=1e-4), criterion.__name__
+
+
+def test_irreplaceable_is_what_least_squares_cannot_make_up() -> None:
+    """Against refitting anew for every set of channels, one channel after another."""
+    s = slices(seed=2)
+    columns = s.weight[:, s.reads].double()
+    a = s.activations.double() - s.activations.double().mean(1, keepdim=True)
+    covariance = a @ a.T / a.shape[1]
+    covariance += 1e-3 * covariance.diagonal().mean() * torch.eye(CHANNELS)
+
+    def lost(keep):
+        fit = torch.linalg.solve(covariance[keep][:, keep], covariance[keep]) if keep else torch.zeros(0, CHANNELS)
+        rest = covariance - covariance[:, keep] @ fit.double()
+        return float(torch.einsum("ck,cd,dk->", columns, rest, columns))
+
+    keep, before, wanted = list(range(CHANNELS)), 0.0, [0.0] * CHANNELS
+    while keep:
+        errors = {c: lost([k for k in keep if k != c]) for c in keep}
+        gone = min(errors, key=errors.__getitem__)
+        wanted[gone], before = errors[gone] - before, errors[gone]
+        keep.remove(gone)
+    assert irreplaceable(s).tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_random_is_uniform_and_seeded() -> None:
+    s = Slices(weight=torch.randn(20000, 3), reads=torch.zeros(3, dtype=torch.bool))
+    scores = random(s)
+    assert torch.histc(scores, 10, 0, 1).sub(2000).abs().max() < 200
+    assert not torch.equal(random(s, seed=1), scores)
+    assert abs(float(torch.corrcoef(torch.stack([scores, random(s, seed=1)]))[0, 1])) < 0.05
+
+
+def test_shapley_of_every_order() -> None:
+    """Over many permutations the sampled value is the mean over all of them, and values sum to the loss of all channels."""
+    s = slices(seed=1)
+    worth = s.weight.abs().sum(1).tolist()
+    exact = [0.0] * CHANNELS
+    for order in itertools.permutations(range(CHANNELS)):
+        gone = 0.0
+        for c in order:
+            exact[c] += ((gone + worth[c]) ** 1.5 - gone**1.5) / math.factorial(CHANNELS)
+            gone += worth[c]
+    scores = shapley(s, permutations=300)
+    assert scores.tolist() == pytest.approx(exact, rel=0.15)
+    assert float(scores.sum()) == pytest.approx(sum(exact))
+
+
+def test_layers_of_a_group_are_combined() -> None:
     s = slices()
-    for row, score in zip(s.weight.tolist(), l2(s).tolist(), strict=True):
-        assert score == pytest.approx(sum(v * v for v in row) ** 0.5)
+    first, second = l1(s.part(s.layers == 0)), l1(s.part(s.layers == 1))
+    for combine, wanted in ((total, first + second), (mean, (first + second) / 2), (largest, torch.maximum(first, second))):
+        torch.testing.assert_close(over_layers(s, criterion=l1, combine=combine), wanted)
+
+
+def test_normalisations() -> None:
+    scores = torch.tensor([1.0, 2.0, 6.0])
+    assert unscaled(scores) is scores
+    assert by_mean(scores).tolist() == pytest.approx([1 / 3, 2 / 3, 2])
+    assert by_largest(scores).tolist() == pytest.approx([1 / 6, 1 / 3, 1])
+    assert by_deviation(scores).tolist() == pytest.approx([(v - 3) / math.sqrt(14 / 3) for v in (1, 2, 6)])
+
+
+def found(model, x):
+    return find_groups(capture(model, x), count_macs(model, x)).groups
+
+
+def evidence_of(model, task, *needs, samples=64):
+    groups = found(model, task.example())
+    each = collect(model, [g.places for g in groups], "", task, needs=set(needs), samples=samples)
+    return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]
+
+
+def test_collected_gradients_of_samples() -> None:
+    """The vectorized pass gives what a backward pass of each sample gives."""
+    model, task = build(networks.Residual), images_task(ck, samples=32, classes=4)
+    groups, batches = evidence_of(model, task, NeedsSampleGradients, samples=8)
+    rows, first = batches[0]
+    x, y = next(iter(task.train))
+    assert first[0].sample_grad.shape[0] == rows
+    for n in (0, rows - 1):
+        model.zero_grad()
+        task.loss(model(x[n : n + 1]), y[n : n + 1]).backward()
+        for group, s in zip(groups, first, strict=True):
+            (name, dim, _), indices = next(iter(group.places.items()))
+            wanted = model.get_parameter(name).grad.movedim(dim, 0)[indices].reshape(group.size, -1)
+            torch.testing.assert_close(s.sample_grad[n][:, : wanted.shape[1]], wanted, atol=1e-5, rtol=1e-4)
+    model.zero_grad()
+
+
+def test_sample_gradients_without_vmap() -> None:
+    """A model that branches on values is run a sample at a time, to the same gradients."""
+
+    class Branches(networks.Chain):
+        def forward(self, x):
+            return super().forward(x) if bool(x.sum() > -1e9) else x
+
+    model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
+    other = Branches().eval()
+    other.load_state_dict(model.state_dict())
+    batch, names = next(iter(task.train)), ["a.0.weight", "head.weight"]
+    objective = bound(None, model, task)
+    quick, slow = (sample_gradients(m, objective, batch, names) for m in (model, other))
+    for name in names:
+        torch.testing.assert_close(quick[name], slow[name], atol=1e-5, rtol=1e-4)
+
+
+def test_collected_activations() -> None:
+    model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
+    groups, batches = evidence_of(model, task, NeedsActivations, samples=8)
+    group, s = next((g, s) for g, s in zip(groups, batches[0][1], strict=True) if g.title == "a.0")
+    x = task.split(next(iter(task.train)))[0][0]
+    with torch.no_grad():
+        wanted = model.a(x).movedim(1, 0).flatten(1)
+    assert s.activations.shape[0] == 16
+    assert set(s.activations[3].tolist()) <= set(wanted[3].tolist())
+    torch.testing.assert_close(mean_activation(s), wanted.mean(1), rtol=0.1, atol=0.02)
+
+
+def test_collected_losses() -> None:
+    """The loss without some channels is that of a model with exactly those weights zeroed, and the model is left as it was."""
+    model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
+    before = copy.deepcopy(model.state_dict())
+    groups, batches = evidence_of(model, task, NeedsLosses, samples=8)
+    index = next(i for i, g in enumerate(groups) if g.title == "a.0")
+    keep = torch.arange(16) % 3 != 0
+    got = batches[0][1][index].loss_of(keep)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    x, y = next(iter(task.train))
+    with torch.no_grad():
+        h = model.a(x) * keep.view(1, -1, 1, 1)
+        wanted = task.loss(model.head(model.b(h).mean((2, 3))), y)
+    assert got == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_fisher_predicts_the_change_of_the_loss() -> None:
+    """On a trained model, channels that matter by Fisher information are those whose removal costs most."""
+    model, task = build(networks.Chain), images_task(ck, samples=128, classes=4)
+    ck.Train(epochs=15, optimizer=partial(torch.optim.Adam, lr=3e-3))(model, task)
+    groups, batches = evidence_of(model, task, NeedsSampleGradients, NeedsLosses, samples=64)
+    index = next(i for i, g in enumerate(groups) if g.title == "b.0")
+    s = batches[0][1][index]
+    everything = torch.ones(groups[index].size, dtype=torch.bool)
+    cost = torch.tensor([s.loss_of(everything.index_fill(0, torch.tensor(c), False)) for c in range(len(everything))])
+    ranks = torch.stack([v.argsort().argsort().double() for v in (fisher(s), cost)])
+    assert torch.corrcoef(ranks)[0, 1] > 0.5
 
 
 def test_taylor_predicts_the_change_of_the_loss() -> None:
@@ -64,7 +337,7 @@ def test_taylor_predicts_the_change_of_the_loss() -> None:
 
 
 def test_taylor_without_gradients_says_so() -> None:
-    with pytest.raises(SettingError, match="reads gradients"):
+    with pytest.raises(SettingError, match=r"reads gradients, which needs data; pass plan_channels\(task=...\)"):
         plan_channels(build(networks.Chain), networks.image(2), macs=0.5, criterion=taylor)
 
 

@@ -34,7 +34,7 @@ from compresskit.prune import (
     movement,
     plan_mask,
     random,
-    sensitivity,
+    mask_sensitivity,
     shuffled,
     snip,
     taylor,
@@ -243,7 +243,7 @@ def test_measured_allocation_takes_the_cheapest() -> None:
 def test_sensitivity_measures_each_layer_alone() -> None:
     model, task = build(networks.Residual), images_task(ck, samples=64)
     before = copy.deepcopy(model.state_dict())
-    found = sensitivity(model, task, ratios=(0.5, 0.9), samples=64)
+    found = mask_sensitivity(model, task, ratios=(0.5, 0.9), samples=64)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     one = copy.deepcopy(model)
     plan_mask(one, allocation={"inner.0": 0.9}).apply_(one)
@@ -255,10 +255,10 @@ def test_sensitivity_measures_each_layer_alone() -> None:
     masks = plan_mask(model, 0.6, allocation=found.allocation())
     assert masks.removed == pytest.approx(0.6 * masks.total, abs=1)
     for bad in ((), (0.0,), (1.0,)):
-        with pytest.raises(SettingError, match=r"sensitivity\(ratios=...\)"):
-            sensitivity(model, task, ratios=bad)
+        with pytest.raises(SettingError, match=r"mask_sensitivity\(ratios=...\)"):
+            mask_sensitivity(model, task, ratios=bad)
     with pytest.raises(SettingError, match="there is no curve"):
-        sensitivity(model, task, pattern=NM())
+        mask_sensitivity(model, task, pattern=NM())
 
 
 # -- criteria

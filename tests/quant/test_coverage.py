@@ -167,6 +167,9 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
     assert [f.ndim for f in found] == [1, 1]
     path = ck.export_onnx(whole, tmp_path / "backbone.onnx", batches[0], inside="backbone")
     assert session(path).get_inputs()[0].shape == ["batch", 3, "dim_2", "dim_3"]
+    # Multiply-accumulates of the two layers at 32 x 32 and 16 x 16 positions, though the file names no size.
+    assert ck.audit(path, size=32).macs == 32 * 32 * 16 * 27 + 16 * 16 * 16 * 16 * 9
+    assert ck.audit(path).share == 1.0
     proof = ck.verify_onnx(path, whole, [*batches, photos((40, 16))], inside="backbone")
     assert proof.passed, proof
     assert proof.quantized
@@ -181,6 +184,22 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
     again = ck.load(Detector(), tmp_path / "saved")
     x = photos((32, 16), (16, 16))
     assert all(torch.equal(a, b) for a, b in zip(again.eval()(*x), whole.eval()(*x), strict=True))
+
+
+def test_calibration_in_pieces_sees_what_whole_batches_show(monkeypatch) -> None:
+    from compresskit.quant import MovingAverage, insert
+
+    model, x = build(networks.Residual), image(30)
+    whole = quantize_static(model, [x]).state_dict()
+    seen = []
+    monkeypatch.setattr(insert, "call_checked", lambda m, inputs, where: seen.append(len(inputs[0])) or m(*inputs))
+    monkeypatch.setattr(insert, "PIECE", 4 * 16 * 16 * 16 * 4)  # four rows of the largest activation
+    for name, value in quantize_static(model, [x]).state_dict().items():
+        torch.testing.assert_close(value, whole[name], msg=name)
+    assert seen == [4] * 7 + [2]
+    seen.clear()
+    quantize_static(model, [x], observer=MovingAverage)
+    assert seen == [30]
 
 
 def test_inside_ranges_are_those_of_the_whole_model() -> None:
@@ -311,11 +330,13 @@ def test_shapes_that_depend_on_data(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_quantized_model_is_not_quantized_again() -> None:
+def test_what_is_not_quantized() -> None:
     quantized = quantize_static(build(networks.Chain), [image(16)])
     for again in (quantize_static, prepare_qat):
         with pytest.raises(ModelError, match="this model is quantized already; quantize the float model it came from"):
             again(quantized, [image(16)])
+    with pytest.raises(ModelError, match=r"wanted fp32 weights, but a\.0\.weight is torch\.bfloat16; quantize model\.float\(\)"):
+        quantize_static(build(networks.Chain).bfloat16(), [(image(2)[0].bfloat16(),)])
     with pytest.raises(DataError, match="no calibration batch"):
         quantize_static(build(networks.Chain), [])
 

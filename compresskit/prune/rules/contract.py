@@ -45,7 +45,11 @@ def summed(walk: Walk, x: Tensor, dims: list[int], node: Node) -> Tensor:
     elif inside:
         rows = compact(tight(x))
         kept = [1 if d in dims else n for d, n in enumerate(rows.shape)]
-        totals = walk.units.fresh(math.prod(kept)).view(kept)
+        # The batch may be part of a dimension (batch * heads): rows that hold the same labels are one.
+        order = [d for d in range(rows.ndim) if d not in dims] + [d for d in range(rows.ndim) if d in dims]
+        flat = rows.permute(order).reshape(math.prod(kept), -1)
+        unique, number = torch.unique(flat, dim=0, return_inverse=True)
+        totals = walk.units.fresh(len(unique))[number].view(kept)
         walk.total(rows, totals, f"one for each head of {walk.where(node)}; heads get narrower, none goes")
         result = totals.expand([1 if d in dims else n for d, n in enumerate(x.shape)])
     for d in dims:

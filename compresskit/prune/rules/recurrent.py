@@ -23,7 +23,7 @@ _GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rn
 @rule(*_GATES)
 def recurrent(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """(N, T, I) to (N, T, directions * H). All layers and directions share one `hidden_size`, so they get narrower together."""
-    x, state, weights, biases, layers, _, _, both, batch_first = args
+    x, state, weights, biases, layers, _, _, both, _ = args
     gates, directions = _GATES[node.target], 2 if both else 1
     per_layer = len(weights) // (layers * directions)
     if per_layer != (4 if biases else 2) or not all(isinstance(w, Raw) and not w.moved for w in weights):

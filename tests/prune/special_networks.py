@@ -1,0 +1,584 @@
+"""Small networks, one for each special case of structured pruning; all take what `example(kind)` gives."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def conv(i, o, k=3, **settings):
+    return nn.Sequential(nn.Conv2d(i, o, k, 1, k // 2, bias=False, **settings), nn.BatchNorm2d(o), nn.ReLU())
+
+
+class Images(nn.Module):
+    """Images (N, 3, 8, 8) to a stem of 16 channels, `body`, and a classifier of `width` channels."""
+
+    def __init__(self, width=16, stem=16):
+        super().__init__()
+        self.stem, self.head = conv(3, stem), nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.body(self.stem(x)).mean((2, 3)))
+
+
+class Conv1d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv1d(6, 16, 3), nn.BatchNorm1d(16), nn.ReLU(), nn.Conv1d(16, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1)
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x).flatten(1))
+
+
+class Conv3d(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv3d(3, 16, 3, 1, 1), nn.BatchNorm3d(16), nn.ReLU(), nn.Conv3d(16, 16, 1), nn.ReLU())
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3, 4)))
+
+
+class TwoOutputs(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.other = conv(16, 16), conv(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.a(self.stem(x))
+        return self.head(self.b(x).mean((2, 3))), self.other(x.mean((2, 3)))
+
+
+class Maxout(Images):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(16, 32, 3, 1, 1)
+
+    def body(self, x):
+        x = self.a(x)
+        n, c, h, w = x.shape
+        return x.view(n, c // 2, 2, h, w).max(2).values
+
+
+class BroadcastAdd(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(16, 16), nn.Conv2d(16, 16, 1)
+
+    def body(self, x):
+        return self.a(x) + self.b(x.mean((2, 3), keepdim=True))
+
+
+class DenseConcat(Images):
+    def __init__(self):
+        super().__init__(40)
+        self.a, self.b = conv(16, 12), conv(28, 12)
+
+    def body(self, x):
+        x = torch.cat([x, self.a(x)], 1)
+        return torch.cat([x, self.b(x)], 1)
+
+
+class SpaceToDepth(Images):
+    def __init__(self):
+        super().__init__()
+        self.a = conv(64, 16)
+
+    def body(self, x):
+        n, c, h, w = x.shape
+        x = x.view(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(n, c * 4, h // 2, w // 2)
+        return self.a(x)
+
+
+class Multiplier(Images):
+    def __init__(self):
+        super().__init__(32)
+        self.depth = nn.Conv2d(16, 32, 3, 1, 1, groups=16)
+
+    def body(self, x):
+        return F.relu(self.depth(x))
+
+
+class Grouped(Images):
+    def __init__(self):
+        super().__init__(48)
+        self.a, self.b = conv(16, 32, groups=4), conv(32, 48, groups=4)
+
+    def body(self, x):
+        return self.b(self.a(x))
+
+
+class Flat(Images):
+    def __init__(self):
+        super().__init__(16 * 64)
+        self.a = conv(16, 16)
+
+    def forward(self, x):
+        x = self.a(self.stem(x))
+        return self.head(x.view(x.size(0), -1))
+
+
+class HardView(Flat):
+    def forward(self, x):
+        return self.head(self.a(self.stem(x)).view(-1, 1024))
+
+
+class LinearToImage(nn.Module):
+    """Numbers (N, 8) to an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.a, self.out = nn.Linear(8, 16 * 16), conv(16, 16), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x):
+        return self.out(self.a(F.relu(self.up(x)).view(x.shape[0], -1, 4, 4)))
+
+
+class Gated(Images):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(16, 32, 3, 1, 1)
+
+    def body(self, x):
+        a, b = self.a(x).chunk(2, 1)
+        return a * torch.sigmoid(b)
+
+
+class Glu(Gated):
+    def body(self, x):
+        return F.glu(self.a(x), 1)
+
+
+class C2f(Images):
+    """As in YOLOv8: halves, one of which goes on, all of them side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = conv(16, 32), conv(16, 16), conv(48, 16)
+
+    def body(self, x):
+        left, right = self.a(x).chunk(2, 1)
+        return self.c(torch.cat([left, right, self.b(right)], 1))
+
+
+class Split(Images):
+    def __init__(self):
+        super().__init__(24)
+        self.a, self.b = conv(16, 32), conv(8, 24)
+
+    def body(self, x):
+        a, b = self.a(x).split([8, 24], 1)
+        return self.b(a) + b
+
+
+class Sliced(Split):
+    def __init__(self):
+        super().__init__()
+        self.b = conv(24, 8)
+        self.head = nn.Linear(8, 10)
+
+    def body(self, x):
+        x = self.a(x)
+        return x[:, :8] + self.b(x[:, 8:])
+
+
+class ShuffleByHand(Images):
+    def __init__(self):
+        super().__init__(32, 32)
+        self.a, self.b = conv(32, 32, groups=4), conv(32, 32, groups=4)
+
+    def shuffle(self, x):
+        n, c, h, w = x.shape
+        return x.view(n, 4, c // 4, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+    def body(self, x):
+        return self.b(self.shuffle(self.a(x)))
+
+
+class ShuffleModule(ShuffleByHand):
+    def __init__(self):
+        super().__init__()
+        self.shuffle = nn.ChannelShuffle(4)
+
+
+class Pixels(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.shuffle = nn.Conv2d(16, 64, 3, 1, 1), conv(16, 16), nn.PixelShuffle(2)
+
+    def body(self, x):
+        return self.b(self.shuffle(self.a(x)))
+
+
+class Unpixels(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.shuffle = conv(64, 16), nn.PixelUnshuffle(2)
+
+    def body(self, x):
+        return self.a(self.shuffle(x))
+
+
+class OptionA(Images):
+    def __init__(self):
+        super().__init__(32)
+        self.inner, self.out = conv(16, 32), conv(32, 32)
+
+    def body(self, x):
+        return F.relu(self.out(self.inner(x))[:, :, ::2, ::2] + F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8)))
+
+
+class Slopes(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act = nn.Conv2d(16, 16, 3, 1, 1), nn.PReLU(16)
+
+    def body(self, x):
+        return self.act(self.a(x))
+
+
+class SqueezeByLinear(Images):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.a = nn.Linear(16, 8), nn.Linear(8, 16), conv(16, 16)
+
+    def body(self, x):
+        gate = torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3))))))
+        return self.a(x * gate.view(x.shape[0], -1, 1, 1))
+
+
+class Transposed(Images):
+    groups = 1
+
+    def __init__(self):
+        super().__init__(24)
+        self.up, self.norm = nn.ConvTranspose2d(16, 24, 2, 2, groups=self.groups), nn.BatchNorm2d(24)
+
+    def body(self, x):
+        return F.relu(self.norm(self.up(x)))
+
+
+class TransposedGroups(Transposed):
+    groups = 4
+
+
+class Norms(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.group = nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 1), nn.GroupNorm(4, 16)
+        self.instance = nn.InstanceNorm2d(16, affine=True)
+        nn.init.normal_(self.group.bias)
+        nn.init.normal_(self.group.weight)
+
+    def body(self, x):
+        return F.relu(self.instance(self.b(F.relu(self.group(self.a(x))))))
+
+
+class BareInstanceNorm(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(16, 16, 3, 1, 1), nn.InstanceNorm2d(16)
+
+    def body(self, x):
+        return F.relu(self.norm(self.a(x)))
+
+
+class WideLayerNorm(Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(16, 16, 3, 1, 1), nn.LayerNorm([16, 8, 8]), conv(16, 16)
+        nn.init.normal_(self.norm.bias)
+
+    def body(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+class Frozen(Images):
+    """torchvision's FrozenBatchNorm2d and a backbone that takes no gradient."""
+
+    def __init__(self):
+        from torchvision.ops import FrozenBatchNorm2d
+
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(16, 16, 3, 1, 1, bias=False), FrozenBatchNorm2d(16)
+        for buffer in self.norm.buffers():
+            buffer.uniform_(0.5, 1.5)
+        self.stem.requires_grad_(False)
+        self.a.requires_grad_(False)
+
+    def body(self, x):
+        return F.relu(self.norm(self.a(x)))
+
+
+class Grn(nn.Module):
+    """Global response normalisation, as in ConvNeXt-v2; tokens (N, 6, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 10)
+        self.gamma, self.beta = nn.Parameter(torch.rand(64)), nn.Parameter(torch.rand(64))
+
+    def forward(self, x):
+        x = self.a(x)
+        y = F.gelu(self.up(x))
+        response = torch.norm(y, p=2, dim=1, keepdim=True)
+        y = self.gamma * (y * (response / (response.mean(-1, keepdim=True) + 1e-6))) + self.beta + y
+        return self.head((x + self.down(y)).mean(1))
+
+
+class Tokens(nn.Module):
+    """Tokens (N, 6, 8) to a residual stream of 32 channels, `body`, and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x)).mean(1))
+
+
+class Vision(Tokens):
+    """Class token, position embedding, layer scale, layer norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = nn.Parameter(torch.randn(1, 1, 32)), nn.Parameter(torch.randn(1, 7, 32))
+        self.norm, self.up, self.down, self.scale = (
+            nn.LayerNorm(32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Parameter(torch.rand(32)),
+        )
+        nn.init.normal_(self.norm.bias)
+
+    def body(self, x):
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.position
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class FusedAttention(Tokens):
+    """Fused qkv whose head width is computed from the width of the input, a relative-position table, weights used by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 32), nn.LayerNorm(32)
+        self.table = nn.Parameter(torch.randn(11, self.heads))
+        self.register_buffer("index", (torch.arange(6)[:, None] - torch.arange(6)[None] + 5).flatten())
+
+    def body(self, x):
+        n, length, c = x.shape
+        qkv = F.linear(self.norm(x), self.qkv.weight, self.qkv.bias)
+        q, k, v = qkv.reshape(n, length, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        scores = (q * (c // self.heads) ** -0.5) @ k.transpose(-2, -1)
+        scores = scores + self.table[self.index].view(6, 6, -1).permute(2, 0, 1).unsqueeze(0)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(n, length, c))
+
+
+class StoredAttention(Tokens):
+    """Fused qkv with a stored head width and a stored scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.head_dim = 4, 8
+        self.scale = self.head_dim**-0.5
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def body(self, x):
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, self.head_dim)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+        scores = (q @ k.transpose(-2, -1)) * self.scale
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class SeparateAttention(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def body(self, x):
+        q, k, v = (f(x).view(*x.shape[:2], 4, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Multihead(Tokens):
+    def __init__(self, **settings):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, **settings)
+        nn.init.normal_(self.attention.in_proj_bias)
+
+    def body(self, x):
+        return x + self.attention(x, x, x)[0]
+
+
+class CrossAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.memory, self.head = nn.Linear(8, 32), nn.Linear(8, 48), nn.Linear(32, 10)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, kdim=48, vdim=48)
+
+    def forward(self, x):
+        y, memory = self.embed(x), self.memory(x)
+        return self.head((y + self.attention(y, memory, memory, need_weights=False)[0]).mean(1))
+
+
+class Encoder(Tokens):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Embedded(nn.Module):
+    """Numbers (N, 6) below 50."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(50, 32), nn.Linear(32, 48), nn.Linear(48, 10)
+
+    def forward(self, x):
+        return self.head(F.relu(self.up(self.embed(x))).mean(1))
+
+
+class TiedByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(50, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        x = self.embed(x)
+        return F.linear(x + self.down(F.gelu(self.up(x))), self.embed.weight)
+
+
+class TiedByModule(TiedByFunction):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+class Recurrent(nn.Module):
+    kind = nn.LSTM
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.rnn = self.kind(16, 24, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(48, 10)
+
+    def forward(self, x):
+        return self.head(self.rnn(self.embed(x))[0].mean(1))
+
+
+class Gru(Recurrent):
+    kind = nn.GRU
+
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(50, 16), nn.LSTMCell(16, 24), nn.Linear(24, 10)
+
+    def forward(self, x):
+        x = self.embed(x)
+        state = x.new_zeros(x.shape[0], self.cell.hidden_size), x.new_zeros(x.shape[0], self.cell.hidden_size)
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0])
+
+
+class Einsum(Tokens):
+    """A raw matrix in an einsum, another with @."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(32, 24) / 5), nn.Parameter(torch.randn(24, 32) / 5)
+
+    def body(self, x):
+        return F.relu(torch.einsum("nld,de->nle", x, self.first)) @ self.second
+
+
+class Product(nn.Module):
+    """The product of two features."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(36, 10)
+
+    def forward(self, x):
+        return self.head((self.a(x) @ self.b(x).transpose(1, 2)).flatten(1))
+
+
+class WeightNorm(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 48)), nn.ReLU(), nn.Linear(48, 32))
+
+
+class SpectralNorm(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(32, 48)), nn.ReLU(), nn.Linear(48, 32))
+
+
+class Auxiliary(Images):
+    """A second head that only training runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.side = conv(16, 16), conv(16, 16), nn.Sequential(conv(16, 8), nn.AdaptiveAvgPool2d(1))
+        self.second = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.a(self.stem(x))
+        y = self.head(self.b(x).mean((2, 3)))
+        return (y, self.second(self.side(x).flatten(1))) if self.training else y
+
+
+class DataDependent(Images):
+    """A path that depends on values, which no export can follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(16, 16), conv(16, 16)
+
+    def body(self, x):
+        x = self.a(x)
+        return self.b(x) if float(x.detach().mean()) > -1 else x
+
+
+class Written(Images):
+    """Channels written into a part of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = conv(16, 16)
+
+    def body(self, x):
+        y = torch.zeros(x.shape[0], 16, 8, 8, dtype=x.dtype)
+        y[:, :, ::2] = self.a(x)[:, :, ::2]
+        return y
+
+
+def example(kind):
+    """Inputs of a network of this kind, two rows."""
+    if kind is Conv1d:
+        return (torch.randn(2, 6, 12),)
+    if kind is Conv3d:
+        return (torch.randn(2, 3, 4, 8, 8),)
+    if kind is LinearToImage:
+        return (torch.randn(2, 8),)
+    if issubclass(kind, Embedded | TiedByFunction | Recurrent | Cells):
+        return (torch.randint(0, 50, (2, 6)),)
+    if issubclass(kind, Images):
+        return (torch.randn(2, 3, 8, 8),)
+    return (torch.randn(2, 6, 8),)
