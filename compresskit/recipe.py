@@ -25,6 +25,7 @@ from compresskit.export.files import copy_model, file_bytes
 from compresskit.folder import claim, comes_trained, stage_keys
 from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
+from compresskit.prune.rewind import Rewind
 from compresskit.rehearse import held, measure, rehearse, seed_everything
 from compresskit.report import read_row, table, write_report
 from compresskit.snapshots import Snapshots
@@ -84,16 +85,16 @@ def check_rewinding(stages: Sequence[Stage]) -> dict[int, float]:
     """Which trainings must keep a snapshot, and of which share: index -> share. Raises `StageOrderError` where there is none."""
     found = {}
     for i, stage in enumerate(stages):
-        share = getattr(getattr(stage, "rewind", None), "to", None)
-        if share is None or getattr(stage, "trains_itself", False):
+        share = getattr(stage, "rewind", None)  # Prune has another, a whole network
+        if not isinstance(share, Rewind) or getattr(stage, "trains_itself", False):
             continue
         if i == 0 or not isinstance(stages[i - 1], Train):
             after = "it is the first stage" if i == 0 else f"stage {i}, {type(stages[i - 1]).__name__}, is none"
             raise StageOrderError(
-                f"stage {i + 1}, {type(stage).__name__}, rewinds to {share:g} of a training, so it must come directly after one;"
+                f"stage {i + 1}, {type(stage).__name__}, rewinds to {share.to:g} of a training, so it must come directly after one;"
                 f" {after}; put a Train or Distill before it"
             )
-        found[i - 1] = share
+        found[i - 1] = share.to
     return found
 
 
