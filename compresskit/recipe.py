@@ -91,7 +91,7 @@ def check_rewinding(stages: Sequence[Stage]) -> dict[int, float]:
         if i == 0 or not isinstance(stages[i - 1], Train):
             after = "it is the first stage" if i == 0 else f"stage {i}, {type(stages[i - 1]).__name__}, is none"
             raise StageOrderError(
-                f"stage {i + 1}, {type(stage).__name__}, rewinds to {share.to:g} of a training, so it must come directly after one;"
+                f"stage {i + 1}, {type(stage).__name__}, rewinds to {share.to:g} of a training, so it must come right after one;"
                 f" {after}; put a Train or Distill before it"
             )
         found[i - 1] = share.to

@@ -417,10 +417,10 @@ def test_orders() -> None:
     ck.Recipe(ck.Prune(macs=0.5), stage, ck.Distill(epochs=1), ck.QAT(epochs=1))
     back = Sparsify(ratio=0.5, rewind=rewind(to=0.5), finetune=ONE)
     with pytest.raises(
-        StageOrderError, match="rewinds to 0.5 of a training, so it must come directly after one; it is the first"
+        StageOrderError, match="rewinds to 0.5 of a training, so it must come right after one; it is the first"
     ):
         ck.Recipe(back)
-    with pytest.raises(StageOrderError, match=r"directly after one; stage 2, Prune, is none; put a Train or Distill before it"):
+    with pytest.raises(StageOrderError, match=r"right after one; stage 2, Prune, is none; put a Train or Distill before it"):
         ck.Recipe(ONE, ck.Prune(macs=0.5), back)
     ck.Recipe(ck.Distill(epochs=1), back)
     ck.Recipe(LotteryTicket(ratio=0.5, train=ONE, rewind=rewind(to=0.2)))
