@@ -20,7 +20,7 @@ from compresskit.errors import (
 from compresskit.export import audit, export_onnx, verify_onnx
 from compresskit.graph import capture
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
-from compresskit.prune import Prune
+from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, StaticQuant
 from compresskit.recipe import Recipe, Result
 from compresskit.store import load, save
@@ -33,8 +33,10 @@ __all__ = [
     "CheckpointError",
     "CompressError",
     "DataError",
+    "Densify",
     "Distill",
     "ExportError",
+    "LotteryTicket",
     "ModelError",
     "Objective",
     "Prune",
@@ -42,6 +44,7 @@ __all__ = [
     "Result",
     "Row",
     "SettingError",
+    "Sparsify",
     "Stage",
     "StageOrderError",
     "StaticQuant",

@@ -18,6 +18,8 @@ from compresskit.task import PROPERTIES, Stage, Task, describe, fingerprint
 
 def comes_trained(stage: Stage) -> bool:
     """Whether the chain starts from a trained model: its first stage is no training, or makes a student of the model's."""
+    if getattr(stage, "trains_itself", False):
+        return False
     trains = not getattr(stage, "needs", frozenset()) and getattr(stage, "keeps", PROPERTIES) == PROPERTIES
     return not trains or getattr(stage, "student", None) is not None
 

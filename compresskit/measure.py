@@ -30,6 +30,8 @@ class Row:
     parameters, nonzero: numbers of them. macs: multiply-accumulates for one sample. bytes: of the ONNX file.
     latency_ms: median for one sample in ONNX Runtime, measured in turn with the files of the other rows.
     verified: whether the file was proved to agree with the model; None where none was written.
+    removed: weights that masks hold at zero; None where the model carries no masks. masked: all weights that have a mask.
+    zipped: bytes of the ONNX file in a zip, for models with masks: where their zeros show.
     """
 
     stage: str
@@ -42,6 +44,9 @@ class Row:
     latency_ms: float | None = None
     executed: bool = False
     verified: bool | None = None
+    removed: int | None = None
+    masked: int | None = None
+    zipped: int | None = None
     note: str = ""
 
 

@@ -23,12 +23,16 @@ from compresskit.checkpoint import FORMAT, read_json, write_json
 from compresskit.errors import ModelError, SettingError, StageOrderError
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.folder import claim, comes_trained, stage_keys
+from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
-from compresskit.rehearse import measure, rehearse, seed_everything
+from compresskit.prune.rewind import Rewind
+from compresskit.rehearse import held, measure, rehearse, seed_everything
 from compresskit.report import read_row, table, write_report
-from compresskit.store import load, save
+from compresskit.snapshots import Snapshots
+from compresskit.store import SNAPSHOTS, load, load_snapshots_, save, save_snapshots
 from compresskit.surgery import frozen_copy
 from compresskit.task import PROPERTIES, Stage, Task, describe, first_rows
+from compresskit.train import Train
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +61,11 @@ def check_order(stages: Sequence[Stage]) -> None:
     """Raise `StageOrderError` where a stage needs what an earlier one took away; the message names a legal order."""
     lost: dict[str, int] = {}
     for i, stage in enumerate(stages):
+        if (begin := lost.get("dense")) is not None and getattr(stage, "student", None) is not None:
+            raise StageOrderError(
+                f"stage {i + 1}, {type(stage).__name__}, puts a new student in the place of the model that stage {begin + 1},"
+                f" {type(stages[begin]).__name__}, made sparse; make the student first, or leave student= out"
+            )
         missing = sorted(getattr(stage, "needs", frozenset()) & lost.keys())
         if missing:
             first = min(lost[m] for m in missing)
@@ -66,8 +75,36 @@ def check_order(stages: Sequence[Stage]) -> None:
                 f"stage {i + 1}, {type(stage).__name__}, needs a {' and '.join(missing)} model, but stage {first + 1}, {culprit},"
                 f" {_LOST[missing[0]]}; a legal order is {', '.join(type(s).__name__ for s in legal)}"
             )
+        for back in getattr(stage, "restores", ()):
+            lost.pop(back, None)
         for gone in PROPERTIES - getattr(stage, "keeps", PROPERTIES):
             lost.setdefault(gone, i)
+
+
+def check_rewinding(stages: Sequence[Stage]) -> dict[int, float]:
+    """Which trainings must keep a snapshot, and of which share: index -> share. Raises `StageOrderError` where there is none."""
+    found = {}
+    for i, stage in enumerate(stages):
+        share = getattr(stage, "rewind", None)  # Prune has another, a whole network
+        if not isinstance(share, Rewind) or getattr(stage, "trains_itself", False):
+            continue
+        if i == 0 or not isinstance(stages[i - 1], Train):
+            after = "it is the first stage" if i == 0 else f"stage {i}, {type(stages[i - 1]).__name__}, is none"
+            raise StageOrderError(
+                f"stage {i + 1}, {type(stage).__name__}, rewinds to {share.to:g} of a training, so it must come right after one;"
+                f" {after}; put a Train or Distill before it"
+            )
+        found[i - 1] = share.to
+    return found
+
+
+def _needing_dense(stages: Sequence[Stage]) -> str | None:
+    for stage in stages:
+        if "dense" in getattr(stage, "restores", ()):
+            return None
+        if "dense" in getattr(stage, "needs", ()):
+            return type(stage).__name__
+    return None
 
 
 class Recipe:
@@ -87,6 +124,7 @@ class Recipe:
             if not callable(stage):
                 raise SettingError(f"Recipe(...): wanted stages such as Train(epochs=1), got {type(stage).__name__}")
         check_order(stages)
+        self.rewound = check_rewinding(stages)
         self.stages, self.seed, self.export = stages, seed, export
 
     def describe(self) -> list[Any]:
@@ -103,6 +141,8 @@ class Recipe:
         out = Path(out)
         if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
             raise ModelError("the model is quantized already; start from the float model it came from")
+        if masks_of(model) is not None and (bad := _needing_dense(self.stages)) is not None:
+            raise ModelError(f"the model carries masks, and {bad} needs a dense model; put Densify before it, or leave it out")
         rehearse(model, task)
         names = [f"{i}-{type(stage).__name__.lower()}" for i, stage in enumerate(self.stages, 1)]
         trained = comes_trained(self.stages[0])
@@ -114,23 +154,38 @@ class Recipe:
             # The model comes trained: it is the row that all others are compared with.
             steps.insert(0, ("0-start", keys[0] + "-start", None))
         rows: list[Row] = []
+        snapshots: dict[int, Snapshots] = {i: {share: {}} for i, share in self.rewound.items()}
         for i, (name, key, stage) in enumerate(steps):
             wanted = self.export == "each" or i in (0, len(steps) - 1)
-            model, row = self._step(model, task, out / name, key, stage, wanted=wanted, index=i)
+            fills = snapshots.get(i - trained)
+            stage_task = replace(task, snapshots=fills or snapshots.get(i - trained - 1))
+            model, row = self._step(model, stage_task, out / name, key, stage, wanted=wanted, index=i, fills=fills)
             rows.append(row)
             if task.reference is None and (stage is None or not comes_trained(stage)):
                 task = replace(task, reference=frozen_copy(model))
         return self._finish(model, task, out, [name for name, _, _ in steps], rows)
 
     def _step(
-        self, model: nn.Module, task: Task, folder: Path, key: str, stage: Stage | None, *, wanted: bool, index: int
+        self,
+        model: nn.Module,
+        task: Task,
+        folder: Path,
+        key: str,
+        stage: Stage | None,
+        *,
+        wanted: bool,
+        index: int,
+        fills: Snapshots | None,
     ) -> tuple[nn.Module, Row]:
         done = folder / "row.json"
         complete = done.exists() and (not wanted or (folder / "model.onnx").exists())
+        complete = complete and (fills is None or (folder / SNAPSHOTS).exists())
         if complete and (record := read_json(done, "the row of a finished stage")).get("key") == key:
             make = getattr(stage, "skeleton", None)
             skeleton = model if make is None else make(model)
             log.info("%s: done, loaded from %s", folder.name, folder)
+            if fills is not None:
+                load_snapshots_(fills, folder)
             return load(copy.deepcopy(skeleton), folder).to(task.device).eval(), read_row(record["row"], done)
         # What a changed stage replaces is kept until the new one is done.
         old = folder.with_name(f".{folder.name}.replaced")
@@ -143,9 +198,11 @@ class Recipe:
         begin = time.perf_counter()
         log.info("%s: %s", folder.name, stage)
         if stage is not None:
-            model = stage(model, task)
+            model = held(stage, model, task)
         seconds = time.perf_counter() - begin
         save(model, folder)
+        if fills is not None:
+            save_snapshots(fills, folder)
         row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
         write_json(done, {"format": FORMAT, "key": key, "row": asdict(row)})
         shutil.rmtree(old, ignore_errors=True)

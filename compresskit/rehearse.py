@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.checkpoint import FORMAT, write_json
-from compresskit.errors import CompressError, DataError, ExportError
+from compresskit.errors import CompressError, DataError, ExportError, ModelError
 from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import export_onnx
+from compresskit.export.sparse import compressed_bytes
 from compresskit.export.verify import Verification, verify_onnx
 from compresskit.graph import capture, check_runs
+from compresskit.masks import masks_of
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
-from compresskit.task import Inputs, Task, call, first_rows, shapes_of
+from compresskit.task import Inputs, Stage, Task, call, first_rows, shapes_of
 from compresskit.train import supervised_loss
 
 
@@ -68,6 +70,35 @@ def seed_everything(seed: int, task: Task) -> None:
                 generator.manual_seed(seed)
 
 
+def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
+    """What the stage makes of a model, after a look that it kept the masks that came in; `ModelError` where it did not.
+
+    Weights of a quantized model that a mask keeps are kept from rounding to zero.
+    """
+    before = masks_of(model)
+    counts = {} if before is None else {name: int((~mask).sum()) for name, mask in before.masks.items()}
+    model = stage(model, task)
+    if before is None or "dense" in getattr(stage, "restores", ()):
+        return model
+    kind, after = type(stage).__name__, masks_of(model)
+    if after is None:
+        raise ModelError(f"{kind} lost the masks of its model ({sum(counts.values())} weights at zero); a stage that is meant to"
+                         " take them off says restores = frozenset({'dense'})")  # fmt: skip
+    for part in model.modules():
+        getattr(part, "keep_masked_", lambda: None)()
+    for name, count in after.broken(model).items():
+        raise ModelError(
+            f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"
+            " masks_of(model).zero_(model) after every step"
+        )
+    for name, mask in after.masks.items():
+        # A quantized model, or part, calls its tensors by the same names, in its body.
+        known = counts.get(name, counts.get(name.replace("body.", "", 1), 0))
+        if (now := int((~mask).sum())) < known:
+            raise ModelError(f"{kind}: the mask of {name} removed {known} weights before it and {now} after it; masks only grow")
+    return model
+
+
 def measure(model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: float, wanted: bool) -> Row:
     """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`.
 
@@ -84,6 +115,7 @@ def measure(model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: 
             path.replace(folder / "model.rejected.onnx")
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {proof}")
         executed = session(path)
+    masks = masks_of(model)
     run = model if executed is None else _runner(executed, model, task.example())
     metric = evaluate(run, task)
     if proof is not None:
@@ -98,6 +130,9 @@ def measure(model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: 
         bytes=file_bytes(path) if wanted else None,
         executed=executed is not None,
         verified=None if proof is None else proof.passed,
+        removed=None if masks is None else masks.removed,
+        masked=None if masks is None else masks.total,
+        zipped=compressed_bytes(path)["zip"] if wanted and masks is not None else None,
     )
 
 

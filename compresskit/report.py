@@ -13,12 +13,17 @@ from compresskit.errors import CheckpointError
 from compresskit.measure import Row
 
 HEAD = ("stage", "metric", "params", "MACs", "file", "smaller", "latency", "faster", "verified")
+SPARSE = ("zeros", "zipped")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as text. `smaller` and `faster` are ratios to the first row; a metric not executed in ONNX Runtime is marked ~."""
-    lines = [HEAD, *(_cells(row, rows[0]) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    """Rows as text. `smaller` and `faster` are ratios to the first row; a metric not executed in ONNX Runtime is marked ~.
+
+    Where a model carries masks, `zeros` is the share of the masked weights that is held at zero, `zipped` the file in a zip.
+    """
+    sparse = any(row.removed is not None for row in rows)
+    lines = [HEAD + SPARSE * sparse, *(_cells(row, rows[0]) + _zeros(row) * sparse for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:
         cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
@@ -41,6 +46,11 @@ def _cells(row: Row, first: Row) -> tuple[str, ...]:
         faster,
         verified,
     )
+
+
+def _zeros(row: Row) -> tuple[str, ...]:
+    share = "-" if row.removed is None or not row.masked else f"{row.removed / row.masked:.1%}"
+    return share, "-" if row.zipped is None else f"{row.zipped / 1024:.1f} KiB"
 
 
 def _short(number: int) -> str:

@@ -166,6 +166,8 @@ class Task:
     device: where models run and train.
     reference: the model whose behaviour is the goal. `imitate()` without a teacher imitates it; a Recipe sets it to
         the first trained float model of the chain.
+    snapshots: weights to be kept on the way: share of the training -> an empty dict, which the next training fills with its
+        state at that point, for rewinding. A Recipe sets it where a later stage rewinds.
     """
 
     val: Iterable[Any]
@@ -177,6 +179,7 @@ class Task:
     calibration: Iterable[Any] | None = None
     device: torch.device | str = "cpu"
     reference: nn.Module | None = None
+    snapshots: dict[float, dict[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("train", "val", "calibration"):

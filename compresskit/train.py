@@ -4,8 +4,8 @@ for epoch in range(epochs):
 for batch in task.train:
 losses = objective(run, batch)     # run: the model under its precision policy
 run.backward(sum(losses))
-run.step()                         # every `accumulate` batches
-after_step hooks                   # masks, observers
+run.step()                         # every `accumulate` batches; masks that the model carries are held
+after_step hooks                   # observers
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 from compresskit import mixed
 from compresskit.errors import CompressError, DataError, ModelError, SettingError, TrainingError
+from compresskit.masks import hold_
+from compresskit.snapshots import take_
 from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels, shapes_of
 
 Schedule = Callable[[float], float]
@@ -131,6 +133,7 @@ def fit_(
     *,
     objective: Objective | None = None,
     after_step: Sequence[Callable[[int, int], None]] = (),
+    attend: Callable[[mixed.Run, int], Callable[[], None]] | None = None,
     label: str = "train",
 ) -> nn.Module:
     """Train a model in place, on the device where it is.
@@ -138,6 +141,8 @@ def fit_(
     Args:
         objective: used instead of `how.objective` where the caller has one of its own.
         after_step: called as `hook(step, steps)` after every optimizer step.
+        attend: called as `attend(run, steps)` before the first step, for what must see the fp32 weights; what it returns is
+            called after the last.
         label: name of the progress bar.
 
     Raises TrainingError at the first loss that is not finite; ModelError where nothing can be trained.
@@ -150,8 +155,11 @@ def fit_(
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
     rates = [group["lr"] for group in optimizer.param_groups]
     steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)
+    release = [] if attend is None else [attend(run, steps)]
+    release.append(hold_(model, run))
     model.train()
     step = 0
+    take_(task.snapshots, model, run, 0, steps)
     try:
         with tqdm(total=how.epochs * steps_per_epoch, desc=label, disable=None, leave=False, unit="batch") as bar:
             for epoch in range(how.epochs):
@@ -168,6 +176,7 @@ def fit_(
                             group["lr"] = rate * how.schedule(step / steps)
                         run.step()
                         step += 1
+                        take_(task.snapshots, model, run, step, steps)
                         for hook in after_step:
                             hook(step, steps)
                     bar.update()
@@ -178,6 +187,8 @@ def fit_(
                         f"the training loader has length {steps_per_epoch} and gave {seen} batches; it must not change"
                     )
     finally:
+        for end in release:
+            end()
         run.finish()
         getattr(goal, "close", lambda: None)()
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:

@@ -21,7 +21,7 @@ LAYERS = [
     {"errors", "version"},
     {"task"},
     {"surgery", "normalize"},
-    {"graph"},
+    {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},
     {"train"},
     {"export"},

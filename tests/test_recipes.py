@@ -110,6 +110,28 @@ def test_sst2(tmp_path) -> None:
     finished(start("sst2_text.py", "--data", tmp_path, "--epochs", 2, "--batch-size", 8, "--out", out), out, 2)
 
 
+def test_sparse_digits(tmp_path) -> None:
+    out = tmp_path / "run"
+    process = start("sparse_digits.py", "--epochs", 1, "--out", out)
+    finished(process, out, 4)
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    assert [row["removed"] for row in rows] == [None, *[round(0.9 * rows[1]["masked"])] * 3]
+    assert process.stdout.endswith(f"zeros held by masks: {rows[3]['removed']}\n")
+    other = tmp_path / "other"
+    process = start("sparse_digits.py", "--epochs", 1, "--ratio", 0.5, "--dense-sparse-dense", "--out", other)
+    finished(process, other, 4)
+    assert process.stdout.endswith("zeros held by masks: 0\n")
+
+
+def test_lottery_ticket() -> None:
+    process = start("lottery_ticket.py", "--epochs", 1, "--rounds", 1, "--seeds", 1, "--ratios", 0.5, 0.9)
+    assert process.returncode == 0, process.stderr[-3000:]
+    head, *rows = process.stdout.splitlines()[1:]
+    assert head.split() == ["removed", "dense", "ticket", "shuffled", "random"]
+    assert [row.split()[0] for row in rows] == ["50%", "90%"]
+    assert rows[0].split()[1] == rows[1].split()[1]  # the dense network is the same
+
+
 def test_readme_blocks_run(tmp_path) -> None:
     """Every Python block of the README, one after another, in one process and a folder of its own."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)

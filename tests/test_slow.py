@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,43 @@ def test_torchvision_prunes(name) -> None:
     ck.prune.apply_(model, plan)
     assert ck.count_macs(model, x) <= 0.6 * before
     model.train()(x[0].repeat(2, 1, 1, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("precision", [ck.mixed.FP32, ck.mixed.MASTER_FP16, ck.mixed.SPLIT_BF16], ids=lambda p: p.name)
+def test_resnet20_keeps_its_zeros_to_int8(tmp_path, precision) -> None:
+    """Sparsify(0.9), Distill, QAT, ONNX: the zeros of the int8 weights are those of the mask, also after a kill."""
+    import numpy as np
+    import onnx
+    from vision import CifarResNet
+
+    torch.manual_seed(0)
+    y = torch.arange(128) % 10
+    x = torch.randn(128, 3, 32, 32) + y.view(-1, 1, 1, 1) / 3
+    batches = list(zip(x.split(32), y.split(32), strict=True))
+    task = ck.Task(train=batches, val=batches)
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    recipe = ck.Recipe(
+        ck.Sparsify(ratio=0.9, schedule=ck.prune.cubic, finetune=ck.Train(epochs=2, optimizer=sgd, precision=precision)),
+        ck.Distill(epochs=1, optimizer=sgd, precision=precision),
+        ck.QAT(epochs=1),
+        export="last",
+    )
+    model = settled(CifarResNet(20), 32)
+    result = recipe.run(model, task, tmp_path / "run")
+
+    def zeros(path) -> int:
+        file = onnx.load(str(path))
+        stored = {t.name: onnx.numpy_helper.to_array(t) for t in file.graph.initializer}
+        read = {node.input[0] for node in file.graph.node if node.op_type == "DequantizeLinear"}
+        weights = [stored[n] for n in read if n in stored and stored[n].dtype == np.int8]
+        # The three input channels of the first layer are padded to four for the runtime; those zeros are no weights.
+        return sum(int(((w[:, :3] if w.shape == (16, 4, 3, 3) else w) == 0).sum()) for w in weights)
+
+    assert result.rows[-1].removed == round(0.9 * 268336) == zeros(result.onnx)
+    before = result.onnx.read_bytes()
+    (tmp_path / "run" / "2-distill" / "row.json").unlink()
+    again = recipe.run(model, task, tmp_path / "run")
+    assert again.onnx.read_bytes() == before
 
 
 @pytest.mark.skipif(not (DATA / "cifar10_resnet").is_dir() or not (DATA / "cifar10").is_dir(), reason="no CIFAR-10")

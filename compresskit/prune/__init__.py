@@ -1,6 +1,8 @@
-"""Channel pruning: found on the graph, planned before applied, proved before handed over."""
+"""Pruning: channels found on the graph, planned before applied, proved before handed over; and masks that are held for good."""
 
+from compresskit.masks import Masks, detach_, hold_, masks_of
 from compresskit.prune.aggregate import by_deviation, by_largest, by_mean, largest, mean, over_layers, total, unscaled
+from compresskit.prune.allocate import Allocation, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels import plan_channels
 from compresskit.prune.criteria import (
@@ -25,22 +27,43 @@ from compresskit.prune.criteria import (
     taylor_samples,
 )
 from compresskit.prune.curves import Curves, allocate, by_curves, channel_sensitivity
+from compresskit.prune.elements import Units, grasp, movement, snip, wanda
+from compresskit.prune.mask_sensitivity import Sensitivity, mask_sensitivity
+from compresskit.prune.masks import plan_mask
+from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
 from compresskit.prune.plan import Plan, apply_
 from compresskit.prune.prove import prove
 from compresskit.prune.ranking import Ranking, Step, cost_aware, isomorphic, pooled, uniform
 from compresskit.prune.reconstruct import reconstruct_
+from compresskit.prune.rewind import LotteryTicket, Rewind, rewind, shuffled
+from compresskit.prune.schedules import MaskSchedule, constant, cubic, cyclic, exponential, linear
 from compresskit.prune.sparse import group_lasso, growing
+from compresskit.prune.sparsify import Densify, Sparsify
 from compresskit.prune.stage import Prune, replayed
+from compresskit.snapshots import rewind_
 
 __all__ = [
     "CRITERIA",
+    "NM",
+    "Allocation",
+    "Block",
     "Criterion",
     "Curves",
+    "Densify",
+    "LotteryTicket",
+    "MaskSchedule",
+    "Masks",
+    "Pattern",
     "Plan",
     "Prune",
     "Ranking",
+    "Rewind",
+    "Sensitivity",
     "Slices",
+    "Sparsify",
     "Step",
+    "Units",
+    "Unstructured",
     "allocate",
     "apoz",
     "apply_",
@@ -50,34 +73,55 @@ __all__ = [
     "by_largest",
     "by_mean",
     "channel_sensitivity",
+    "constant",
     "cost_aware",
+    "cubic",
+    "cyclic",
+    "detach_",
+    "erk_ratios",
+    "exponential",
     "fisher",
     "fpgm",
+    "grasp",
     "group_l2",
     "group_lasso",
     "growing",
+    "hold_",
     "irreplaceable",
     "isomorphic",
     "l1",
     "l2",
     "lamp",
+    "lamp_ratios",
     "largest",
+    "linear",
+    "mask_sensitivity",
+    "masks_of",
     "mean",
     "mean_activation",
+    "measured_ratios",
+    "movement",
     "obd",
     "output_energy",
     "over_layers",
     "plan_channels",
+    "plan_mask",
     "pooled",
     "prove",
     "random_scores",
     "reconstruct_",
     "reestimate_batchnorm_",
     "replayed",
+    "rewind",
+    "rewind_",
     "shapley",
+    "shuffled",
+    "snip",
     "taylor",
     "taylor_samples",
     "total",
     "uniform",
+    "uniform_ratios",
     "unscaled",
+    "wanda",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph import parameter_name
+from compresskit.masks import PREFIX, copy_mask_
 from compresskit.normalize import Node, aten
 from compresskit.surgery import get_tensor
 
@@ -105,6 +106,7 @@ def _fold(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     with module.graph.inserting_before(layer):
         frozen = not get_tensor(module, str(parameter_name(weight_node))).requires_grad
         new_weight = _new_parameter(module, f"{path}.weight", weight_node, folded_weight, frozen=frozen)
+        copy_mask_(module, str(parameter_name(weight_node)), str(parameter_name(new_weight)))  # rows are scaled: zeros stay
         new_bias = _new_parameter(module, f"{path}.bias", bias_node, folded_bias, frozen=frozen)
     rest = tuple(layer.args[3:])
     layer.args = (layer.args[0], new_weight, new_bias, *rest)
@@ -131,5 +133,6 @@ def drop_unused_(module: fx.GraphModule) -> None:
     for path, part in list(module.named_modules()):
         for store in (part._parameters, part._buffers):
             for leaf in list(store):
-                if (f"{path}.{leaf}" if path else leaf) not in used and not hasattr(part, "keeps_fp32"):
+                mask = leaf.startswith(PREFIX) and leaf.removeprefix(PREFIX) in part._parameters
+                if (f"{path}.{leaf}" if path else leaf) not in used and not hasattr(part, "keeps_fp32") and not mask:
                     del store[leaf]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
+from compresskit.masks import carry_
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import Folded, fold_batchnorm_
@@ -133,6 +134,8 @@ def lower(
         raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {half[0]}; quantize model.float()")
     origin = {"class": type(model).__name__, "structure": structure(model), "skip": list(skip)}
     captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
+    names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
+    carry_(model, captured.module, {name: name for name in sorted(names)})
     folds: list[Folded] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)

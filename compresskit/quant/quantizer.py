@@ -187,6 +187,14 @@ class WeightQuantizer(Quantizer):
             scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
         _turn(self, "scale", scale)
 
+    def keep_(self, weight: Tensor, mask: Tensor) -> None:
+        """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
+        scale, zero_point = self.numbers(weight)
+        rounded = fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis)
+        steps = scale.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
+        one = torch.where(weight < 0, -steps, steps).to(weight.dtype)
+        weight.copy_(torch.where(mask & (rounded == 0), one, weight))
+
     def forward(self, weight: Tensor) -> Tensor:
         if not self.enabled:
             return weight

@@ -100,10 +100,12 @@ def quantize_static(
     everything = itertools.chain([first], batches)
     if not inside:
         quantized.calibrate_(everything)
+        quantized.keep_masked_()
         return quantized
     whole = copy.deepcopy(model)
     whole.set_submodule(inside, quantized)
     quantized.calibrate_(everything, through=whole)
+    quantized.keep_masked_()
     return whole
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, fx, nn
 
+from compresskit.masks import masks_of
 from compresskit.quant.fold import Folded
 from compresskit.quant.live import LiveLayer, live_, live_layers, settle_
 from compresskit.quant.observers import Observer
@@ -76,6 +77,18 @@ class Trainable(nn.Module):
             if isinstance(activation.scale, nn.Parameter):
                 activation.learn_(on=False)
         settle_(self.body)
+        self.keep_masked_()
+
+    def keep_masked_(self) -> None:
+        """Let no weight that a mask keeps round to zero: it becomes one step of its grid, so that the zeros that are stored are
+        those of the masks, no more and no fewer.
+        """
+        masks = masks_of(self.body)
+        for node in self.body.graph.nodes if masks is not None else ():
+            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(rounding, WeightQuantizer) and masks is not None and str(node.args[0].target) in masks.masks:
+                with torch.no_grad():
+                    rounding.keep_(get_tensor(self.body, node.args[0].target), masks.masks[str(node.args[0].target)])
 
     def settled(self) -> Self:
         """The model itself, or a settled copy where it is still being trained."""
