@@ -192,7 +192,8 @@ def steps(model: nn.Module, x: Tensor, labels: Tensor, rounds: int = 7) -> dict[
 def training(
     model: nn.Module, data: dict[str, Any], test: Images, args: argparse.Namespace, folder: Path, keep: Callable[[Any], None]
 ) -> None:
-    train = Images(*(v[: args.limit] for v in data["train"]), 128, MEAN, STD, augment=4, flip=True, shuffle=True)
+    pixels, labels = (v[: args.limit] for v in data["train"])
+    train = Images(pixels, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
     task = ck.Task(train=train, val=test, calibration=[(x, None) for x in draw(data["train"][0], 0)])
     settings: dict[str, Any] = {
         "epochs": args.epochs,

@@ -33,7 +33,7 @@ import digits  # noqa: E402
 from vision import CifarResNet, Images, cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
-from compresskit.prune import Masks, Sparsify, cubic, masks_of, movement, random, rewind  # noqa: E402
+from compresskit.prune import Masks, Sparsify, cubic, masks_of, movement, random_scores, rewind  # noqa: E402
 from compresskit.prune import constant as always  # noqa: E402
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -68,7 +68,7 @@ def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train
 
 
 def at_random(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, criterion=partial(random, seed=torch.initial_seed()), finetune=how)(model, task)
+    return Sparsify(ratio=ratio, criterion=partial(random_scores, seed=torch.initial_seed()), finetune=how)(model, task)
 
 
 def dense(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:

@@ -1,11 +1,11 @@
 """The one training loop, `fit_`, and the stage `Train`. Distillation, fine-tuning and QAT all go through it.
 
 for epoch in range(epochs):
-for batch in task.train:
-losses = objective(run, batch)     # run: the model under its precision policy
-run.backward(sum(losses))
-run.step()                         # every `accumulate` batches; masks that the model carries are held
-after_step hooks                   # observers
+    for batch in task.train:
+        losses = objective(run, batch)     # run: the model under its precision policy
+        run.backward(sum(losses))
+        run.step()                         # every `accumulate` batches; masks that the model carries are held
+        after_step hooks                   # observers
 """
 
 from __future__ import annotations
@@ -153,39 +153,16 @@ def fit_(
     goal = bound(objective or how.objective, model, task)
     optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
-    rates = [group["lr"] for group in optimizer.param_groups]
     steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)
     release = [] if attend is None else [attend(run, steps)]
     release.append(hold_(model, run))
     model.train()
-    step = 0
     take_(task.snapshots, model, run, 0, steps)
+    loop = _Loop(run, goal, task, how, steps, [lambda step, steps: take_(task.snapshots, model, run, step, steps), *after_step])
     try:
         with tqdm(total=how.epochs * steps_per_epoch, desc=label, disable=None, leave=False, unit="batch") as bar:
             for epoch in range(how.epochs):
-                seen = 0
-                for seen, batch in enumerate(task.batches("train"), 1):
-                    start = (seen - 1) // how.accumulate * how.accumulate  # the last step of an epoch may have fewer batches
-                    together = min(how.accumulate, steps_per_epoch - start)
-                    getattr(goal, "advance", lambda done: None)(step / steps)
-                    # Off the CPU a look at the loss waits for the device, so it is rare there.
-                    look = run.device.type == "cpu" or seen % 50 == 0 or seen == steps_per_epoch
-                    total = _backward(run, goal, batch, together, f"epoch {epoch + 1}, batch {seen}", look=look)
-                    if seen % how.accumulate == 0 or seen == steps_per_epoch:
-                        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                            group["lr"] = rate * how.schedule(step / steps)
-                        run.step()
-                        step += 1
-                        take_(task.snapshots, model, run, step, steps)
-                        for hook in after_step:
-                            hook(step, steps)
-                    bar.update()
-                    if seen % 10 == 0 and not bar.disable:
-                        bar.set_postfix(epoch=f"{epoch + 1}/{how.epochs}", loss=f"{total.item():.3f}")
-                if seen != steps_per_epoch:
-                    raise DataError(
-                        f"the training loader has length {steps_per_epoch} and gave {seen} batches; it must not change"
-                    )
+                loop.epoch(epoch + 1, steps_per_epoch, bar)
     finally:
         for end in release:
             end()
@@ -194,6 +171,43 @@ def fit_(
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
     return model.eval()
+
+
+class _Loop:
+    """What goes on from epoch to epoch: the number of the step, and with it the learning rates."""
+
+    def __init__(
+        self, run: mixed.Run, goal: Objective, task: Task, how: Train, steps: int, hooks: Sequence[Callable[[int, int], None]]
+    ) -> None:
+        self.run, self.goal, self.task, self.how, self.steps, self.hooks = run, goal, task, how, steps, hooks
+        self.rates = [group["lr"] for group in run.optimizer.param_groups]
+        self.step = 0
+
+    def epoch(self, number: int, batches: int, bar: tqdm[Any]) -> None:
+        """Train on every batch once; DataError where there are not as many as the loader said."""
+        run, accumulate, seen = self.run, self.how.accumulate, 0
+        for seen, batch in enumerate(self.task.batches("train"), 1):
+            start = (seen - 1) // accumulate * accumulate  # the last step of an epoch may have fewer batches
+            together = min(accumulate, batches - start)
+            getattr(self.goal, "advance", lambda done: None)(self.step / self.steps)
+            # Off the CPU a look at the loss waits for the device, so it is rare there.
+            look = run.device.type == "cpu" or seen % 50 == 0 or seen == batches
+            total = _backward(run, self.goal, batch, together, f"epoch {number}, batch {seen}", look=look)
+            if seen % accumulate == 0 or seen == batches:
+                self._update()
+            bar.update()
+            if seen % 10 == 0 and not bar.disable:
+                bar.set_postfix(epoch=f"{number}/{self.how.epochs}", loss=f"{total.item():.3f}")
+        if seen != batches:
+            raise DataError(f"the training loader has length {batches} and gave {seen} batches; it must not change")
+
+    def _update(self) -> None:
+        for group, rate in zip(self.run.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * self.how.schedule(self.step / self.steps)
+        self.run.step()
+        self.step += 1
+        for hook in self.hooks:
+            hook(self.step, self.steps)
 
 
 def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, where: str, *, look: bool) -> Tensor:

@@ -18,7 +18,7 @@ from digits import data
 from torch import nn
 
 import compresskit as ck
-from compresskit.prune import masks_of, plan_mask, random, shuffled
+from compresskit.prune import masks_of, plan_mask, random_scores, shuffled
 
 
 def network() -> nn.Module:
@@ -45,7 +45,7 @@ def compare(ratio: float, train: ck.Train, rounds: int, seed: int, batch_size: i
     found["ticket"] = accuracy(ticket)
     masks = masks_of(ticket)
     assert masks is not None
-    for name, chosen in (("shuffled", shuffled(masks)), ("random", plan_mask(start, ratio, criterion=random))):
+    for name, chosen in (("shuffled", shuffled(masks)), ("random", plan_mask(start, ratio, criterion=random_scores))):
         torch.manual_seed(seed)
         found[name] = accuracy(train(chosen.apply_(copy.deepcopy(start)), task))
     return found

@@ -21,7 +21,7 @@ from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.scheme import to_integers
 from compresskit.quant.targets import saturating_matmul
 from compresskit.surgery import get_tensor, mode
-from compresskit.task import Inputs, batch_size, first_rows
+from compresskit.task import Inputs, batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class _Noise:
         grouped = node.target is not aten.linear.default and len(node.args) > 6 and node.args[6] != 1
         if quantizer is None or not isinstance(rounding, WeightQuantizer) or grouped:
             return
-        columns = _columns(node, _integers(quantizer, first_rows((value(node.args[0])[1],), 1)[0]), quantizer)
+        columns = _columns(node, _integers(quantizer, value(node.args[0])[1][:1]), quantizer)
         if columns is None:
             return
         weight = get_tensor(self.body, str(parameter_name(node.args[1].args[0])))
@@ -209,15 +209,14 @@ def _columns(node: Node, x: Tensor, quantizer: ActivationQuantizer) -> Tensor | 
     stride, padding, dilation = given[:3]
     across = [p for side in reversed(padding) for p in (side, side)]
     x = F.pad(x.float(), across, value=float(quantizer.zero_point))
-    kernel = _kernel(node)
-    unfolded = F.unfold(x, kernel, dilation=dilation, stride=stride)
+    unfolded = F.unfold(x, _kernel(node), dilation=dilation, stride=stride)
     by_channel = unfolded.unflatten(1, (x.shape[1], -1))  # (N, C, positions of the kernel, L)
     return by_channel.permute(0, 3, 2, 1).flatten(2).flatten(0, 1).to(torch.uint8)
 
 
-def _kernel(node: Node) -> list[int]:
+def _kernel(node: Node) -> tuple[int, ...]:
     weight = node.args[1].args[0] if node.args[1].op == "call_module" else node.args[1]
     module = node.graph.owning_module
     name = parameter_name(weight)
     assert name is not None
-    return list(module.get_parameter(name).shape[2:])
+    return tuple(module.get_parameter(name).shape[2:])

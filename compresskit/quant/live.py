@@ -31,6 +31,8 @@ class LiveLayer(nn.Module):
     """
 
     keeps_fp32 = True
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
     running_mean: Tensor
     running_var: Tensor
 

@@ -53,7 +53,8 @@ def run_pairs(
 def _both(body: fx.GraphModule, node: Node, values: dict[Node, Pair]) -> Pair:
     sides = []
     for side in (0, 1):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, side=side: values[n][side])
+        there = {source: values[source][side] for source in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), there.__getitem__)
         if node.op == "output":
             sides.append(args[0])
         elif node.op == "call_module":
@@ -70,7 +71,7 @@ def _both(body: fx.GraphModule, node: Node, values: dict[Node, Pair]) -> Pair:
 def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | None:
     """The quantizer whose numbers a value has, looking back through what only moves it."""
     while isinstance(value, fx.Node):
-        module = body.get_submodule(value.target) if value.op == "call_module" else None
+        module = body.get_submodule(str(value.target)) if value.op == "call_module" else None
         if isinstance(module, ActivationQuantizer):
             return module
         value = value.args[0] if value.args else None

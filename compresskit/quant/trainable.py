@@ -58,8 +58,8 @@ class Trainable(nn.Module):
         if learned:
             for quantizer in self.activation_quantizers():
                 quantizer.learn_()
-            for quantizer, weight in self._weights():
-                quantizer.learn_(weight)
+            for rounding, weight in self._weights():
+                rounding.learn_(weight)
 
     def hold_(self) -> None:
         """Ranges and BatchNorm statistics hold still from now on; learned scales go on learning."""
