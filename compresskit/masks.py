@@ -168,6 +168,14 @@ def copy_mask_(module: nn.Module, old: str, new: str) -> None:
         here.register_buffer(f"{PREFIX}{other}", mask.clone(), persistent=False)
 
 
+def reshape_mask_(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    """Give the mask of a tensor, if there is one, another shape: for passes that do so with the tensor."""
+    here, leaf = owner(module, name)
+    mask = here._buffers.get(f"{PREFIX}{leaf}")
+    if mask is not None:
+        here.register_buffer(f"{PREFIX}{leaf}", mask.reshape(shape), persistent=False)
+
+
 def hold_(model: nn.Module, run: Any) -> Callable[[], None]:
     """Keep the masks that a model carries while a `mixed.Run` trains it; call what is returned after the last step.
 

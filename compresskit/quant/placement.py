@@ -172,8 +172,6 @@ class _Placer:
         operands = self._operands(node, kind)
         if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
             return "its weight is computed during the forward pass"
-        if kind == "conv" and self._is_lone_depthwise(node):
-            return "a depthwise convolution between float operators: rounding takes longer than its few products save"
         if kind in ("add", "mul"):
             if len(operands) < 2 or operands[0] is operands[1]:
                 return "one of its operands is a constant"
@@ -200,23 +198,6 @@ class _Placer:
         sources = [s for value in values for s in self._sources(value) if s in self.rounded]
         for other in sources[1:]:
             self.group[self._root(other)] = self._root(sources[0])
-
-    def _is_lone_depthwise(self, node: Node) -> bool:
-        """Whether a convolution of single channels neither reads nor feeds integers: ConvNeXt's stand between a float sum and a
-        layer norm, where rounding twice costs 10 dB (measured) and as much time as it saves.
-        """
-        weight = node.args[1].meta.get("val")
-        if weight is None or weight.shape[1] != 1 or self._is_rounded(node.args[0]):
-            return False
-        readers = list(node.users)
-        while readers:
-            reader = readers.pop()
-            kind = KINDS.get(reader.target, "unknown")
-            if kind in ("move", "clamp"):
-                readers += list(reader.users)
-            elif kind in self.target.operators or reader.op == "output":
-                return False
-        return True
 
     @staticmethod
     def _operands(node: Node, kind: str) -> list[Node]:

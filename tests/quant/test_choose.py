@@ -72,27 +72,3 @@ def test_for_real(tmp_path) -> None:
 def test_a_third_way_is_refused() -> None:
     with pytest.raises(SettingError, match="'fast'"):
         ck.StaticQuant(choose="fast")
-
-
-class Mixer(torch.nn.Module):
-    """A block as ConvNeXt's: a depthwise convolution between a float sum and a layer norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = torch.nn.Conv2d(3, 16, 4, stride=4)
-        self.norm = torch.nn.LayerNorm(16)
-        self.depthwise = torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
-        self.wide, self.narrow = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + self.narrow(torch.nn.functional.gelu(self.wide(y))).permute(0, 3, 1, 2)
-
-
-def test_a_lone_depthwise_convolution_stays_float() -> None:
-    captured, _, _ = lower(Mixer().eval(), image(4), X86, ())
-    placement = place(captured.module.graph, X86)
-    assert [placement.layers[node] for node in placement.floating if "conv" in node] == ["depthwise"]
-    assert sorted(placement.integer.values()) == ["conv", "linear", "linear"]
-    assert "depthwise convolutions" in parts_of(Depthwise)  # between convolutions it runs in integers

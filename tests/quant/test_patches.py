@@ -1,0 +1,78 @@
+"""Convolutions of patches become linear layers where only float operators read them: the residual stream is not rounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from networks import image
+from torch import nn
+
+import compresskit as ck
+from compresskit.prune import masks_of, plan_mask
+from compresskit.quant import quantize_static
+
+
+class Mixer(nn.Module):
+    """ConvNeXt in small: patches, a depthwise convolution, a layer norm, two linear layers, a sum; then coarser patches."""
+
+    def __init__(self, *, dense: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 4, stride=4, bias=False)
+        self.norm = nn.LayerNorm(16)
+        self.mix = nn.Conv2d(16, 16, 3, padding=1, groups=1 if dense else 16)
+        self.wide, self.narrow = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.down = nn.Conv2d(16, 24, 2, stride=2)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        y = self.norm(self.mix(x).permute(0, 2, 3, 1))
+        x = x + self.narrow(nn.functional.gelu(self.wide(y))).permute(0, 3, 1, 2)
+        x = self.down(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        return self.head(nn.functional.layer_norm(x.mean((2, 3)), (24,)))
+
+
+@pytest.fixture
+def model() -> Mixer:
+    torch.manual_seed(0)
+    return Mixer().eval()
+
+
+def test_patches_are_matrix_products(model: Mixer, tmp_path: Path) -> None:
+    quantized = quantize_static(model, [image(16)])
+    kinds = [quantized.placement.layers[node] for node, kind in quantized.placement.integer.items() if kind == "linear"]
+    assert kinds == ["stem", "wide", "narrow", "down", "head"]
+    rounded = {point.node for point in quantized.placement.points}
+    assert not any("add" in node for node in rounded - {quantized.placement.points[0].node})
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    assert ck.verify_onnx(path, quantized, [image(8)]).passed
+    assert ck.audit(path).share == 1.0
+
+
+def test_unrounded_it_is_the_model(model: Mixer) -> None:
+    quantized = quantize_static(model, [image(16)])
+    quantized.enable_(False)
+    x = image(5)
+    torch.testing.assert_close(quantized(*x), model(*x), atol=1e-5, rtol=1e-4)
+
+
+def test_read_by_a_convolution_it_stays_one() -> None:
+    quantized = quantize_static(Mixer(dense=True).eval(), [image(16)])
+    kinds = {quantized.placement.layers[node]: kind for node, kind in quantized.placement.integer.items()}
+    assert kinds["stem"] == "conv"
+    assert kinds["mix"] == "conv"
+
+
+def test_masks_follow(model: Mixer) -> None:
+    plan_mask(model, 0.5).apply_(model)
+    masks = masks_of(quantize_static(model, [image(16)]))
+    assert masks is not None
+    assert {name: mask.ndim for name, mask in masks.masks.items() if "stem" in name} == {"body.stem.weight": 2}
+
+
+def test_save_and_load(model: Mixer, tmp_path: Path) -> None:
+    quantized, x = quantize_static(model, [image(16)]), image(4)
+    ck.save(quantized, tmp_path)
+    assert torch.equal(ck.load(Mixer(), tmp_path)(*x), quantized(*x))
