@@ -143,7 +143,8 @@ def _inside(model: nn.Module, batches: Iterable[Inputs], inside: str) -> tuple[n
     def received() -> Iterator[Inputs]:
         for inputs in batches:
             with torch.no_grad(), mode(model, training=False):
-                yield inputs_inside(model, inputs, inside)[1]
+                seen = inputs_inside(model, inputs, inside)[1]
+            yield seen  # outside: a generator that waits within no_grad would leave it switched off for its caller
 
     stream = received()
     first = next(stream, None)

@@ -34,7 +34,7 @@ from compresskit.prune import (
     measured_ratios,
     movement,
     plan_mask,
-    random,
+    random_scores,
     shuffled,
     snip,
     taylor,
@@ -326,7 +326,7 @@ def test_shuffled_keeps_the_ratio_of_every_layer() -> None:
     drawn = shuffled(masks)
     assert drawn.ratios() == masks.ratios()
     assert any(not torch.equal(drawn.masks[n], masks.masks[n]) for n in WEIGHTS)
-    other = plan_mask(Net(), 0.7, criterion=random)
+    other = plan_mask(Net(), 0.7, criterion=random_scores)
     assert other.removed == masks.removed
     assert min(other.ratios().values()) > 0.4
 

@@ -37,7 +37,7 @@ from compresskit.prune import (
     masks_of,
     movement,
     plan_mask,
-    random,
+    random_scores,
     rewind,
     rewind_,
     shuffled,
@@ -447,7 +447,7 @@ def test_a_stage_that_undoes_the_masks_fails(tmp_path) -> None:
     class Shrinking(Train):
         def __call__(self, model, task):
             ck.prune.detach_(model)
-            return plan_mask(model, 0.4, criterion=random).apply_(model)
+            return plan_mask(model, 0.4, criterion=random_scores).apply_(model)
 
     task = images_task(ck, samples=64)
     for kind, message in (
@@ -594,14 +594,14 @@ import sys, torch, networks
 import torch.distributed as dist
 import compresskit as ck
 from compresskit.masks import hold_
-from compresskit.prune import plan_mask, random, snip, masks_of
+from compresskit.prune import plan_mask, random_scores, snip, masks_of
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 torch.manual_seed(0)
 model = networks.Residual()
 torch.manual_seed(rank)  # other data, other random numbers
 task = networks.images_task(ck, samples=32)
-for name, criterion in (("random", random), ("snip", snip)):
+for name, criterion in (("random", random_scores), ("snip", snip)):
     torch.save({n: m for n, m in plan_mask(model, 0.7, criterion=criterion, task=task).masks.items()}, f"{folder}/{name}{rank}")
 plan_mask(model, 0.9, criterion=snip, task=task).apply_(model)
 run = ck.mixed.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), ck.mixed.MASTER_BF16)

@@ -172,6 +172,7 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
     assert ck.audit(path).share == 1.0
     proof = ck.verify_onnx(path, whole, [*batches, photos((40, 16))], inside="backbone")
     assert proof.passed, proof
+    assert torch.is_grad_enabled()
     assert proof.quantized
     assert proof.samples == 6
     with pytest.raises(ModelError, match="its part 'backbone' is quantized already"):
