@@ -52,7 +52,7 @@ pytestmark = [
 ]
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 ONE, FOUR = Train(epochs=1, optimizer=ADAM), Train(epochs=4, optimizer=ADAM)
-POLICIES = [p for p in vars(policies).values() if isinstance(p, policies.Policy)]
+POLICIES = [p for p in vars(policies).values() if isinstance(p, policies.Policy) and p.name not in ("TF32", "FP8")]  # of GPUs
 
 
 def int8_zeros(path):
