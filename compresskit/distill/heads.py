@@ -83,10 +83,6 @@ class SelfDistill:
         if self.student is not None:
             drop_adapters_(self.student)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The heads', to be trained along with the student."""
-        return [p for head in self.heads.values() for p in head.parameters()]
-
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task = self.task
         assert task is not None, "bind first"

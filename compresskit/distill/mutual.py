@@ -54,10 +54,6 @@ class Mutual:
         if self.student is not None:
             drop_adapters_(self.student)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The peers', to be trained along with the student."""
-        return [p for peer in self.peers for p in peer.parameters()]
-
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task = self.task
         assert task is not None, "bind first"

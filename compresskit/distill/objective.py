@@ -119,10 +119,6 @@ class Imitate:
         if self.student is not None:
             drop_adapters_(self.student)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The adapters', to be trained along with the student."""
-        return [p for adapter in self.adapters.values() for p in adapter.parameters()]
-
     def see_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The student's predictions and features; `model` may be the student under a precision policy."""
         assert self.task is not None, "bind first"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from torch import nn
@@ -13,7 +12,7 @@ from compresskit.prune.groups import Found, Group, Widths
 from compresskit.prune.measured import Files
 from compresskit.prune.plan import Line, Plan
 from compresskit.prune.ranking import Ranking, Step
-from compresskit.prune.search import consequences
+from compresskit.prune.search import assembled
 from compresskit.task import Inputs
 
 SLACK = 0.02  # share of the budget by which a plan may fall below its target for the sake of aligned widths
@@ -140,29 +139,13 @@ class Cutter:
 
 def plan_of(found: Found, total: int, prefix: str) -> Plan:
     """The plan that removes the lowest `gone` channels of every group."""
-    remove: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    lines = []
-    widths = Widths(found)
-    roots: set[int] = set()
+    chosen, lines, widths = [], [], Widths(found)
     for group in found.groups:
         count, group.gone = group.gone, 0
         widths.cut(group, count)
-        lowest = group.scores.argsort()[:count]
-        roots.update(group.roots[lowest].tolist())
-        for (tensor, dim, _), indices in group.places.items():
-            if count:
-                remove[prefix + tensor][dim].update(indices[lowest].flatten().tolist())
+        chosen.append(group.scores.argsort()[:count])
         along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.places]
         others = tuple(dict.fromkeys(prefix + a for a in along if a != group.title))
         lines.append(Line(title=prefix + group.title, size=group.size, keep=group.size - count, along=others))
-    attributes, scales = consequences(found, roots, prefix)
-    return Plan(
-        remove={n: {d: tuple(sorted(i)) for d, i in sorted(dims.items())} for n, dims in remove.items()},
-        sizes={n: found.shapes[n.removeprefix(prefix)] for n in remove},
-        lines=tuple(lines),
-        macs=round(widths.macs()),
-        macs_before=total,
-        locked=found.locked,
-        attributes=attributes,
-        scales=scales,
-    )
+    settings = {"lines": tuple(lines), "macs": round(widths.macs()), "macs_before": total, "locked": found.locked}
+    return assembled(found, chosen, prefix, **settings)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.errors import ModelError
 from compresskit.prune.criteria import Needs, NeedsActivations, NeedsGradients, NeedsLosses, NeedsSampleGradients
+from compresskit.samples import some_batches
 from compresskit.surgery import get_tensor, mode, owner
 from compresskit.task import Inputs, Objective, Task, batch_size, call
 from compresskit.train import bound
@@ -46,24 +46,6 @@ class Evidence:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
-def batches(task: Task, which: str, samples: int, label: str) -> Iterator[Any]:
-    """Batches of a loader until `samples` samples were seen."""
-    seen = 0
-    with tqdm(total=samples, desc=label, disable=None, leave=False, unit="sample") as bar:
-        for batch in task.batches(which):
-            yield batch
-            rows = batch_size(task.split(batch)[0])
-            seen += rows
-            bar.update(rows)
-            if seen >= samples:
-                return
-
-
-def calibration(task: Task, samples: int, label: str) -> Iterator[Inputs]:
-    """Inputs of up to `samples` calibration samples, without labels."""
-    return (task.split(batch)[0] for batch in batches(task, "calibration", samples, label))
-
-
 def collect(
     model: nn.Module, all_places: list[Places], prefix: str, task: Task, *, needs: set[type[Needs]], samples: int
 ) -> Iterator[tuple[int, Evidence]]:
@@ -75,8 +57,8 @@ def collect(
     names = sorted({prefix + tensor for places in all_places for tensor, _, _ in places})
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
     unlabelled = needs == {NeedsActivations}
-    with _readable(model):
-        for batch in batches(task, "calibration" if unlabelled else "train", samples, "score"):
+    with readable(model):
+        for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):
             rows = batch_size(task.split(batch)[0])
             whole = Evidence()
             if NeedsGradients in needs:
@@ -100,7 +82,7 @@ def _rows(value: Any, *, start: int, end: int, total: int) -> Any:
 
 
 @contextmanager
-def _readable(model: nn.Module) -> Iterator[None]:
+def readable(model: nn.Module) -> Iterator[None]:
     """Eval mode, gradients for frozen parameters too, none left behind."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     try:

@@ -18,12 +18,12 @@ from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.budget import Limits
 from compresskit.prune.channels import NO_RATIOS, find, plan_channels
 from compresskit.prune.choose import plan_of
-from compresskit.prune.collect import calibration
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.plan import apply_
 from compresskit.prune.ranking import Ranking, Step
 from compresskit.prune.reconstruct import reconstruct_
 from compresskit.prune.scores import score_
+from compresskit.samples import calibration_inputs
 from compresskit.task import Inputs, Task
 
 
@@ -103,8 +103,8 @@ def channel_sensitivity(
                     plan = plan_of(found, total, prefix)
                     cut = apply_(copy.deepcopy(model), plan)
                     if reconstruct:
-                        reconstruct_(cut, model, plan, calibration(task, samples, "refit"))
-                    reestimate_batchnorm_(cut, calibration(task, samples, "re-estimate BatchNorm"))
+                        reconstruct_(cut, model, plan, calibration_inputs(task, samples, "refit"))
+                    reestimate_batchnorm_(cut, calibration_inputs(task, samples, "re-estimate BatchNorm"))
                     curve[count / group.size] = evaluate(cut, task)
                     group.gone = 0
                 bar.update()

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.prune.collect import readable
 from compresskit.prune.criteria import Criterion, Needs, NeedsGradients, Slices
 from compresskit.prune.patterns import Pattern
-from compresskit.surgery import mode, owner
+from compresskit.samples import some_batches
+from compresskit.surgery import owner
 from compresskit.task import Task, batch_size, call
 from compresskit.train import bound
 
@@ -182,28 +183,15 @@ def _evidence(
     """(samples, what one batch shows) until enough were seen; the model is in eval mode meanwhile and left as it was."""
     assert task is not None
     objective = bound(None, model, task)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
     unlabelled = needs == {NeedsInputs}
-    seen = 0
-    try:
-        with mode(model, training=False), tqdm(total=samples, desc="score", disable=None, leave=False, unit="sample") as bar:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            for batch in task.batches("calibration" if unlabelled else "train"):
-                evidence: Evidence = {}
-                if NeedsInputs in needs:
-                    evidence[NeedsInputs] = _input_norms(model, weights, task, batch)
-                if needs & {NeedsGradients, NeedsCurvature}:
-                    evidence |= _gradients(model, weights, objective, batch, curved=NeedsCurvature in needs)
-                rows = batch_size(task.split(batch)[0])
-                yield rows, evidence
-                seen += rows
-                bar.update(rows)
-                if seen >= samples:
-                    return
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+    with readable(model):
+        for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):
+            evidence: Evidence = {}
+            if NeedsInputs in needs:
+                evidence[NeedsInputs] = _input_norms(model, weights, task, batch)
+            if needs & {NeedsGradients, NeedsCurvature}:
+                evidence |= _gradients(model, weights, objective, batch, curved=NeedsCurvature in needs)
+            yield batch_size(task.split(batch)[0]), evidence
 
 
 def _gradients(model: nn.Module, weights: dict[str, nn.Parameter], objective: Any, batch: Any, *, curved: bool) -> Evidence:

@@ -17,6 +17,7 @@ from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.elements import score
 from compresskit.prune.masks import keep_best, maskable
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
+from compresskit.samples import some_batches
 from compresskit.surgery import mode
 from compresskit.task import Task, batch_size
 from compresskit.train import bound
@@ -66,12 +67,8 @@ def mask_sensitivity(
         raise SettingError(f"mask_sensitivity(pattern=...): {pattern} has one ratio, {pattern.fixed:g}; there is no curve")
     weights = {name: w for name, w in maskable(model, protect).items() if not pattern.fits(w.shape)}
     scores = score(model, weights, pattern, criterion, task, samples)
-    batches, seen = [], 0
-    for batch in task.batches("train"):
-        batches.append(batch)
-        seen += batch_size(task.split(batch)[0])
-        if seen >= samples:
-            break
+    batches = list(some_batches(task, "train", samples, "read samples"))
+    seen = sum(batch_size(task.split(batch)[0]) for batch in batches)
     if not batches:
         raise DataError("mask_sensitivity: the training loader gave no batch")
     dense = _loss(model, task, batches)

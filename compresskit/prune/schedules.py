@@ -26,7 +26,7 @@ def linear(done: float, *, end: float, start: float = 0.0) -> float:
 
 
 def cubic(done: float, *, end: float, start: float = 0.0) -> float:
-    """End + (start - end) * (1 - done)^3: automated gradual pruning (Zhu & Gupta, 1710.01878, eq. 1)."""
+    """`end + (start - end) * (1 - done)^3`: automated gradual pruning (Zhu & Gupta, 1710.01878, eq. 1)."""
     return end + (start - end) * (1 - done) ** 3
 
 

@@ -7,7 +7,7 @@ of its own follow the width; are its heads as wide together as its input; must w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,22 +161,26 @@ class Search:
 
 def trial(found: Found, prefix: str) -> Plan:
     """A plan that cuts a third of every group, whatever it is worth."""
+    return assembled(
+        found, [torch.arange(max(1, group.size // 3)) for group in found.groups], prefix, lines=(), macs=1, macs_before=1
+    )
+
+
+def assembled(found: Found, chosen: Sequence[torch.Tensor], prefix: str, **settings: Any) -> Plan:
+    """The plan that removes these units, (removed,) int64 for each group, and all that goes or changes with them."""
     remove: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     roots: set[int] = set()
-    for group in found.groups:
-        count = max(1, group.size // 3)
-        roots.update(group.roots[:count].tolist())
-        for (tensor, dim, _), indices in group.places.items():
-            remove[prefix + tensor][dim].update(indices[:count].flatten().tolist())
+    for group, units in zip(found.groups, chosen, strict=True):
+        roots.update(group.roots[units].tolist())
+        for (tensor, dim, _), indices in group.places.items() if len(units) else ():
+            remove[prefix + tensor][dim].update(indices[units].flatten().tolist())
     attributes, scales = consequences(found, roots, prefix)
     return Plan(
-        remove={n: {d: tuple(sorted(i)) for d, i in dims.items()} for n, dims in remove.items()},
+        remove={n: {d: tuple(sorted(i)) for d, i in sorted(dims.items())} for n, dims in remove.items()},
         sizes={n: found.shapes[n.removeprefix(prefix)] for n in remove},
-        lines=(),
-        macs=1,
-        macs_before=1,
         attributes=attributes,
         scales=scales,
+        **settings,
     )
 
 

@@ -22,8 +22,22 @@ from compresskit.task import Losses, Objective, Task
 from compresskit.train import bound
 
 
+class Around:
+    """An objective around another, `objective`, to which it hands on what `fit_` says."""
+
+    objective: Objective | None
+
+    def advance(self, done: float) -> None:
+        """Say how much of the training is done."""
+        getattr(self.objective, "advance", lambda done: None)(done)
+
+    def close(self) -> None:
+        """Close the objective inside."""
+        getattr(self.objective, "close", lambda: None)()
+
+
 @dataclass(frozen=True, kw_only=True)
-class GroupLasso:
+class GroupLasso(Around):
     """An objective with a penalty on the norm of every channel; see `group_lasso`."""
 
     objective: Objective | None = None
@@ -42,14 +56,6 @@ class GroupLasso:
         return GroupLasso(
             objective=bound(self.objective, model, task), strength=self.strength, groups=tuple(found.groups), model=model
         )
-
-    def close(self) -> None:
-        """Close the objective inside."""
-        getattr(self.objective, "close", lambda: None)()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What the objective inside trains beside the model."""
-        return list(getattr(self.objective, "parameters", list)())
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         assert self.objective is not None, "bind first"
@@ -83,7 +89,7 @@ def _norms(group: Group, model: nn.Module) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Growing:
+class Growing(Around):
     """An objective with a growing penalty on the channels of a plan; see `growing`."""
 
     plan: Plan
@@ -99,14 +105,6 @@ class Growing:
     def bind(self, model: nn.Module, task: Task) -> Growing:
         """The same objective for a model and a task, at the beginning of its growth."""
         return Growing(plan=self.plan, objective=bound(self.objective, model, task), growth=self.growth, model=model)
-
-    def close(self) -> None:
-        """Close the objective inside."""
-        getattr(self.objective, "close", lambda: None)()
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What the objective inside trains beside the model."""
-        return list(getattr(self.objective, "parameters", list)())
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         assert self.objective is not None, "bind first"

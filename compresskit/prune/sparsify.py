@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,8 +21,9 @@ from compresskit.prune.masks import by_tensor, check_ratio, fitting, maskable, p
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.rewind import Rewind
 from compresskit.prune.schedules import MaskSchedule
+from compresskit.samples import calibration_inputs
 from compresskit.surgery import frozen_copy
-from compresskit.task import PROPERTIES, Inputs, Task, batch_size
+from compresskit.task import PROPERTIES, Task
 from compresskit.train import Train, fit_
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Sparsify:
             self.rewind.apply_(model, task)
         masks.apply_(model)
         if self.schedule is None and self.rewind is None:
-            reestimate_batchnorm_(model, self._inputs(task))
+            reestimate_batchnorm_(model, calibration_inputs(task, self.samples, "re-estimate BatchNorm"))
         if self.finetune is not None:
             how = self.finetune if self.rewind is None else self.rewind.rest(self.finetune)
             gradual = None if self.schedule is None else self._gradual(model)
@@ -162,15 +163,6 @@ class Sparsify:
             memory=self.memory,
             names=tuple(names),
         )
-
-    def _inputs(self, task: Task) -> Iterator[Inputs]:
-        seen = 0
-        for batch in task.batches("calibration"):
-            inputs = task.split(batch)[0]
-            yield inputs
-            seen += batch_size(inputs)
-            if seen >= self.samples:
-                return
 
 
 @dataclass(frozen=True, kw_only=True)

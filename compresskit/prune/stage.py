@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -16,22 +16,18 @@ from compresskit.prune.aggregate import Normalizer, by_mean
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.budget import Limits, Target
 from compresskit.prune.channels import plan_channels
-from compresskit.prune.collect import calibration
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.plan import Plan, apply_
 from compresskit.prune.ranking import Ranking, cost_aware
 from compresskit.prune.reconstruct import reconstruct_
+from compresskit.prune.schedules import MaskSchedule, linear
 from compresskit.prune.sparse import GroupLasso, Growing
+from compresskit.samples import calibration_inputs
 from compresskit.surgery import frozen_copy
 from compresskit.task import PROPERTIES, Task
 from compresskit.train import Train, fit_
 
 log = logging.getLogger(__name__)
-
-
-def steady(done: float, *, end: float) -> float:
-    """What is removed grows in a straight line from 0 to `end`."""
-    return end * done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ class Prune:
     reconstruct: bool = True
     learn: Train | None = None
     steps: int = 1
-    schedule: Callable[..., float] = steady
+    schedule: MaskSchedule = linear
     between: Train | None = None
     finetune: Train | None = None
     rewind: nn.Module | None = None
@@ -156,8 +152,8 @@ class Prune:
         whole = frozen_copy(model) if self.reconstruct else None
         apply_(model, plan)
         if whole is not None:
-            reconstruct_(model, whole, plan, calibration(task, self.samples, "refit"))
-        reestimate_batchnorm_(model, calibration(task, self.samples, "re-estimate BatchNorm"))
+            reconstruct_(model, whole, plan, calibration_inputs(task, self.samples, "refit"))
+        reestimate_batchnorm_(model, calibration_inputs(task, self.samples, "re-estimate BatchNorm"))
 
 
 def replayed(model: nn.Module, plans: Plan | list[Plan]) -> nn.Module:

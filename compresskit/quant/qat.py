@@ -20,8 +20,8 @@ from compresskit.errors import DataError, SettingError
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.objective import Faithful
 from compresskit.quant.observers import MinMax, MovingAverage, Observer
-from compresskit.quant.static import calibration_inputs
 from compresskit.quant.targets import X86, Target
+from compresskit.samples import calibration_inputs
 from compresskit.surgery import frozen_copy
 from compresskit.task import Inputs, Task
 from compresskit.train import Train, fit_

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal, overload
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
 from compresskit.graph import Dynamic, check_runs, inputs_inside
@@ -18,6 +17,7 @@ from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.targets import X86, Target
+from compresskit.samples import calibration_inputs
 from compresskit.surgery import mode
 from compresskit.task import Inputs, Task
 
@@ -113,22 +113,6 @@ def check_choose(choose: str, where: str) -> None:
     """Raise SettingError for anything but the two ways of placing."""
     if choose not in ("rules", "measure"):
         raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {choose!r}')
-
-
-def calibration_inputs(task: Task, samples: int) -> Iterable[Inputs]:
-    """Inputs of calibration batches until `samples` are reached, with a progress bar."""
-    from compresskit.task import batch_size
-
-    seen = 0
-    with tqdm(total=samples, desc="calibrate", disable=None, leave=False, unit="sample") as bar:
-        for batch in task.batches("calibration"):
-            inputs, _ = task.split(batch)
-            yield inputs
-            rows = batch_size(inputs)
-            seen += rows
-            bar.update(rows)
-            if seen >= samples:
-                return
 
 
 @dataclass(frozen=True, kw_only=True)

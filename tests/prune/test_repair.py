@@ -162,6 +162,32 @@ def test_growing_empties_the_channels_of_the_plan() -> None:
     assert norms[gone].mean() < 0.3 * norms[stay].mean()
 
 
+@pytest.mark.parametrize(
+    "around", [group_lasso, partial(growing, plan_channels(build(networks.Chain), image(2), macs=0.9, round_to=4))]
+)
+def test_the_objective_inside_hears_how_much_is_done(around) -> None:
+    class Inside:
+        heard, closed = [], False
+
+        def bind(self, model, task):
+            return self
+
+        def __call__(self, model, batch):
+            return {"loss": model(batch[0]).square().mean()}
+
+        def advance(self, done: float) -> None:
+            self.heard.append(done)
+
+        def close(self) -> None:
+            Inside.closed = True
+
+    model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
+    ck.Train(epochs=2, optimizer=ADAM, objective=around(Inside()))(model, task)
+    assert Inside.heard == sorted(Inside.heard)
+    assert len(set(Inside.heard)) > 1
+    assert Inside.closed
+
+
 def test_bad_strengths() -> None:
     with pytest.raises(SettingError, match=r"group_lasso\(strength=...\): wanted a positive number, got 0"):
         group_lasso(strength=0)

@@ -137,7 +137,7 @@ def test_removed_weights_do_not_count_in_the_norm() -> None:
         {"pattern": NM(), "schedule": linear, "protect": ("stem",)},
         {"allocation": {"inner": 0.5, "out": 0.25}, "schedule": cubic},
     ],
-    ids=str,
+    ids="-".join,  # of their names: functions print with their addresses
 )
 def test_the_ratio_is_reached_and_held(settings) -> None:
     ratio_is_reached(Sparsify(finetune=FOUR, **{"updates": 5, **settings}))

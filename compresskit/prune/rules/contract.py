@@ -138,7 +138,7 @@ def _matmul(walk: Walk, node: Node, a: Any, b: Any) -> Any:
 
 @rule(aten.addmm.default, aten.baddbmm.default)
 def addmm(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bias + a @ b."""
+    """`bias + a @ b`."""
     bias, a, b = args[:3]
     result = _matmul(walk, node, a, b)
     if isinstance(bias, Raw) and isinstance(result, Tensor):

@@ -164,7 +164,7 @@ def chunk(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @rule(aten.glu.default)
 def glu(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A * sigmoid(b) of two halves: channels i and i + C/2 are one unit."""
+    """`a * sigmoid(b)` of two halves: channels i and i + C/2 are one unit."""
     dim = args[1] if len(args) > 1 else -1
     if not isinstance(args[0], Tensor):
         return walk.give_up(node, f"{walk.where(node)} works on a parameter")

@@ -84,7 +84,7 @@ def prelu(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @rule(aten._weight_norm.default)
 def weight_norm(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """G v / |v|: a weight with the layout of v, whose dimension `dim` is also that of g."""
+    """`g v / |v|`: a weight with the layout of v, whose dimension `dim` is also that of g."""
     v, g = args[:2]
     dim = args[2] if len(args) > 2 else 0
     if not isinstance(v, Raw) or not isinstance(g, Raw) or v.moved or g.moved or dim < 0:
