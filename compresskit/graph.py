@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError, SettingError
+from compresskit.inputs import as_inputs
 from compresskit.normalize import Node, is_inplace, normalize_
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call, first_rows, shapes_of
@@ -65,7 +66,7 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
     Raises ModelError where `torch.export` cannot follow the code; the message names the line. Raises SettingError for dimensions
     that the inputs do not have.
     """
-    prefix = inside or ""
+    prefix, example = inside or "", as_inputs(example)
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         if inside is not None:

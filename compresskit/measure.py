@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
+from compresskit.inputs import as_inputs
 from compresskit.surgery import mode
 from compresskit.task import Inputs, Task, batch_size, call, call_checked
 
@@ -67,6 +68,7 @@ def count_macs(model: nn.Module, inputs: Inputs) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
+    inputs = as_inputs(inputs, "count_macs")
     fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set, and warn of, more than this

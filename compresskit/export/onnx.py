@@ -19,6 +19,7 @@ from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
+from compresskit.inputs import as_inputs
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
 from compresskit.version import __version__
@@ -53,7 +54,7 @@ def export_onnx(
     Raises ModelError where the model cannot be captured, ExportError where an operator has no translation or the file
     cannot be written.
     """
-    path = Path(path)
+    path, example = Path(path), as_inputs(example)
     if opset is not None and opset not in OPSETS:
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compresskit.errors import DataError
 from compresskit.graph import module_path, parameter_name
+from compresskit.inputs import each_inputs
 from compresskit.normalize import Node, aten
 from compresskit.quant.coverage import Coverage
 from compresskit.quant.insert import Quantized, lower
@@ -87,7 +88,7 @@ def diagnose(quantized: Quantized, batches: Iterable[Inputs], *, model: nn.Modul
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
     quantized = quantized.settled()
-    batches = iter(batches)
+    batches = each_inputs(batches, "diagnose")
     first = next(batches, None)
     if first is None:
         raise DataError("diagnose: no batch was given; a few hundred samples show the noise")

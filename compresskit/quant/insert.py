@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
+from compresskit.inputs import each_inputs
 from compresskit.masks import carry_
 from compresskit.normalize import Node
 from compresskit.quant.deploy import deploy
@@ -79,7 +80,7 @@ class Quantized(Trainable):
         self.observe_(True)
         model = self if through is None else through
         with torch.no_grad(), mode(model, training=False):  # not inference_mode: what a model caches must stay trainable
-            for inputs in batches:
+            for inputs in each_inputs(batches, "calibration data"):
                 for rows in self._pieces(inputs) if through is None else [inputs]:
                     call_checked(model, rows, "calibration data")
         self.observe_(False)

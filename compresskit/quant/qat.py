@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.errors import DataError, SettingError
+from compresskit.inputs import each_inputs
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.objective import Faithful
 from compresskit.quant.observers import MinMax, MovingAverage, Observer
@@ -42,7 +43,7 @@ def prepare_qat(
     statistics follow too. `model.hold_()` holds both still, some way before the end, so that the weights can settle;
     `model.settle_()` after the last step folds BatchNorm for good. Under DistributedDataParallel ranges are joined over ranks.
     """
-    batches = iter(batches)
+    batches = each_inputs(batches, "prepare_qat")
     first = next(batches, None)
     if first is None:
         raise DataError("prepare_qat: no calibration batch was given; a few hundred samples show the ranges")

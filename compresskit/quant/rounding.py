@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
 from compresskit.graph import parameter_name
+from compresskit.inputs import each_inputs
 from compresskit.normalize import Node
 from compresskit.quant.insert import Quantized
 from compresskit.quant.pairs import Pair, run_pairs
@@ -81,7 +82,7 @@ def adaround_(
 
 
 def _all(batches: Iterable[Inputs], where: str) -> list[Inputs]:
-    every = list(batches)
+    every = list(each_inputs(batches, where))
     if not every:
         raise DataError(f"{where}: no calibration batch was given; a few hundred samples show what rounding does")
     return every

@@ -13,6 +13,7 @@ from torch import nn
 
 from compresskit.errors import DataError, SettingError
 from compresskit.graph import Dynamic, check_runs, inputs_inside
+from compresskit.inputs import each_inputs
 from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
@@ -86,7 +87,7 @@ def quantize_static(
     nothing that runs in integers.
     """
     check_choose(choose, "quantize_static")
-    batches = iter(batches)
+    batches = each_inputs(batches, "quantize_static")
     first = next(batches, None)
     if first is None:
         raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
