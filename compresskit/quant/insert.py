@@ -17,6 +17,7 @@ from compresskit.graph import Captured, Dynamic, capture, module_path, parameter
 from compresskit.inputs import each_inputs
 from compresskit.masks import carry_
 from compresskit.normalize import Node
+from compresskit.quant.computed import fold_computed_
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import Folded, fold_batchnorm_
 from compresskit.quant.kinds import KINDS
@@ -137,6 +138,7 @@ def lower(
     captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     carry_(model, captured.module, {name: name for name in sorted(names)})
+    fold_computed_(captured.module)
     folds: list[Folded] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)
