@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError, SettingError
-from compresskit.inputs import as_inputs
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.normalize import Node, is_inplace, normalize_
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call, first_rows, shapes_of
@@ -53,7 +53,7 @@ class Captured:
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
 
 
-def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dynamic: Dynamic = (0,)) -> Captured:
+def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, dynamic: Dynamic = (0,)) -> Captured:
     """Capture a model, or its submodule `inside`, as a graph with a dynamic batch.
 
     Args:

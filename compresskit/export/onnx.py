@@ -19,7 +19,7 @@ from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
-from compresskit.inputs import as_inputs
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
 from compresskit.version import __version__
@@ -30,7 +30,7 @@ OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that tor
 def export_onnx(
     model: nn.Module,
     path: str | Path,
-    example: Inputs,
+    example: AnyInputs,
     *,
     opset: int | None = None,
     dynamic: Dynamic | None = None,

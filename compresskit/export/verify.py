@@ -28,7 +28,7 @@ from compresskit.export.bisect import first_disagreement
 from compresskit.export.dtypes import coarsest
 from compresskit.export.files import read_proto
 from compresskit.graph import inputs_inside
-from compresskit.inputs import each_inputs
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.measure import numpy_inputs, session
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, batch_size, call, call_checked
@@ -89,7 +89,7 @@ class Verification:
 
 
 def verify_onnx(
-    path: str | Path, model: nn.Module, batches: Iterable[Inputs], *, inside: str | None = None, label: str = "verify"
+    path: str | Path, model: nn.Module, batches: Iterable[AnyInputs], *, inside: str | None = None, label: str = "verify"
 ) -> Verification:
     """Run a file and its model on the same inputs and compare all outputs.
 

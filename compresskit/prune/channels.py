@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compresskit.errors import ModelError, SettingError
-from compresskit.inputs import as_inputs
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.measure import count_macs
 from compresskit.prune.aggregate import Normalizer, by_mean
 from compresskit.prune.budget import Limits, Target
@@ -27,7 +27,7 @@ NO_RATIOS: Mapping[str, float] = MappingProxyType({})
 
 def plan_channels(
     model: nn.Module,
-    example: Inputs,
+    example: AnyInputs,
     *,
     macs: float | None = None,
     parameters: float | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.inputs import as_inputs
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.normalize import aten
 from compresskit.prune.groups import Found, find_groups
 from compresskit.prune.plan import Plan, apply_, zero_
@@ -39,7 +39,7 @@ class Failure:
     path: str | None = None
 
 
-def prove(model: nn.Module, plan: Plan, example: Inputs) -> str | None:
+def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
     """None where the plan is right, else what is wrong with it; the model is not changed.
 
     The pruned copy must run in train and eval mode, and in eval mode give what the zeroed copy gives: in float64, or in float32

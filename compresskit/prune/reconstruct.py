@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import DataError, SettingError
-from compresskit.inputs import each_inputs
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.prune.plan import Plan
 from compresskit.surgery import get_tensor, mode, owner
 from compresskit.task import Inputs, call_checked
@@ -34,7 +34,7 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def reconstruct_(
-    model: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable[Inputs], *, damping: float = 1e-4
+    model: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable[AnyInputs], *, damping: float = 1e-4
 ) -> dict[str, float]:
     """Refit, in place, every layer of a pruned model that reads fewer channels than it did in the dense one.
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
-from compresskit.inputs import each_inputs
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.masks import carry_
 from compresskit.normalize import Node
 from compresskit.quant.computed import fold_computed_
@@ -72,7 +72,7 @@ class Quantized(Trainable):
                 " shapes of the example (quantize with dynamic=(0, 2, 3) to let more than the batch vary)"
             )
 
-    def calibrate_(self, batches: Iterable[Inputs], *, through: nn.Module | None = None) -> None:
+    def calibrate_(self, batches: Iterable[AnyInputs], *, through: nn.Module | None = None) -> None:
         """Find the ranges: run batches unrounded while observers watch, then round from now on.
 
         through: the model that this one is a part of, if the batches are those of the whole.

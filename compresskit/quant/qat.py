@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.errors import DataError, SettingError
-from compresskit.inputs import each_inputs
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.objective import Faithful
 from compresskit.quant.observers import MinMax, MovingAverage, Observer
 from compresskit.quant.targets import X86, Target
 from compresskit.samples import calibration_inputs
 from compresskit.surgery import frozen_copy
-from compresskit.task import Inputs, Task
+from compresskit.task import Task
 from compresskit.train import Train, fit_
 
 
 def prepare_qat(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),

@@ -13,20 +13,20 @@ from torch import nn
 
 from compresskit.errors import DataError, SettingError
 from compresskit.graph import Dynamic, check_runs, inputs_inside
-from compresskit.inputs import each_inputs
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.targets import X86, Target
 from compresskit.samples import calibration_inputs
 from compresskit.surgery import mode
-from compresskit.task import Inputs, Task
+from compresskit.task import Task
 
 
 @overload
 def quantize_static(  # noqa: D418  every public name says what it is
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
@@ -42,7 +42,7 @@ def quantize_static(  # noqa: D418  every public name says what it is
 @overload
 def quantize_static(  # noqa: D418  every public name says what it is
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
@@ -57,7 +57,7 @@ def quantize_static(  # noqa: D418  every public name says what it is
 
 def quantize_static(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
