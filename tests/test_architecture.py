@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "version"},
     {"task"},
-    {"samples", "surgery", "normalize"},
+    {"samples", "surgery", "normalize", "recurrent"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},
     {"train"},
