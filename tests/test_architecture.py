@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "version"},
     {"task"},
-    {"inputs", "samples", "surgery", "normalize"},
+    {"inputs", "samples", "surgery", "normalize", "recurrent"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},
     {"train"},

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from compresskit.errors import ExportError, SettingError
 from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
-from compresskit.export.ops import translations
+from compresskit.export.translations import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
 from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.surgery import mode, quantized_parts
@@ -108,6 +108,8 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
+    from compresskit.export.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
+
     nodes = [
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
@@ -127,6 +129,7 @@ def to_program(
     except Exception as error:
         raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
     assert result is not None
+    write_recurrent(result.model)
     return result
 
 

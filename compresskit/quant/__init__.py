@@ -2,6 +2,8 @@
 
 from compresskit.quant.coverage import Coverage
 from compresskit.quant.diagnose import Diagnosis, diagnose
+from compresskit.quant.dynamic import DynamicQuant, quantize_dynamic
+from compresskit.quant.dynamic_insert import DynamicallyQuantized
 from compresskit.quant.equalize import equalize_
 from compresskit.quant.insert import Quantized
 from compresskit.quant.objective import Faithful, faithfulness
@@ -36,6 +38,8 @@ __all__ = [
     "X86_NO_VNNI",
     "Coverage",
     "Diagnosis",
+    "DynamicQuant",
+    "DynamicallyQuantized",
     "Entropy",
     "Faithful",
     "HistogramMSE",
@@ -59,6 +63,7 @@ __all__ = [
     "fake_quantize",
     "place",
     "prepare_qat",
+    "quantize_dynamic",
     "quantize_static",
     "saturating_matmul",
     "to_integers",
