@@ -38,8 +38,10 @@ def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 
 
 def translations() -> dict[Any, Any]:
-    """How the ONNX exporter writes the two."""
+    """How the ONNX exporter writes them, and those of `blocks`."""
     from onnxscript import opset20 as op  # heavy, and only exporting needs it
+
+    from compresskit.export.blocks import block_translations
 
     def quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, zero_point)
@@ -48,4 +50,4 @@ def translations() -> dict[Any, Any]:
         return op.DequantizeLinear(q, scale, zero_point, axis=axis)
 
     table = torch.ops.compresskit
-    return {table.quantize_linear.default: quantize, table.dequantize_linear.default: dequantize}
+    return {table.quantize_linear.default: quantize, table.dequantize_linear.default: dequantize} | block_translations()
