@@ -21,7 +21,7 @@ from compresskit.export import audit, export_onnx, verify_onnx
 from compresskit.graph import capture
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
-from compresskit.quant import QAT, DynamicQuant, StaticQuant
+from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result
 from compresskit.store import load, save
 from compresskit.task import Objective, Stage, Task, accuracy
@@ -52,6 +52,7 @@ __all__ = [
     "Task",
     "Train",
     "TrainingError",
+    "WeightQuant",
     "accuracy",
     "audit",
     "capture",

@@ -408,3 +408,55 @@ def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[i
             return model(*(v.double() if v.is_floating_point() else v for v in inputs))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def blocks(rows, bits, block, symmetric):
+    """Rows (channels, inputs) rounded in blocks: (rounded, integers, scales, zero points), each block by itself."""
+    rows = array64(rows)
+    channels, inputs = rows.shape
+    width = block or inputs
+    count = -(-inputs // width)
+    rounded, integers = np.zeros_like(rows), np.zeros(rows.shape, int)
+    scales, points = np.ones((channels, count)), np.zeros((channels, count), int)
+    for c in range(channels):
+        for b in range(count):
+            part = slice(b * width, min((b + 1) * width, inputs))
+            values = np.float32(rows[c, part])
+            low, high = min(values.min(), 0), max(values.max(), 0)
+            if symmetric:
+                scale, bottom, top = (
+                    np.float32(max(-low, high)) / np.float32(2 ** (bits - 1) - 1),
+                    -(2 ** (bits - 1)),
+                    2 ** (bits - 1) - 1,
+                )
+                zero = 0
+            else:
+                scale, bottom, top = np.float32(high - low) / np.float32(2**bits - 1), 0, 2**bits - 1
+                zero = 0 if scale == 0 else int(np.clip(-np.rint(low / scale), bottom, top))
+            scale = scale if scale > 1e-30 else np.float32(1)
+            integers[c, part] = np.clip(np.rint(values * (np.float32(1) / scale)) + zero, bottom, top)
+            rounded[c, part] = (integers[c, part] - zero) * np.float64(scale)
+            scales[c, b], points[c, b] = scale, zero
+    return rounded, integers, scales, points
+
+
+def gptq(rows, second, scales, points, bits, block, symmetric, *, damping=0.01, mask=None):
+    """Optimal brain quantization in the order of falling second moments, the inverse updated in full after every column."""
+    weight, second = array64(rows).copy(), array64(second).copy()
+    width = block or weight.shape[1]
+    typical = np.diag(second).mean()
+    diagonal = np.where(np.diag(second) > 0, damping * typical, typical)
+    inverse = np.linalg.inv(second + np.diag(diagonal))
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
+    left = list(np.argsort(-np.diag(second), kind="stable"))
+    result = np.zeros_like(weight)
+    while left:
+        j = left.pop(0)
+        scale, zero = scales[:, j // width], points[:, j // width]
+        result[:, j] = (np.clip(np.rint(weight[:, j] / scale) + zero, low, high) - zero) * scale
+        if mask is not None:
+            result[:, j] *= mask[:, j]
+        error = (weight[:, j] - result[:, j]) / inverse[j, j]
+        weight[:, left] -= np.outer(error, inverse[j, left])
+        inverse = inverse - np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return result

@@ -60,6 +60,7 @@ def export_onnx(
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
     # Both load onnx_ir, which only exporting needs.
+    from compresskit.export.blocks import pack_nibbles
     from compresskit.export.kernels import pad_input_channels, pool_as_convolution
     from compresskit.export.passes import optimize_
 
@@ -74,6 +75,7 @@ def export_onnx(
     file = program.model
     tuned = any(part.target.tuned for part in quantized_parts(model).values())
     optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
+    pack_nibbles(file)
     _name_dimensions(file, dynamic)
     if coarsest(model) is torch.bfloat16:
         store_bf16_(file)

@@ -18,6 +18,8 @@ def translations() -> dict[Any, Any]:
     from onnxscript import opset20 as op  # heavy, and only exporting needs it
     from onnxscript.values import Opset
 
+    from compresskit.export.blocks import block_translations
+
     _register()
     own = Opset(DOMAIN, 1)
 
@@ -67,6 +69,7 @@ def translations() -> dict[Any, Any]:
         table.conv_integer.default: conv,
         table.recurrent.default: recurrent,
         table.dynamic_lstm.default: dynamic_lstm,
+        **block_translations(),
     }
 
 

@@ -6,7 +6,8 @@ flips early moves everything behind it a little. So a quantized file is judged b
 and by agreement of the largest class; or, where the network amplifies every rounding (deep and untrained, for example),
 by its difference being small beside what quantization itself does to the outputs, or by being as near to the unrounded
 model as the simulation is: dozens of layers deep, two correct executions round apart as far as independent noise. A float
-file is judged by its largest error, in half precision by what the roundings of that precision add up to.
+file is judged by its largest error, in half precision by what the roundings of that precision add up to; so is, as it is
+written, a file of which only weights are rounded.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def verify_onnx(
         raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
     if inside:
         model, batches = _inside(model, batches, inside)
-    quantized = bool(quantized_parts(model))
+    parts = quantized_parts(model).values()
+    quantized = bool(parts)
+    exact_parts = all(getattr(part, "exact", False) for part in parts)  # only weights are rounded
     kept: list[list[list[np.ndarray]]] = [[], [], []]
     rounding: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first = 0, None
@@ -133,7 +136,7 @@ def verify_onnx(
     heads = len({batch[0].shape[1:] for batch in kept[0]})
     exact = _joined(rounding) if quantized else None
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
-    reason = _verdict(plain, optimized, quantized, steps_allowed(coarsest(model)))
+    reason = _verdict(plain, optimized, quantized, steps_allowed(coarsest(model)), as_written=quantized and not exact_parts)
     if reason and (where := first_disagreement(path, model, first)):
         reason = f"{reason}; {where}"
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
@@ -230,9 +233,9 @@ def steps_allowed(dtype: torch.dtype) -> float:
     return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
 
 
-def _verdict(plain: Level, optimized: Level, quantized: bool, allowed: float) -> str:
-    for name, level in (("as written", plain), ("optimized", optimized)):
-        if not quantized and level.largest > allowed:
+def _verdict(plain: Level, optimized: Level, quantized: bool, allowed: float, *, as_written: bool) -> str:
+    for name, level, integers in (("as written", plain, as_written), ("optimized", optimized, quantized)):
+        if not integers and level.largest > allowed:
             return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"
         if (
             level.noise is not None
@@ -240,11 +243,11 @@ def _verdict(plain: Level, optimized: Level, quantized: bool, allowed: float) ->
             and (level.noise <= QUANTIZED_NOISE or (level.excess or 0) <= QUANTIZED_EXCESS)
         ):
             continue
-        if quantized and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
+        if integers and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
             return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
-        if quantized and level.largest > QUANTIZED_STEPS:
+        if integers and level.largest > QUANTIZED_STEPS:
             return f"{name}: the largest error is {level.largest:.3g} steps, a quantized file may have {QUANTIZED_STEPS}"
-        if quantized and level.within_two < QUANTIZED_WITHIN:
+        if integers and level.within_two < QUANTIZED_WITHIN:
             return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {QUANTIZED_WITHIN:.0%}"
     return ""
 

@@ -1,10 +1,12 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
+from compresskit.quant.blocks import Blocks, Rounding, Rows, nearest
 from compresskit.quant.coverage import Coverage
 from compresskit.quant.diagnose import Diagnosis, diagnose
 from compresskit.quant.dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.dynamic_insert import DynamicallyQuantized
 from compresskit.quant.equalize import equalize_
+from compresskit.quant.gptq import gptq
 from compresskit.quant.insert import Quantized
 from compresskit.quant.objective import Faithful, faithfulness
 from compresskit.quant.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
@@ -25,10 +27,17 @@ from compresskit.quant.targets import (
     Target,
     saturating_matmul,
 )
+from compresskit.quant.weightforms import DECODED, NBITS, NBITS_INT8, Form
+from compresskit.quant.weightmodel import WeightQuantized
+from compresskit.quant.weightplan import WeightPlan
+from compresskit.quant.weights import WeightQuant, quantize_weights
 
 __all__ = [
     "ARM",
+    "DECODED",
     "FBGEMM",
+    "NBITS",
+    "NBITS_INT8",
     "OBSERVERS",
     "OPENVINO",
     "QAT",
@@ -36,12 +45,14 @@ __all__ = [
     "TENSORRT",
     "X86",
     "X86_NO_VNNI",
+    "Blocks",
     "Coverage",
     "Diagnosis",
     "DynamicQuant",
     "DynamicallyQuantized",
     "Entropy",
     "Faithful",
+    "Form",
     "HistogramMSE",
     "Integer",
     "MinMax",
@@ -51,9 +62,14 @@ __all__ = [
     "Placement",
     "Point",
     "Quantized",
+    "Rounding",
+    "Rows",
     "Scheme",
     "StaticQuant",
     "Target",
+    "WeightPlan",
+    "WeightQuant",
+    "WeightQuantized",
     "adaround_",
     "affine",
     "correct_bias_",
@@ -61,10 +77,13 @@ __all__ = [
     "equalize_",
     "faithfulness",
     "fake_quantize",
+    "gptq",
+    "nearest",
     "place",
     "prepare_qat",
     "quantize_dynamic",
     "quantize_static",
+    "quantize_weights",
     "saturating_matmul",
     "to_integers",
 ]

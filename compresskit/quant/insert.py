@@ -129,7 +129,7 @@ def lower(
 
     The model itself is not changed.
     """
-    if quantized := [name for name, part in model.named_modules() if isinstance(part, Quantized)]:
+    if quantized := [name for name, part in model.named_modules() if hasattr(part, "deployed")]:
         where = f"its part {quantized[0]!r}" if quantized[0] else "this model"
         raise ModelError(f"{where} is quantized already; quantize the float model it came from")
     if half := [f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:

@@ -96,7 +96,13 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, 
     """
     shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
     s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
-    return _Rounding.apply(x, s, scheme.low - z.to(scale.dtype), scheme.high - z.to(scale.dtype), share)  # type: ignore[no-any-return]
+    return round_to_grid(x, s, z, scheme, share=share)
+
+
+def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, *, share: float = 1.0) -> Tensor:
+    """As `fake_quantize`, with a scale and zero point that have the dimensions of x, 1 where they are shared."""
+    low, high = scheme.low - zero_point.to(scale.dtype), scheme.high - zero_point.to(scale.dtype)
+    return _Rounding.apply(x, scale, low, high, share)  # type: ignore[no-any-return]
 
 
 class _Rounding(torch.autograd.Function):

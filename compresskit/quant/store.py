@@ -16,6 +16,7 @@ from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax
 from compresskit.quant.scheme import Scheme
 from compresskit.quant.targets import Integer, Target
+from compresskit.quant.weightmodel import WeightQuantized, rebuild_weights
 from compresskit.surgery import restructure_
 from compresskit.task import Inputs
 
@@ -25,7 +26,8 @@ DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torc
 
 def record(model: Quantized) -> dict[str, Any]:
     """What `rebuild` needs besides the tensors and the float model's class."""
-    return {
+    plan = {"plan": model.plan.to_json()} if isinstance(model, WeightQuantized) else {}
+    return plan | {
         "kind": "quantized",
         "origin": model.origin,
         "target": asdict(model.target),
@@ -45,10 +47,14 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         example = _example(saved["example"])
         origin, placement = saved["origin"], saved["placement"]
         restructure_(model, origin["structure"])
-        skip, floating, dynamic = tuple(origin["skip"]), dict(origin["floating"]), _dynamic(saved["dynamic"])
+        skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
-    quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
+    quantized: Quantized
+    if "plan" in saved:
+        quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
+    else:
+        quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"

@@ -1,0 +1,186 @@
+"""Weights in blocks as operators of torch, how ONNX writes them, and the packing of 4-bit integers in a file.
+
+dequantize_blocks   DequantizeLinear with a block size (opset 21)
+gather_rows         Gather of integers and of their scales, then DequantizeLinear: only the rows that are asked for are decoded
+matmul_nbits        com.microsoft MatMulNBits     gather_nbits     com.microsoft GatherBlockQuantized
+
+torch has no 4-bit type: such integers go through it as int8 or uint8 buffers named `int4` or `uint4`, and `pack_nibbles` stores
+them in half the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NARROW = "int4"  # how the name of a 4-bit buffer ends, with a `u` before it or without
+
+
+def spread(values: Tensor, axis: int, block: int, size: int) -> Tensor:
+    """One value for each block as one for each index of `axis`, of which there are `size`."""
+    return values.repeat_interleave(block, axis).narrow(axis, 0, size)
+
+
+@torch.library.custom_op("compresskit::dequantize_blocks", mutates_args=())
+def dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
+    """Integers to fp32: (q - zero_point) * scale, with one entry for each `block` neighbours along `axis`; the last may be
+    shorter.
+    """
+    size = q.shape[axis]
+    shift = 0 if zero_point is None else spread(zero_point.to(torch.int32), axis, block, size)
+    return (q.to(torch.int32) - shift).float() * spread(scale, axis, block, size)
+
+
+@dequantize_blocks.register_fake
+def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
+    return torch.empty_like(q, dtype=torch.float32)
+
+
+@torch.library.custom_op("compresskit::gather_rows", mutates_args=())
+def gather_rows(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, block: int) -> Tensor:
+    """Rows `ids` of a table (words, width) as fp32, (*ids, width)."""
+    shift = None if zero_point is None else F.embedding(ids, zero_point)
+    return dequantize_blocks(F.embedding(ids, q), F.embedding(ids, scale), shift, ids.ndim, block)
+
+
+@gather_rows.register_fake
+def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, block: int) -> Tensor:
+    return torch.empty((*ids.shape, q.shape[1]), dtype=torch.float32, device=q.device)
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Bytes (..., n) to integers (..., n * 8 / bits), the lowest bits first."""
+    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, -1).flatten(-2)
+
+
+def packed(integers: Tensor, bits: int) -> Tensor:
+    """The reverse of `unpacked`; the last byte is filled up with zeros."""
+    many = 8 // bits
+    integers = F.pad(integers, (0, -integers.shape[-1] % many)).unflatten(-1, (-1, many)).to(torch.int32)
+    shifts = torch.arange(0, 8, bits, device=integers.device)
+    return (integers << shifts).sum(-1).to(torch.uint8)
+
+
+@torch.library.custom_op("compresskit::matmul_nbits", mutates_args=())
+def matmul_nbits(
+    x: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, inputs: int, bits: int, block: int, accuracy: int
+) -> Tensor:
+    """X (..., inputs) times a weight of (channels, inputs), stored as q (channels, blocks, bytes of a block).
+
+    scale: (channels, blocks). zero_point: (channels, bytes of all blocks), packed as q; None for the middle of the grid.
+    accuracy: 4 where the runtime may round x to int8, each block of it to its own scale; see `rounded_blocks`.
+    """
+    whole = unpacked(q, bits).int()
+    middle = 2 ** (bits - 1)
+    shift = middle if zero_point is None else unpacked(zero_point, bits)[:, : q.shape[1], None].int()
+    weight = ((whole - shift).float() * scale[..., None]).flatten(1)[:, :inputs]
+    return (rounded_blocks(x, block) if accuracy == 4 else x) @ weight.T
+
+
+@matmul_nbits.register_fake
+def _(
+    x: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, inputs: int, bits: int, block: int, accuracy: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], q.shape[0]))
+
+
+def rounded_blocks(x: Tensor, block: int) -> Tensor:
+    """X (..., inputs) with each block of each row on its own int8 grid of [-127, 127]: what MatMulNBits multiplies in integers.
+
+    The gradient passes straight through.
+    """
+    values = F.pad(x.detach(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    scale = values.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+    rounded = (torch.round(values * inverse) * scale).flatten(-2)[..., : x.shape[-1]]
+    return x + (rounded - x.detach()) if x.requires_grad else rounded
+
+
+@torch.library.custom_op("compresskit::gather_nbits", mutates_args=())
+def gather_nbits(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, bits: int, block: int) -> Tensor:
+    """Rows `ids` of a table stored as packed bytes (words, width * bits / 8), as fp32; `zero_point` is packed, too."""
+    whole = unpacked(F.embedding(ids, q), bits).int()
+    width, count = whole.shape[-1], scale.shape[1]
+    shift: Any = 2 ** (bits - 1)
+    if zero_point is not None:
+        shift = spread(unpacked(F.embedding(ids, zero_point), bits)[..., :count].int(), ids.ndim, block, width)
+    return (whole - shift).float() * spread(F.embedding(ids, scale), ids.ndim, block, width)
+
+
+@gather_nbits.register_fake
+def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, bits: int, block: int) -> Tensor:
+    return torch.empty((*ids.shape, q.shape[1] * 8 // bits), dtype=torch.float32, device=q.device)
+
+
+def block_translations() -> dict[Any, Any]:
+    """How the ONNX exporter writes them."""
+    from onnxscript import opset21 as op  # heavy, and only exporting needs it
+
+    product = _runtime_operator("MatMulNBits", ("A", "B", "scales"), ("K", "N", "bits", "block_size", "accuracy_level"))
+    lookup = _runtime_operator(
+        "GatherBlockQuantized", ("data", "indices", "scales"), ("gather_axis", "quantize_axis", "bits", "block_size")
+    )
+
+    def dequantize(q, scale, zero_point, axis: int, block: int):  # type: ignore[no-untyped-def]
+        return op.DequantizeLinear(q, scale, zero_point, axis=axis, block_size=block)
+
+    def gather(q, scale, zero_point, ids, block: int):  # type: ignore[no-untyped-def]
+        rows = [None if table is None else op.Gather(table, ids, axis=0) for table in (q, scale, zero_point)]
+        return op.DequantizeLinear(*rows, axis=-1, block_size=block)  # type: ignore[type-var]
+
+    def matmul(x, q, scale, zero_point, inputs: int, bits: int, block: int, accuracy: int):  # type: ignore[no-untyped-def]
+        channels = q.shape[0]
+        sizes = {"K": inputs, "N": int(channels), "bits": bits, "block_size": block, "accuracy_level": accuracy}
+        return product(x, q, scale, zero_point, **sizes)
+
+    def gather_packed(q, scale, zero_point, ids, bits: int, block: int):  # type: ignore[no-untyped-def]
+        sizes = {"gather_axis": 0, "quantize_axis": 1, "bits": bits, "block_size": block}
+        return lookup(q, ids, scale, zero_point, **sizes)
+
+    table = torch.ops.compresskit
+    return {
+        table.dequantize_blocks.default: dequantize,
+        table.gather_rows.default: gather,
+        table.matmul_nbits.default: matmul,
+        table.gather_nbits.default: gather_packed,
+    }
+
+
+def _runtime_operator(name: str, inputs: tuple[str, ...], sizes: tuple[str, ...]) -> Any:
+    """One of ONNX Runtime's own operators, of which onnx has no schemas: the inputs, then zero points that may be left out."""
+    from onnx import defs
+    from onnxscript import values
+
+    schema = defs.OpSchema
+    kinds = ["tensor(float)", "tensor(uint8)", "tensor(int32)", "tensor(int64)"]
+    given = [schema.FormalParameter(n, f"T{i}") for i, n in enumerate(inputs)]
+    given.append(schema.FormalParameter("zero_points", "T1", param_option=schema.FormalParameterOption.Optional))
+    made = schema(
+        name,
+        "com.microsoft",
+        1,
+        inputs=given,
+        outputs=[schema.FormalParameter("Y", f"T{len(inputs)}")],
+        type_constraints=[(f"T{i}", kinds, "") for i in range(len(inputs) + 1)],
+        attributes=[schema.Attribute(size, schema.AttrType.INT, required=False) for size in sizes],
+    )
+    return values.Op(values.Opset("com.microsoft", 1), name, made)
+
+
+def pack_nibbles(model: Any) -> None:
+    """Store the integers of an onnx-ir model whose names end in `int4` or `uint4` in 4 bits each."""
+    import ml_dtypes
+    import onnx_ir as ir  # heavy, and only exporting needs it
+
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or not name.endswith(NARROW):
+            continue
+        kind = ml_dtypes.uint4 if tensor.dtype is ir.DataType.UINT8 else ml_dtypes.int4
+        value.const_value = ir.tensor(np.asarray(tensor.numpy()).astype(kind), name=name)
+        value.type = ir.TensorType(value.const_value.dtype)

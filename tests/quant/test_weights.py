@@ -1,0 +1,350 @@
+"""Matrices in few bits: what is stored, what files compute, GPTQ and scaling, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import onnx
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import compresskit as ck
+from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.masks import masks_of
+from compresskit.measure import numpy_inputs, session
+from compresskit.quant import DECODED, NBITS, NBITS_INT8, Blocks, Rows, gptq, nearest, quantize_weights
+from compresskit.quant.blocks import BlockQuantizer
+
+WORDS, WIDTH = 200, 52
+
+
+class Reader(nn.Module):
+    """Ids (N, T) to (N, 5): a table, a transformer layer, a product by a parameter, `addmm`, a head."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.inner = nn.Parameter(torch.randn(width, 40) / width**0.5)
+        self.mixed, self.shift = nn.Parameter(torch.randn(40, 32) / 6), nn.Parameter(torch.randn(32))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, ids):
+        x = self.body(self.words(ids)).mean(1) @ self.inner
+        return self.head(torch.addmm(self.shift, F.relu(x), self.mixed))
+
+
+def ids(n: int = 8, length: int = 12):
+    return (torch.randint(0, WORDS, (n, length)),)
+
+
+def ran(path, inputs, *, optimize=True):
+    runtime = session(path, optimize=optimize)
+    return torch.from_numpy(runtime.run(None, numpy_inputs(runtime, inputs))[0])
+
+
+@pytest.mark.parametrize("form", [DECODED, NBITS, NBITS_INT8], ids=["decoded", "nbits", "nbits-int8"])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        Blocks(bits=4, block=32),
+        Blocks(bits=4, block=64, symmetric=False),
+        Blocks(bits=8, block=None),
+        Blocks(bits=8, block=128, symmetric=False),
+        Blocks(bits=2, block=16, symmetric=False),
+        Blocks(bits=3, block=None, symmetric=False),
+        Blocks(bits=6, block=32),
+    ],
+    ids=str,
+)
+def test_files_compute_what_the_model_does(blocks, form, tmp_path) -> None:
+    model = Reader().eval()
+    table = replace(blocks, block=16) if blocks.bits == 4 else Blocks(bits=8, block=None)
+    quantized = quantize_weights(model, ids(), blocks=blocks, form=form, embeddings=table, dynamic=(0, 1))
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids())
+    other = ids(6, 9)  # another batch, another length
+    with torch.no_grad():
+        wanted = quantized(*other)
+    if form is not NBITS_INT8:  # whose rounding of inputs may fall to the other side of a tie
+        torch.testing.assert_close(ran(path, other, optimize=False), wanted, atol=2e-6, rtol=1e-5)
+    proof = ck.verify_onnx(path, quantized, [other])
+    assert proof.passed, proof
+    kinds = {node.op_type for node in onnx.load(path).graph.node}
+    assert ("MatMulNBits" in kinds) == form.runtime
+    assert ("DequantizeLinear" in kinds) == (not form.runtime)
+    if form is NBITS:
+        assert proof.optimized.largest < 0.01
+
+
+@pytest.mark.parametrize("blocks", [Blocks(), Blocks(symmetric=False), Blocks(bits=8, block=64)], ids=str)
+def test_stored_integers_decode_to_the_weights(blocks, tmp_path) -> None:
+    model = Reader().eval()
+    quantized = quantize_weights(model, ids(), blocks=blocks)
+    file = onnx.load(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()))
+    stored = {tensor.name: tensor for tensor in file.graph.initializer}
+    nodes = [n for n in file.graph.node if n.op_type == "DequantizeLinear" and "linear1" in n.input[0]]
+    assert len(nodes) == 1
+    arrays = [onnx.numpy_helper.to_array(stored[name]).astype(np.float64) for name in nodes[0].input if name]
+    rounded, integers, scales, points = oracles.blocks(
+        model.body.layers[0].linear1.weight.detach(), blocks.bits, blocks.block, blocks.symmetric
+    )
+    np.testing.assert_array_equal(arrays[0].T, integers)
+    np.testing.assert_allclose(arrays[1].T, scales, rtol=1e-6)
+    if not blocks.symmetric:
+        np.testing.assert_array_equal(arrays[2].T, points)
+    np.testing.assert_allclose(quantized.body.body.layers[0].linear1.weight.detach(), rounded, atol=1e-6)
+    narrow = "INT4" if blocks.symmetric else "UINT4"
+    assert onnx.TensorProto.DataType.Name(stored[nodes[0].input[0]].data_type) == (narrow if blocks.bits == 4 else "INT8")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.integers(2, 8),
+    st.sampled_from([16, 32, None]),
+    st.booleans(),
+    st.integers(0, 10_000),
+)
+def test_nearest_against_numpy(channels, inputs, bits, block, symmetric, seed) -> None:
+    weight = torch.randn(channels, inputs, generator=torch.Generator().manual_seed(seed))
+    blocks = Blocks(bits=bits, block=block, symmetric=symmetric)
+    rounded, scale, zero_point = nearest(Rows(weight, blocks, None, lambda: torch.empty(0)))
+    wanted, integers, scales, points = oracles.blocks(weight, bits, block, symmetric)
+    np.testing.assert_allclose(rounded, wanted, atol=1e-6)
+    np.testing.assert_allclose(scale, scales, rtol=1e-6)
+    np.testing.assert_array_equal(zero_point, points)
+    quantizer = BlockQuantizer(blocks, (channels, inputs), 1)
+    quantizer.set_(scale, zero_point)
+    quantizer.enabled = True
+    torch.testing.assert_close(quantizer(rounded), rounded, atol=0, rtol=0)  # what is on the grid stays
+    np.testing.assert_array_equal(quantizer.integers(weight), integers)
+
+
+def correlated(rows: int, inputs: int) -> torch.Tensor:
+    return torch.randn(rows, inputs // 4) @ torch.randn(inputs // 4, inputs) + 0.3 * torch.randn(rows, inputs)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block", [16, None])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gptq_against_the_naive_algorithm(block, symmetric, masked) -> None:
+    weight, x = torch.randn(6, 40), correlated(500, 40)
+    x[:, 7] = 0  # an input that never speaks
+    second = (x.double().T @ x.double()) / len(x)
+    mask = torch.rand(6, 40) > 0.5 if masked else None
+    if mask is not None:
+        weight = weight * mask
+    blocks = Blocks(bits=3, block=block, symmetric=symmetric)
+    rounded, scale, zero_point = gptq(Rows(weight, blocks, mask, lambda: second), columns=8)
+    naive = oracles.gptq(
+        weight, second, scale.double().numpy(), zero_point.numpy(), 3, block, symmetric,
+        mask=None if mask is None else mask.numpy(),
+    )  # fmt: skip
+    np.testing.assert_allclose(rounded, naive, atol=1e-5)
+    if mask is not None:
+        assert not rounded[~mask].any()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_gptq_loses_less_than_rounding_to_nearest(ordered) -> None:
+    weight, x = torch.randn(16, 96), correlated(2000, 96)
+    rows = Rows(weight, Blocks(bits=4, block=32), None, lambda: (x.double().T @ x.double()) / len(x))
+    lost = [float((x @ (weight - how(rows)[0]).T).square().mean()) for how in (nearest, partial(gptq, ordered=ordered))]
+    assert lost[1] < 0.5 * lost[0]
+    smaller = float((x @ (weight - gptq(rows, ordered=ordered, damping=100.0)[0]).T).square().mean())
+    assert smaller > lost[1]  # all damping and no data: nearest again
+
+
+def test_gptq_on_a_model_and_its_bits(tmp_path) -> None:
+    model, data = Reader().eval(), [ids(32) for _ in range(4)]
+    test = ids(64)
+    with torch.no_grad():
+        wanted = model(*test)
+        losses = []
+        for rounding in (nearest, gptq):
+            quantized = quantize_weights(model, ids(), rounding=rounding, batches=data, embeddings=None)
+            losses.append(float((quantized(*test) - wanted).square().mean()))
+    assert losses[1] < 0.7 * losses[0]
+    assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()), quantized, [test]).passed
+
+
+class Loud(nn.Module):
+    """A few inputs of the first product are far larger than the others; those of the last cannot be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 8)
+        with torch.no_grad():
+            self.norm.weight[::16] = 30.0
+            self.up.bias[::8] += 8.0
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_scaling_serves_loud_inputs(tmp_path) -> None:
+    model, data, test = Loud().eval(), [(torch.randn(64, 64),)], (torch.randn(256, 64),)
+    plain = quantize_weights(model, test)
+    scaled = quantize_weights(model, test, awq=True, batches=data)
+    with torch.no_grad():
+        wanted = model(*test)
+        lost = [float((q(*test) - wanted).square().mean()) for q in (plain, scaled)]
+    assert lost[1] < 0.5 * lost[0]
+    notes = {row.name: row.note for row in scaled.plan.rows}
+    assert "folded" in notes["up.weight"]
+    assert "at run time" in notes["down.weight"]
+    assert scaled.origin["scaled"] == ["gelu"]
+    path = ck.export_onnx(scaled, tmp_path / "q.onnx", test)
+    assert ck.verify_onnx(path, scaled, [test]).passed
+    products = [n for n in onnx.load(path).graph.node if n.op_type == "Mul"]
+    assert sum("scaled_gelu" in name for n in products for name in n.input) == 1
+
+
+def test_a_tied_table_and_a_convolution(tmp_path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.conv = nn.Embedding(WORDS, 32), nn.Conv1d(32, 32, 3, padding=1)
+
+        def forward(self, ids):
+            return self.conv(self.words(ids).transpose(1, 2)).mean(2) @ self.words.weight.T
+
+    model = Tied().eval()
+    quantized = quantize_weights(model, ids(), convolutions=Blocks(bits=8, block=None))
+    assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()), quantized, [ids(64)]).passed
+    runs = {row.name: row.runs for row in quantized.plan.rows}
+    assert runs == {"words.weight": "4 bits, blocks of 32", "conv.weight": "8 bits, a scale a row"}  # as the product wants it
+    left = quantize_weights(model, ids(), exceptions={"words.weight": None}, convolutions=Blocks(bits=8, block=None))
+    assert {row.name: row.runs for row in left.plan.rows}["words.weight"] == "float: an exception of the user's"
+    assert "convolutions=" in str(quantize_weights(model, ids()).plan)
+
+
+def test_files_shrink_as_the_plan_says(tmp_path) -> None:
+    model = Reader(width=256).eval()
+    whole = ck.export_onnx(model, tmp_path / "f.onnx", ids()).stat().st_size
+    for blocks, most in ((Blocks(bits=8, block=None), 0.27), (Blocks(bits=4, block=32), 0.18), (Blocks(bits=4, block=128), 0.15)):
+        for form in (DECODED, NBITS):
+            quantized = quantize_weights(model, ids(), blocks=blocks, form=form)
+            size = ck.export_onnx(quantized, tmp_path / "q.onnx", ids()).stat().st_size
+            assert size < most * whole
+            assert quantized.plan.bytes < size < quantized.plan.bytes + 30_000
+
+
+def test_the_plan_says_what_happened() -> None:
+    model = Reader().eval()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    quantized = quantize_weights(model, ids(), skip=("body.layers.0.linear2",), exceptions={"inner": Blocks(bits=8, block=None)})
+    text = str(quantized.plan)
+    assert "52 inputs: the last block has 20, filled up with zeros" in text
+    assert "all its weights are zero" in text
+    assert "float: skipped by the user" in text
+    rows = {row.name: row for row in quantized.plan.rows}
+    assert rows["inner"].runs == "8 bits, a scale a row"
+    assert 20 < rows["mixed"].sqnr < 30 < rows["inner"].sqnr
+    with torch.no_grad():
+        assert torch.isfinite(quantized(*ids())).all()
+
+
+def test_it_trains_on_its_grids() -> None:
+    quantized = quantize_weights(Reader(), ids()).train()
+    F.cross_entropy(quantized(*ids()), torch.arange(8) % 5).backward()
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for n, p in quantized.named_parameters() if "norm" not in n and p.ndim > 1
+    )
+    before = quantized.blocked()["inner"].integers(quantized.body.inner)
+    with torch.no_grad():
+        quantized.body.inner.add_(quantized.blocked()["inner"].scale.max() * 3)
+    after = quantized.blocked()["inner"].integers(quantized.body.inner)
+    assert not torch.equal(before, after)
+
+
+def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
+    data = [(ids(16)[0], torch.randint(0, 5, (16,))) for _ in range(3)]
+    task = ck.Task(train=data, val=data)
+    model = Reader()
+    stage = ck.WeightQuant(rounding=gptq, awq=True, samples=16, form=NBITS_INT8)
+    result = ck.Recipe(stage).run(model, task, out=tmp_path / "run")
+    again = ck.load(Reader(), tmp_path / "run" / "1-weightquant")
+    with torch.no_grad():
+        x = ids(4)
+        torch.testing.assert_close(again(*x), result.model.eval()(*x), atol=0, rtol=0)
+    assert str(again.plan) == str(result.model.plan)
+
+
+def test_masks_are_kept(tmp_path) -> None:
+    model = Reader().eval()
+    masks = ck.prune.plan_mask(model, 0.6)
+    masks.apply_(model)
+    data = [ids(16)]
+    quantized = quantize_weights(model, ids(), rounding=gptq, batches=data, awq=True, blocks=Blocks(bits=3))
+    mine = masks_of(quantized)
+    assert mine is not None
+    assert not mine.broken(quantized)
+    for name, quantizer in quantized.blocked().items():
+        mask = mine.masks.get(f"body.{name}")
+        if mask is not None:
+            integers = quantizer.weight(quantizer.integers(quantized.body.get_parameter(name)))
+            assert torch.equal(integers != 0, mask), name
+
+
+@pytest.mark.parametrize(
+    ("settings_", "error", "said"),
+    [
+        (dict(rounding=gptq), DataError, "give batches="),
+        (dict(awq=True), DataError, "give batches="),
+        (dict(batches=[]), DataError, "holds no batch"),
+        (dict(skip=("nowhere",)), SettingError, "nowhere"),
+        (dict(exceptions={"nowhere": None}), SettingError, "the matrices are"),
+        (dict(convolutions=Blocks()), SettingError, "one scale for each channel"),
+    ],
+)
+def test_bad_settings(settings_, error, said) -> None:
+    with pytest.raises(error, match=said):
+        quantize_weights(Reader().eval(), ids(), **settings_)
+
+
+def test_bad_numbers() -> None:
+    model = Loud().eval()
+    with pytest.raises(DataError, match="norm: what it hands on is nan or infinite on the calibration data"):
+        quantize_weights(model, (torch.randn(4, 64),), rounding=gptq, batches=[(torch.full((4, 64), torch.nan),)])
+    with torch.no_grad():
+        model.down.weight[0, 0] = torch.inf
+    with pytest.raises(ModelError, match=r"down.weight: holds nan or infinite values"):
+        quantize_weights(model, (torch.randn(4, 64),))
+    with pytest.raises(ModelError, match="no matrix that can be rounded"):
+        quantize_weights(nn.LayerNorm(8), (torch.randn(4, 8),))
+    quantized = quantize_weights(Loud().eval(), (torch.randn(4, 64),))
+    with pytest.raises(ModelError, match="quantized already"):
+        quantize_weights(quantized, (torch.randn(4, 64),))
+    for bad in (dict(bits=1), dict(bits=9), dict(block=48), dict(block=8)):
+        with pytest.raises(SettingError, match="wanted"):
+            Blocks(**bad)
+    with pytest.raises(SettingError, match="columns >= 1"):
+        gptq(Rows(torch.ones(2, 2), Blocks(), None, lambda: torch.eye(2)), damping=0.0)
+    with pytest.raises(SettingError, match="samples"):
+        ck.WeightQuant(samples=0)
+
+
+def test_strict_names_what_stays_float() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.linear(x) * self.table
+
+    model = Odd().eval()
+    assert "aten.mul.Tensor reads it" in str(quantize_weights(model, (torch.randn(16, 16),), dynamic=()).plan)
+    with pytest.raises(ModelError, match="table would stay float"):
+        quantize_weights(model, (torch.randn(16, 16),), dynamic=(), strict=True)
