@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,108 @@ from torch import nn
 
 from compresskit.checkpoint import read_json, write_json
 from compresskit.errors import CheckpointError
+from compresskit.snapshots import SNAPSHOTS
 from compresskit.surgery import structure
 from compresskit.task import PROPERTIES, Stage, Task, describe, fingerprint
+
+try:
+    import fcntl
+except ImportError:  # there is none on Windows, and so no lock
+    fcntl = None  # type: ignore[assignment]
+
+
+ROW, PROGRESS, LOCK = "row.json", "progress", ".lock"
+_HELD: set[Any] = set()
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold a folder for this process; CheckpointError where another one has it. A process that is gone holds nothing."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / LOCK).open("a+")
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+    with file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                owner = file.read(32).strip() or "unknown"
+                raise CheckpointError(
+                    f"{out}: in use by another process ({owner}); wait for it, end it, or choose another out="
+                ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        _HELD.add(file)
+        try:
+            yield
+        finally:
+            _HELD.discard(file)
+
+
+def _let_go() -> None:
+    # A worker of a loader inherits the file, and with it the lock, which it would hold when its parent is dead.
+    for file in _HELD:
+        file.close()
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def finished(folder: Path, key: str, *, wanted: bool, snapshots: bool) -> dict[str, Any] | None:
+    """The record of a stage that is done as it is asked for; `wanted`, `snapshots`: what must be there besides."""
+    there = (folder / ROW).exists() and (not wanted or (folder / "model.onnx").exists())
+    if not there or (snapshots and not (folder / SNAPSHOTS).exists()):
+        return None
+    record = read_json(folder / ROW, "the row of a finished stage")
+    return record if record.get("key") == key else None
+
+
+def make_room(folder: Path) -> Path:
+    """An empty folder but for checkpoints of the stage. What a changed stage replaces is kept, until the new one is done, in the
+    folder that is returned.
+    """
+    old = folder.with_name(f".{folder.name}.replaced")
+    if (folder / ROW).exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != PROGRESS:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_file():
+            path.unlink()
+    for part in folder.glob(f"{PROGRESS}/.*.part"):
+        part.unlink(missing_ok=True)
+    return old
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a stage but its row."""
+    return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != ROW}
+
+
+def whole(folder: Path, record: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless the files of a finished stage are those that it wrote."""
+    files = record.get("files")
+    if not isinstance(files, dict) or "row" not in record:
+        raise CheckpointError(f"{folder / ROW}: not the row of a finished stage; delete {folder} to run it again")
+    for name, digest in files.items():
+        path = folder / Path(name).name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not there; delete {folder} to run that stage again")
+        if _sha256(path) != digest:
+            raise CheckpointError(f"{path}: has changed since the stage wrote it; delete {folder} to run that stage again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def comes_trained(stage: Stage) -> bool:
@@ -48,7 +152,7 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
     record = record | {"model": type(model).__name__, "structure": shape, "weights": fingerprint(model)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (out / "recipe.json").exists() and any(out.iterdir()):
+        if not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
             raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
@@ -69,7 +173,4 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
                 stacklevel=3,
             )
             record["weights"] = old.get("weights")
-    try:
-        write_json(out / "recipe.json", record)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+    write_json(out / "recipe.json", record)

@@ -18,6 +18,7 @@ from compresskit.checkpoint import (
     FORMAT,
     MODEL,
     STRUCTURE,
+    bytes_of,
     load_model_,
     load_values_,
     read_json,
@@ -30,10 +31,10 @@ from compresskit.errors import CheckpointError
 from compresskit.masks import Masks, attach_, detach_, masks_of
 from compresskit.quant.insert import Quantized
 from compresskit.quant.store import rebuild, record
-from compresskit.snapshots import Snapshots
+from compresskit.snapshots import SNAPSHOTS, Snapshots
 from compresskit.surgery import owner
 
-MASKS, SNAPSHOTS = "masks.safetensors", "snapshots.safetensors"
+MASKS = "masks.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -82,14 +83,14 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     else:
         quantized = load_model_(model, folder)
     if quantized is not model:
-        load_values_(quantized, read_tensors(folder / MODEL), folder / MODEL)
+        load_values_(quantized, read_tensors(folder / MODEL, bytes_of(quantized)), folder / MODEL)
     if "masks" in saved:
         _load_masks_(quantized, folder / MASKS, saved["masks"])
     return quantized
 
 
 def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
-    masks = Masks.from_state(read_tensors(path), model, path)
+    masks = Masks.from_state(read_tensors(path, 2 * bytes_of(model)), model, path)
     if not isinstance(saved, dict) or (masks.removed, masks.total) != (saved.get("removed"), saved.get("total")):
         raise CheckpointError(f"{path}: removes {masks.removed} of {masks.total} weights, {STRUCTURE} says {saved}")
     if broken := masks.broken(model):

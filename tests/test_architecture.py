@@ -19,10 +19,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
     {"errors", "version"},
-    {"task"},
-    {"samples", "surgery", "normalize"},
+    {"task", "randomness", "packing", "tensorfile"},
+    {"samples", "surgery", "normalize", "feed"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},
+    {"progress"},
+    {"loop"},
     {"train"},
     {"export"},
     {"distill", "prune", "quant"},

@@ -93,6 +93,14 @@ class Gradual:
         self.step = step
         self.grads.clear()
 
+    def resume_state(self) -> dict[str, Any]:
+        """Where the schedule is, and the scores that were summed so far."""
+        return {"step": self.step, "due": sorted(self.due), "sums": self.sums}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `resume_state` gave."""
+        self.step, self.due, self.sums = state["step"], set(state["due"]), dict(state["sums"])
+
     @property
     def finished(self) -> bool:
         """Whether the last update was made; if the steps from there on were all skipped, it was not."""
