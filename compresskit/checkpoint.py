@@ -151,6 +151,9 @@ def load_model_(model: nn.Module, folder: str | Path) -> nn.Module:
     tensors = read_tensors(folder / MODEL, bytes_of(model))
     if wrong := [k for k, v in tensors.items() if list(v.shape) != record["tensors"].get(k)]:
         raise CheckpointError(f"{folder}: {MODEL} and {STRUCTURE} disagree about {wrong[0]}")
-    restructure_(model, record)
+    try:
+        restructure_(model, record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / STRUCTURE}: not the structure of a model ({error!r}); delete the folder") from None
     load_values_(model, tensors, folder / MODEL)
     return model

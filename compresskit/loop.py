@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from compresskit import mixed, randomness
+from compresskit import distributed, mixed, randomness
 from compresskit.errors import CheckpointError, CompressError, DataError, TrainingError, memory_ran_out
 from compresskit.feed import Feed
 from compresskit.progress import Training, module_states, restore_modules_
@@ -62,7 +62,7 @@ class Loop:
         """All epochs, or what is left of them."""
         how, training = self.how, self.training
         self.feed = Feed(self.task.batches("train"), torch.get_rng_state())
-        torch.set_rng_state(randomness.forked(self.feed.stream))
+        torch.set_rng_state(randomness.forked(self.feed.stream, salt=distributed.rank()))
         try:
             if training is not None:
                 training.progress.stop.training = True
@@ -70,7 +70,8 @@ class Loop:
                     self._resume_(state)
             first = max(1, self.feed.number)
             done = (first - 1) * batches + self.feed.position
-            with tqdm(total=how.epochs * batches, initial=done, desc=label, disable=None, leave=False, unit="batch") as bar:
+            bar = tqdm(total=how.epochs * batches, initial=done, desc=label, disable=None, leave=False, unit="batch")
+            with bar, distributed.common_statistics(self.run.model):
                 for number in range(first, how.epochs + 1):
                     self._epoch(number, batches, bar)
         finally:
@@ -87,10 +88,11 @@ class Loop:
                 raise DataError(f"the training loader has length {batches} and gave more batches; it must not change")
             start = (seen - 1) // accumulate * accumulate  # the last step of an epoch may have fewer batches
             together = min(accumulate, batches - start)
+            part, weight = distributed.part_of(batch, self.feed.loader)
             getattr(self.goal, "advance", lambda done: None)(self.step / self.steps)
             # Off the CPU a look at the loss waits for the device, so it is rare there.
             look = run.device.type == "cpu" or seen % 50 == 0 or seen == batches
-            total = _backward(run, self.goal, batch, together, f"epoch {number}, batch {seen}", look=look)
+            total = _backward(run, self.goal, part, (together, weight), f"epoch {number}, batch {seen}", look=look)
             if seen % accumulate == 0 or seen == batches:
                 self._update(f"epoch {number}, batch {seen}")
             bar.update()
@@ -102,6 +104,7 @@ class Loop:
     def _update(self, where: str) -> None:
         for group, rate in zip(self.run.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * self.how.schedule(self.step / self.steps)
+        save = self._share()
         try:
             self.run.step()
         except (RuntimeError, MemoryError) as error:
@@ -111,34 +114,47 @@ class Loop:
         self.step += 1
         for hook in self.hooks:
             hook(self.step, self.steps)
-        training = self.training
-        if training is not None and (training.progress.stop.asked or training.due(self.step)):
-            training.save(self._state(), self.step)
-            training.stopped(where)
+        if save and self.training is not None:
+            self.training.save(self._state(), self.step)
+            self.training.stopped(where)
+
+    def _share(self) -> bool:
+        """Average the gradients of all processes; whether to save after this step, on which they agree in the same message."""
+        training, run = self.training, self.run
+        save = training is not None and (training.progress.stop.asked is not None or training.due(self.step + 1))
+        if distributed.ranks() == 1:
+            return save
+        found = [scaler.found_inf for scaler in run.scalers.values()]
+        (asked,) = distributed.mean_([*run.unscaled().values(), *found], [float(save)])
+        return asked > 0
 
     def _state(self) -> dict[str, Any]:
         """All that must be known to go on from here with the same bits; tensors are not copied."""
-        return {
-            "step": self.step,
-            "run": self.run.state_dict(copy=False),
+        own = {
             "modules": module_states(self.run.model),
             "goal": getattr(self.goal, "resume_state", lambda: None)(),
             "remember": [thing.resume_state() for thing in self.remember],
-            "snapshots": self.task.snapshots or {},
             "random": randomness.captured(),
+        }
+        return {
+            "step": self.step,
+            "run": self.run.state_dict(copy=False),
+            "processes": distributed.gathered(own),
+            "snapshots": self.task.snapshots or {},
             "feed": self.feed.resume_state(),
         }
 
     def _resume_(self, state: Mapping[str, Any]) -> None:
         try:
             self.run.load_state_dict(state["run"])
-            restore_modules_(self.run.model, state["modules"])
-            if state["goal"] is not None:
-                self.goal.resume_from_(state["goal"])  # type: ignore[attr-defined]
-            restore_others_(self.remember, self.task, state)
+            own = own_(state)
+            restore_modules_(self.run.model, own["modules"])
+            if own["goal"] is not None:
+                self.goal.resume_from_(own["goal"])  # type: ignore[attr-defined]
+            restore_others_(self.remember, self.task, own["remember"], state["snapshots"])
             self.step = int(state["step"])
             self.feed.resume_from_(state["feed"])
-            randomness.restore_(state["random"])
+            randomness.restore_(own["random"])
         except CompressError:
             raise
         except FOREIGN as error:
@@ -155,12 +171,15 @@ class Left:
     def behind(self) -> dict[str, Any]:
         """The state after the training."""
         now = dict(_tensors(self.model))
-        return {
-            "values": {name: now[name] for name in self.names},
+        own = {
             "modules": module_states(self.model),
             "remember": [thing.resume_state() for thing in self.remember],
-            "snapshots": self.task.snapshots or {},
             "random": randomness.captured(),
+        }
+        return {
+            "values": {name: now[name] for name in self.names},
+            "processes": distributed.gathered(own),
+            "snapshots": self.task.snapshots or {},
             "held": [randomness.state_of(g) for g in randomness.held_by(self.task.batches("train"))],
         }
 
@@ -173,22 +192,29 @@ class Left:
             with torch.no_grad():
                 for name, value in values.items():
                     own[name].copy_(value)
-            restore_modules_(self.model, state["modules"])
-            restore_others_(self.remember, self.task, state)
+            process = own_(state)
+            restore_modules_(self.model, process["modules"])
+            restore_others_(self.remember, self.task, process["remember"], state["snapshots"])
             for generator, saved in zip(randomness.held_by(self.task.batches("train")), state["held"], strict=True):
                 randomness.put_(generator, saved)
-            randomness.restore_(state["random"])
+            randomness.restore_(process["random"])
         except CompressError:
             raise
         except FOREIGN as error:
             raise foreign(None, error) from error
 
 
-def restore_others_(remember: Sequence[Any], task: Task, state: Mapping[str, Any]) -> None:
+def own_(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What this process alone had; where there are more or fewer of them now, what the first had."""
+    found = state["processes"]
+    return found[distributed.rank() if len(found) == distributed.ranks() else 0]  # type: ignore[no-any-return]
+
+
+def restore_others_(remember: Sequence[Any], task: Task, states: Sequence[Any], snapshots: Mapping[float, Any]) -> None:
     """What a training changes besides the model: objects of its stage, and snapshots of the task."""
-    for thing, saved in zip(remember, state["remember"], strict=True):
+    for thing, saved in zip(remember, states, strict=True):
         thing.resume_from_(saved)
-    for share, values in state["snapshots"].items():
+    for share, values in snapshots.items():
         assert task.snapshots is not None
         task.snapshots[share].update(values)
 
@@ -204,7 +230,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, where: str, *, look: bool) -> Tensor:
+def _backward(run: mixed.Run, goal: Objective, batch: Any, shares: tuple[int, float], where: str, *, look: bool) -> Tensor:
+    """shares: batches that make a step together, and the weight of this process's rows."""
     try:
         losses = goal(run, batch)
     except (RuntimeError, IndexError, ValueError, TypeError, MemoryError) as error:
@@ -218,7 +245,7 @@ def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, wher
     if look and not math.isfinite(total.item()):
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))
     try:
-        run.backward(total / accumulate)
+        run.backward(total / shares[0] * shares[1])
     except (RuntimeError, MemoryError) as error:
         if memory_ran_out(error):
             raise TrainingError(f"{where}: no memory for the gradients of {shapes_of(batch)}; {LESS_MEMORY}") from error

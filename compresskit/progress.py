@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compresskit import randomness
+from compresskit import distributed, randomness
 from compresskit.checkpoint import read_json, write_json, write_tensors
 from compresskit.errors import CheckpointError, Interrupted, SettingError
 from compresskit.packing import pack, unpack
@@ -105,7 +105,7 @@ class Progress:
     key: str
     every: Every = field(default_factory=Every)
     stop: Stop = field(default_factory=Stop)
-    writes: bool = True
+    writes: bool = field(default_factory=lambda: distributed.rank() == 0)
     trainings: int = 0
     seconds: float = 0.0  # of trainings in earlier processes
     decisions: int = 0
@@ -117,6 +117,9 @@ class Progress:
         if self.writes:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Progress:
+        return self  # it counts the trainings of a stage, however often its task is copied
+
     def training(self, label: str) -> Training:
         """The next training of the stage; they come in the same order when the stage is started again."""
         self.trainings += 1
@@ -126,14 +129,14 @@ class Progress:
         """What `make` gives, JSON-ready, or what it gave when the stage ran before: for what depends on a clock."""
         self.decisions += 1
         path, tensors = self.folder / f"decision-{self.decisions}.safetensors", dict[str, Tensor]()
-        if path.exists():
+        if distributed.first_of(path.exists):
             tensors, record = read_tensor_file(path)
             try:
                 randomness.restore_(unpack(record["random"], tensors))
                 return record["value"]
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise CheckpointError(f"{path}: no decision of a stage in it ({error!r}); delete it") from None
-        value = make()
+        value = distributed.first_of(make)
         if self.writes:
             self.prepare()
             random = pack(randomness.captured(), tensors)
@@ -177,7 +180,7 @@ class Training:
     def finished(self) -> dict[str, Any] | None:
         """What the training left, where it was over."""
         path = self._path("end")
-        if not path.exists():
+        if not distributed.first_of(path.exists):
             return None
         state = self._read(path)
         self.progress.seconds += state["seconds"]
@@ -185,18 +188,24 @@ class Training:
 
     def latest(self) -> dict[str, Any] | None:
         """The last checkpoint; the one before where that is damaged, as the log says. CheckpointError where both are."""
+        path = distributed.first_of(self._newest_whole)
+        if path is None:
+            return None
+        state = self._read(path)
+        log.info("%s goes on from %s", self.label, path)
+        self.before = state["seconds"]
+        self.progress.seconds += self.before
+        return state
+
+    def _newest_whole(self) -> Path | None:
         problem: CheckpointError | None = None
         for path in self._files():
             try:
-                state = self._read(path)
+                self._read(path)
+                return path
             except CheckpointError as error:
                 log.warning("%s", error)
                 problem = problem or error
-                continue
-            log.info("%s goes on from %s", self.label, path)
-            self.before = state["seconds"]
-            self.progress.seconds += self.before
-            return state
         if problem is not None:
             raise problem
         return None

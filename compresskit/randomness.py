@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+LISTED = 64  # entries of a list that is searched for generators: transforms, not samples
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
@@ -43,24 +44,24 @@ def forked(state: Tensor, salt: int = 0) -> Tensor:
 
 
 def held_by(loader: Any) -> list[Generator]:
-    """Generators that a loader, its samplers or its data set hold in their attributes, each once."""
+    """Generators that a loader, its samplers, its data set or their transforms hold in their attributes, each once."""
     found: dict[int, Generator] = {}
-    for holder in _parts(loader):
-        for value in getattr(holder, "__dict__", {}).values():
-            if isinstance(value, Generator):
-                found[id(value)] = value
+    _look(loader, found, set(), 6)
     return list(found.values())
 
 
-def _parts(loader: Any) -> Iterator[Any]:
-    yield loader
-    for name in ("sampler", "batch_sampler", "dataset"):
-        part = getattr(loader, name, None)
-        if part is not None:
-            yield part
-            inner = getattr(part, "sampler" if name == "batch_sampler" else "dataset", None)
-            if inner is not None:
-                yield inner
+def _look(thing: Any, found: dict[int, Generator], seen: set[int], depth: int) -> None:
+    if id(thing) in seen or depth < 0 or isinstance(thing, type | ModuleType | Tensor | np.ndarray):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Generator):
+        found[id(thing)] = thing
+    elif isinstance(thing, list | tuple):
+        for part in thing if len(thing) <= LISTED else ():
+            _look(part, found, seen, depth - 1)
+    else:
+        for part in getattr(thing, "__dict__", {}).values():
+            _look(part, found, seen, depth - 1)
 
 
 def seed_(generator: Generator, seed: int) -> None:

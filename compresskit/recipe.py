@@ -13,16 +13,31 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from compresskit import distributed
 from compresskit.checkpoint import FORMAT, write_json
 from compresskit.errors import ModelError, SettingError, StageOrderError
 from compresskit.export.files import copy_model, file_bytes
-from compresskit.folder import PROGRESS, ROW, claim, comes_trained, digests, finished, locked, make_room, stage_keys, whole
+from compresskit.folder import (
+    PROGRESS,
+    ROW,
+    RunPlan,
+    claim,
+    comes_trained,
+    digests,
+    finished,
+    locked,
+    look_ahead,
+    make_room,
+    stage_keys,
+    versions,
+)
 from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
 from compresskit.progress import Every, Progress, Stop, stoppable
@@ -147,8 +162,23 @@ class Recipe:
         out = Path(out)
         self._check_model(model)
         rehearse(model, task)
-        with locked(out), stoppable(out) as stop:
+        with distributed.joined(task.device), locked(out), stoppable(out) as stop:
             return self._run(model, task, out, stop)
+
+    def plan(self, model: nn.Module, task: Task, out: str | Path) -> RunPlan:
+        """What `run` would do with that folder: which stages it would reuse, go on with or run, and why. Nothing is written."""
+        self._check_model(model)
+        steps = self._steps(model, task)
+        first = len(steps) - len(self.stages)
+        asked = [(name, key, self._wanted(i, len(steps)), i - first in self.rewound) for i, (name, key, _) in enumerate(steps)]
+        return look_ahead(Path(out), asked, self._record())
+
+    def _wanted(self, index: int, count: int) -> bool:
+        """Whether a step leaves an ONNX file."""
+        return self.export == "each" or index in (0, count - 1)
+
+    def _record(self) -> dict[str, Any]:
+        return {"format": FORMAT, "stages": self.describe(), "seed": self.seed, "versions": versions()}
 
     def _check_model(self, model: nn.Module) -> None:
         if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
@@ -170,21 +200,25 @@ class Recipe:
 
     def _run(self, model: nn.Module, task: Task, out: Path, stop: Stop) -> Result:
         trained = comes_trained(self.stages[0])
-        steps = self._steps(model, task)
-        claim(out, model, self._names(), {"format": FORMAT, "stages": self.describe(), "seed": self.seed}, trained=trained)
         model = copy.deepcopy(model).to(task.device)
+        distributed.equal_(model)
+        steps = self._steps(model, task)
+        distributed.first_of(lambda: claim(out, model, self._names(), self._record(), trained=trained))
         rows: list[Row] = []
         snapshots: dict[int, Snapshots] = {i: {share: {}} for i, share in self.rewound.items()}
         for i, (name, key, stage) in enumerate(steps):
-            wanted = self.export == "each" or i in (0, len(steps) - 1)
+            wanted = self._wanted(i, len(steps))
             fills = snapshots.get(i - trained)
+            distributed.wait()
             progress = Progress(folder=out / name / PROGRESS, key=key, every=self.save, stop=stop)
             stage_task = replace(task, snapshots=fills or snapshots.get(i - trained - 1), progress=progress)
             model, row = self._step(model, stage_task, out / name, key, stage, wanted=wanted, index=i, fills=fills)
             rows.append(row)
             if task.reference is None and (stage is None or not comes_trained(stage)):
                 task = replace(task, reference=frozen_copy(model))
-        return self._finish(model, task, out, [name for name, _, _ in steps], rows)
+        names = [name for name, _, _ in steps]
+        rows = distributed.first_of(lambda: self._finish(task, out, names, rows))
+        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
 
     def _step(
         self,
@@ -199,31 +233,35 @@ class Recipe:
         fills: Snapshots | None,
     ) -> tuple[nn.Module, Row]:
         done = folder / ROW
-        if (record := finished(folder, key, wanted=wanted, snapshots=fills is not None)) is not None:
-            whole(folder, record)
+        asked = partial(finished, folder, key, wanted=wanted, snapshots=fills is not None)
+        if (record := distributed.first_of(asked)) is not None:
             make = getattr(stage, "skeleton", None)
             skeleton = model if make is None else make(model)
             log.info("%s: done, loaded from %s", folder.name, folder)
             if fills is not None:
                 load_snapshots_(fills, folder)
             return load(copy.deepcopy(skeleton), folder).to(task.device).eval(), read_row(record["row"], done)
-        old = make_room(folder)
+        old = distributed.first_of(partial(make_room, folder))
         seed_everything(self.seed + index, task)
         begin = time.perf_counter()
         log.info("%s: %s", folder.name, stage)
         if stage is not None:
             model = held(stage, model, task)
         seconds = time.perf_counter() - begin + task.progress.seconds
-        save(model, folder)
-        if fills is not None:
-            save_snapshots(fills, folder)
-        row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
-        write_json(done, {"format": FORMAT, "key": key, "row": asdict(row), "files": digests(folder)})
-        shutil.rmtree(folder / PROGRESS, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-        return model, row
 
-    def _finish(self, model: nn.Module, task: Task, out: Path, names: list[str], rows: list[Row]) -> Result:
+        def keep() -> Row:
+            save(model, folder)
+            if fills is not None:
+                save_snapshots(fills, folder)
+            row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
+            write_json(done, {"format": FORMAT, "key": key, "row": asdict(row), "files": digests(folder)})
+            shutil.rmtree(folder / PROGRESS, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+            return row
+
+        return model, distributed.first_of(keep)
+
+    def _finish(self, task: Task, out: Path, names: list[str], rows: list[Row]) -> list[Row]:
         files = [out / name / "model.onnx" for name in names]
         have = [i for i, file in enumerate(files) if file.exists()]
         times = latency([files[i] for i in have], first_rows(task.example(), 1))
@@ -231,4 +269,4 @@ class Recipe:
             rows[i] = replace(rows[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
         write_report(out / "report.json", rows, stages=self.describe(), torch=torch.__version__)
         copy_model(files[-1], out / "model.onnx")
-        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
+        return rows

@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
     {"errors", "version"},
-    {"task", "randomness", "packing", "tensorfile"},
+    {"task", "randomness", "packing", "tensorfile", "distributed"},
     {"samples", "surgery", "normalize", "feed"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},

@@ -166,8 +166,24 @@ def _check(run: Run, state: dict[str, Any]) -> None:
     own_groups = [sorted(names[p] for p in _members(run, group)) for group in run.optimizer.param_groups]
     if own_groups != [group["params"] for group in state["optimizer"]["groups"]]:
         raise CheckpointError("load_state_dict: the optimizer's param groups hold other parameters than the state's")
+    _check_shapes(run, state["optimizer"]["state"], {name: p.shape for p, name in names.items()})
     for kind, count in (("schedules", len(run._schedules)), ("averages", len(run._averages))):
         if len(state[kind]) != count:
             raise CheckpointError(
                 f"load_state_dict: the state has {len(state[kind])} {kind}, this run {count}; make it alike first"
             )
+
+
+def _check_shapes(run: Run, saved: dict[str, Any], shapes: dict[str, torch.Size]) -> None:
+    """Each tensor of the state is a number, or spreads over its parameter; of optimizers of torch's and of ours that is known."""
+    kind = type(run.optimizer)
+    if not kind.__module__.startswith(("torch.optim", "compresskit")) or kind is torch.optim.LBFGS:
+        return
+    for name, entry in saved.items():
+        for key, value in entry.items():
+            if not isinstance(value, Tensor) or (value.numel() == 1 and value.ndim <= 1):
+                continue
+            wanted = shapes.get(name, torch.Size())
+            fits = value.ndim == len(wanted) and all(n in (1, w) for n, w in zip(value.shape, wanted, strict=True))
+            if key == "step" or not fits:
+                raise CheckpointError(f"load_state_dict: {key} of {name} is {tuple(value.shape)}, the parameter {tuple(wanted)}")

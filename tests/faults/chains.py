@@ -49,19 +49,17 @@ class Augmented(Dataset):
         return len(self.labels)
 
     def __getitem__(self, i):
-        shift = random.random() + np.random.random() + torch.rand(()).item() + self.own.random()
+        shift = random.random() + np.random.random() + torch.rand(()).item() + self.own.random()  # noqa: NPY002
         return self.images[i] + 0.1 * shift, int(self.labels[i])
 
 
 def task(*, workers=0, loader=DataLoader, **settings):
     data = Augmented()
     plain = [(data.images[i : i + 24], data.labels[i : i + 24]) for i in range(0, 96, 24)]
-    return ck.Task(
-        train=loader(data, batch_size=16, shuffle=True, num_workers=workers, **settings), val=plain, calibration=plain
-    )
+    return ck.Task(train=loader(data, batch_size=16, shuffle=True, num_workers=workers, **settings), val=plain, calibration=plain)
 
 
-def long(*, save=None):
+def long(*, save=None, export="last"):
     """Masters, distillation with an average of the student, pruning in steps, and QAT."""
     return ck.Recipe(
         ck.Train(epochs=2, optimizer=adamw, precision=mixed.MASTER_BF16, clip=1.0, accumulate=2),
@@ -69,11 +67,11 @@ def long(*, save=None):
         ck.Prune(macs=0.6, steps=2, round_to=2, between=ck.Train(epochs=1, optimizer=sgd, objective=ck.imitate(EMA(decay=0.9))),
                  finetune=ck.Train(epochs=1, optimizer=sgd, objective=mutual(Net(8)))),
         ck.QAT(epochs=2, optimizer=sgd, samples=64, freeze=0.6),
-        save=save or Every(seconds=None, steps=2),
+        save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
 
 
-def sparse(*, save=None):
+def sparse(*, save=None, export="last"):
     """Masks that grow on a schedule, a lottery ticket that rewinds, learned scales under masks."""
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.SPLIT_BF16),
@@ -82,11 +80,11 @@ def sparse(*, save=None):
         ck.Densify(),
         ck.LotteryTicket(ratio=0.5, rounds=2, rewind=prune.rewind(to=0.3), train=ck.Train(epochs=1, optimizer=sgd)),
         ck.QAT(epochs=1, optimizer=sgd, samples=64, learned=True),
-        save=save or Every(seconds=None, steps=2),
+        save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
 
 
-def taught(*, save=None):
+def taught(*, save=None, export="last"):
     """Objectives with a memory: a bank of features, unlabelled data, a growing penalty, an observer with a histogram."""
     unlabelled = DataLoader(Augmented().images[:40] + 0.5, batch_size=8, shuffle=True)
     teacher = Net().eval()
@@ -97,7 +95,16 @@ def taught(*, save=None):
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.KAHAN_BF16, objective=pseudo_label(teacher, unlabelled, threshold=0.1)),
         ck.Prune(macs=0.6, round_to=2, learn=ck.Train(epochs=1, optimizer=sgd, objective=prune.group_lasso(strength=1e-4))),
         ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.HistogramMSE, 8), freeze=0.8),
-        save=save or Every(seconds=None, steps=2),
+        save=save or Every(seconds=None, steps=2), export=export,
+    )  # fmt: skip
+
+
+def short(*, save=None, export="last"):
+    """Masters and QAT."""
+    return ck.Recipe(
+        ck.Train(epochs=2, optimizer=adamw, precision=mixed.MASTER_BF16),
+        ck.QAT(epochs=1, optimizer=sgd, samples=64, freeze=0.6),
+        save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
 
 
@@ -106,7 +113,7 @@ def run(name, out, **settings):
     torch.manual_seed(0)
     if name == "taught":
         return taught(**settings).run(Net(), task(loader=numbered), out)
-    return {"long": long, "sparse": sparse}[name](**settings).run(Net(), task(), out)
+    return {"long": long, "sparse": sparse, "short": short}[name](**settings).run(Net(), task(), out)
 
 
 if __name__ == "__main__":
