@@ -12,6 +12,7 @@ from compresskit.errors import (
     CompressError,
     DataError,
     ExportError,
+    Interrupted,
     ModelError,
     SettingError,
     StageOrderError,
@@ -20,6 +21,7 @@ from compresskit.errors import (
 from compresskit.export import audit, export_onnx, verify_onnx
 from compresskit.graph import capture
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
+from compresskit.progress import Every, Progress
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result
@@ -36,10 +38,13 @@ __all__ = [
     "Densify",
     "Distill",
     "DynamicQuant",
+    "Every",
     "ExportError",
+    "Interrupted",
     "LotteryTicket",
     "ModelError",
     "Objective",
+    "Progress",
     "Prune",
     "Recipe",
     "Result",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compresskit.errors import CheckpointError
 from compresskit.surgery import restructure_, structure
+from compresskit.tensorfile import read_tensor_file, write_tensor_file
 
-FORMAT = 1  # of structure.json; a reader refuses files of a later one
+FORMAT = 1  # of JSON files; a reader refuses files of a later one
+LARGEST = 2**26  # bytes of a JSON file that is read
 
 MODEL, STRUCTURE = "model.safetensors", "structure.json"
 
@@ -26,65 +28,92 @@ MODEL, STRUCTURE = "model.safetensors", "structure.json"
 def atomic(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`; what was written there takes its place at once, or not at all.
 
-    The file is synced before it is renamed, so that after a power cut either the old or the new one is there, whole.
+    The file is synced before it is renamed, so that after a power cut either the old or the new one is there, whole. Raises
+    CheckpointError where the disk is full or cannot be written.
     """
     path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    temporary = Path(name)
+    temporary: Path | None = None
     try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        temporary = Path(name)
         yield temporary
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(unwritable(path, error)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
-def write_json(path: str | Path, record: Any) -> None:
-    """Write a record, atomically."""
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unwritable(path: Path, error: OSError) -> str:
+    """What to say where a file cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path}: the disk is full; make room and run the same command again, what was saved before is whole"
+    return f"{path}: cannot be written ({error.strerror or error}); look at its rights, or choose another out="
+
+
+def _digest(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def write_json(path: str | Path, record: dict[str, Any]) -> None:
+    """Write a record with its digest, atomically."""
+    plain = json.loads(json.dumps(record, allow_nan=False))
+    text = json.dumps(plain | {"sha256": _digest(plain)}, indent=1) + "\n"
     with atomic(path) as temporary:
         temporary.write_text(text)
 
 
-def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON object; `CheckpointError` names the file where it is missing, damaged or of a later format."""
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """Read a JSON object; `CheckpointError` names the file where it is missing, damaged, changed or of a later format."""
     path = Path(path)
     try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
         record = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not there; {what} was expected") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged, {what} was expected ({error}); delete it to start that stage again") from None
     if not isinstance(record, dict):
         raise CheckpointError(f"{path}: wanted a JSON object with {what}, got {type(record).__name__}")
     if (version := record.get("format", FORMAT)) != FORMAT:
         raise CheckpointError(f"{path}: written in format {version}, this compresskit reads {FORMAT}; update compresskit")
+    digest = record.pop("sha256", None)
+    if digest != _digest(record):
+        problem = "has no digest" if digest is None else "has changed since it was written"
+        raise CheckpointError(f"{path}: {problem}; {what} was expected. Delete it to start that stage again")
     return record
 
 
-def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], record: Any = None) -> None:
     """Write tensors as safetensors, atomically; a tensor that shares memory with another is stored by itself."""
-    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with atomic(path) as temporary:
-        save_file(plain, temporary)
+        write_tensor_file(temporary, tensors, record)
 
 
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Read a safetensors file; `CheckpointError` where it is missing or damaged."""
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not there") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); delete it to start that stage again") from None
+def read_tensors(path: str | Path, limit: int | None = None) -> dict[str, Tensor]:
+    """Read a safetensors file; `CheckpointError` where it is missing, damaged, or larger than `limit` bytes."""
+    return read_tensor_file(path, limit)[0]
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Bytes of the values that a model stores."""
+    return sum(value.numel() * value.element_size() for value in model.state_dict().values())
 
 
 def load_values_(model: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
@@ -119,9 +148,12 @@ def load_model_(model: nn.Module, folder: str | Path) -> nn.Module:
     record = read_json(folder / STRUCTURE, "a model's structure").get("structure")
     if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("tensors", "modules")):
         raise CheckpointError(f"{folder / STRUCTURE}: no structure of a float model in it; use compresskit.load")
-    tensors = read_tensors(folder / MODEL)
+    tensors = read_tensors(folder / MODEL, bytes_of(model))
     if wrong := [k for k, v in tensors.items() if list(v.shape) != record["tensors"].get(k)]:
         raise CheckpointError(f"{folder}: {MODEL} and {STRUCTURE} disagree about {wrong[0]}")
-    restructure_(model, record)
+    try:
+        restructure_(model, record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / STRUCTURE}: not the structure of a model ({error!r}); delete the folder") from None
     load_values_(model, tensors, folder / MODEL)
     return model

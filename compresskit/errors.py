@@ -9,6 +9,8 @@
     ├── ExportError               an ONNX file could not be written, or it does not agree with its model
     └── CheckpointError           a file of a run is damaged, foreign or newer than this library
 
+    Interrupted                   no error: SIGINT or SIGTERM ended a run that can go on later (a SystemExit)
+
 A message says what, where, wanted, got, and what to do.
 """
 
@@ -43,3 +45,13 @@ class ExportError(CompressError):
 
 class CheckpointError(CompressError):
     """A file of a run is damaged, foreign or newer than this library."""
+
+
+class Interrupted(SystemExit):
+    """A signal ended a run after it was saved; where nobody catches it, the process says how to go on and exits with 1."""
+
+
+def memory_ran_out(error: BaseException) -> bool:
+    """Whether an error of torch or Python says that there was no memory left."""
+    said = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said

@@ -4,16 +4,138 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from compresskit.checkpoint import read_json, write_json
+from compresskit.distributed import rank
 from compresskit.errors import CheckpointError
+from compresskit.snapshots import SNAPSHOTS
 from compresskit.surgery import structure
 from compresskit.task import PROPERTIES, Stage, Task, describe, fingerprint
+from compresskit.version import __version__
+
+try:
+    import fcntl
+except ImportError:  # there is none on Windows, and so no lock
+    fcntl = None  # type: ignore[assignment]
+
+
+ROW, PROGRESS, LOCK = "row.json", "progress", ".lock"
+_HELD: set[Any] = set()
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold a folder for this process; CheckpointError where another one has it. A process that is gone holds nothing.
+
+    Of several that work together the first holds it for all.
+    """
+    if rank() != 0:
+        yield
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / LOCK).open("a+")
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+    with file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                owner = file.read(32).strip() or "unknown"
+                raise CheckpointError(
+                    f"{out}: in use by another process ({owner}); wait for it, end it, or choose another out="
+                ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        _HELD.add(file)
+        for part in out.glob(".*.part"):  # of a process that was killed while it wrote
+            part.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            _HELD.discard(file)
+
+
+def _let_go() -> None:
+    # A worker of a loader inherits the file, and with it the lock, which it would hold when its parent is dead.
+    for file in _HELD:
+        file.close()
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def finished(folder: Path, key: str, *, wanted: bool, snapshots: bool) -> dict[str, Any] | None:
+    """The record of a stage that is done as it is asked for, after a look at its files.
+
+    wanted, snapshots: whether an ONNX file and snapshots must be there. Raises CheckpointError where a file has changed.
+    """
+    there = (folder / ROW).exists() and (not wanted or (folder / "model.onnx").exists())
+    if not there or (snapshots and not (folder / SNAPSHOTS).exists()):
+        return None
+    record = read_json(folder / ROW, "the row of a finished stage")
+    if record.get("key") != key:
+        return None
+    whole(folder, record)
+    return record
+
+
+def make_room(folder: Path) -> Path:
+    """An empty folder but for checkpoints of the stage. What a changed stage replaces is kept, until the new one is done, in the
+    folder that is returned.
+    """
+    old = folder.with_name(f".{folder.name}.replaced")
+    if (folder / ROW).exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name != PROGRESS:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_file():
+            path.unlink()
+    for part in folder.glob(f"{PROGRESS}/.*.part"):
+        part.unlink(missing_ok=True)
+    return old
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a stage but its row."""
+    return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != ROW}
+
+
+def whole(folder: Path, record: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless the files of a finished stage are those that it wrote."""
+    files = record.get("files")
+    if not isinstance(files, dict) or "row" not in record:
+        raise CheckpointError(f"{folder / ROW}: not the row of a finished stage; delete {folder} to run it again")
+    for name, digest in files.items():
+        path = folder / Path(name).name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not there; delete {folder} to run that stage again")
+        if _sha256(path) != digest:
+            raise CheckpointError(f"{path}: has changed since the stage wrote it; delete {folder} to run that stage again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def comes_trained(stage: Stage) -> bool:
@@ -26,17 +148,78 @@ def comes_trained(stage: Stage) -> bool:
 
 def stage_keys(model: nn.Module, task: Task, stages: list[Any], seed: int, *, trained: bool) -> list[str]:
     """A key for each stage: its settings, all before it, the model's structure, the data (lengths, first validation batch), the
-    loss and the metric; and the model's weights, where the chain starts from trained ones.
+    loss and the metric, the versions of this library and of torch; and the model's weights, where the chain starts from trained
+    ones.
     """
     lengths = [None if getattr(task, w) is None else task.length(w) for w in ("train", "val", "calibration")]
     data = [lengths, fingerprint(next(iter(task.batches("val")))), describe([task.loss, task.metric, task.predict])]
     weights = fingerprint(model) if trained else None
-    digest = hashlib.sha256(json.dumps([structure(model), seed, data, weights], sort_keys=True).encode())
+    known = [structure(model), seed, data, weights, versions()]
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     keys = []
     for record in stages:
         digest.update(json.dumps(record, sort_keys=True).encode())
         keys.append(digest.hexdigest()[:16])
     return keys
+
+
+def versions() -> list[str]:
+    """Of what results depend on: a patch of torch is held to change none."""
+    return [__version__, ".".join(torch.__version__.split(".")[:2])]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a run would do for one stage: `does` is "reuse", "go on" or "run"."""
+
+    name: str
+    does: str
+    why: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do, stage by stage; prints as a table."""
+
+    stages: tuple[Ahead, ...]
+
+    def __str__(self) -> str:
+        width = max(len(stage.name) for stage in self.stages)
+        return "\n".join(f"{stage.name:<{width}}  {stage.does:<6}  {stage.why}" for stage in self.stages)
+
+
+def look_ahead(out: Path, steps: Sequence[tuple[str, str, bool, bool]], record: dict[str, Any]) -> RunPlan:
+    """What would be done in a folder for (name, key, whether a file is wanted, whether snapshots are) of each stage.
+
+    record: the recipe, as `claim` writes it. Nothing is written; raises CheckpointError where a file is damaged.
+    """
+    old = read_json(out / "recipe.json", "a recipe") if (out / "recipe.json").exists() else None
+    found = []
+    for name, key, wanted, snapshots in steps:
+        folder = out / name
+        mark = folder / PROGRESS / "stage.json"
+        if finished(folder, key, wanted=wanted, snapshots=snapshots) is not None:
+            found.append(Ahead(name, "reuse", "done, and nothing that it depends on has changed"))
+        elif mark.exists() and read_json(mark, "which stage its checkpoints are of").get("key") == key:
+            newest = max((folder / PROGRESS).glob("*.safetensors"), key=lambda path: path.stat().st_mtime, default=mark)
+            found.append(Ahead(name, "go on", f"it was interrupted; from {PROGRESS}/{newest.name}"))
+        elif old is None or not folder.exists():
+            found.append(Ahead(name, "run", "not done yet"))
+        else:
+            found.append(Ahead(name, "run", _what_changed(old, record, name)))
+    return RunPlan(tuple(found))
+
+
+def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
+    if old.get("versions") != new["versions"]:
+        return f"versions have changed: {old.get('versions')} then, {new['versions']} now"
+    for i, (before, after) in enumerate(zip(old.get("stages", []), new["stages"], strict=False), 1):
+        if before != after and i <= int(name.partition("-")[0]):
+            fields = [key for key in after if before.get(key) != after[key]] if isinstance(before, dict) else []
+            return f"stage {i} has changed" + (f": {', '.join(fields)}" if fields else "")
+    if old.get("seed") != new["seed"]:
+        return f"the seed has changed: {old.get('seed')} then, {new['seed']} now"
+    return "interrupted, or the data, the loss, the metric or the weights it starts from have changed"
 
 
 def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any], *, trained: bool) -> None:
@@ -48,7 +231,7 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
     record = record | {"model": type(model).__name__, "structure": shape, "weights": fingerprint(model)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (out / "recipe.json").exists() and any(out.iterdir()):
+        if not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
             raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
@@ -69,7 +252,6 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
                 stacklevel=3,
             )
             record["weights"] = old.get("weights")
-    try:
-        write_json(out / "recipe.json", record)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+        if old == json.loads(json.dumps(record)):
+            return
+    write_json(out / "recipe.json", record)

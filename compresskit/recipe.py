@@ -13,29 +13,46 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from compresskit.checkpoint import FORMAT, read_json, write_json
+from compresskit import distributed
+from compresskit.checkpoint import FORMAT, write_json
 from compresskit.errors import ModelError, SettingError, StageOrderError
 from compresskit.export.files import copy_model, file_bytes
-from compresskit.folder import claim, comes_trained, stage_keys
+from compresskit.folder import (
+    PROGRESS,
+    ROW,
+    RunPlan,
+    claim,
+    comes_trained,
+    digests,
+    finished,
+    locked,
+    look_ahead,
+    make_room,
+    stage_keys,
+    versions,
+)
 from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
+from compresskit.progress import Every, Progress, Stop, stoppable
 from compresskit.prune.rewind import Rewind
 from compresskit.rehearse import held, measure, rehearse, seed_everything
 from compresskit.report import read_row, table, write_report
 from compresskit.snapshots import Snapshots
-from compresskit.store import SNAPSHOTS, load, load_snapshots_, save, save_snapshots
+from compresskit.store import load, load_snapshots_, save, save_snapshots
 from compresskit.surgery import frozen_copy
 from compresskit.task import PROPERTIES, Stage, Task, describe, first_rows
 from compresskit.train import Train
 
 log = logging.getLogger(__name__)
 
+EVERY = Every()
 _LOST = {"float": "quantized the model", "dense": "put masks on the model"}
 
 
@@ -113,9 +130,10 @@ class Recipe:
     export: "each" writes and proves an ONNX file after every stage, "last" only after the last.
     seed: every stage starts from generators seeded with it and the stage's number, so that a stage that is run again gives
         the same result; the global generators of torch, numpy and random are set.
+    save: how often a training is saved on its way.
     """
 
-    def __init__(self, *stages: Stage, seed: int = 0, export: str = "each") -> None:
+    def __init__(self, *stages: Stage, seed: int = 0, export: str = "each", save: Every = EVERY) -> None:
         if not stages:
             raise SettingError("Recipe(): give at least one stage")
         if export not in ("each", "last"):
@@ -125,7 +143,9 @@ class Recipe:
                 raise SettingError(f"Recipe(...): wanted stages such as Train(epochs=1), got {type(stage).__name__}")
         check_order(stages)
         self.rewound = check_rewinding(stages)
-        self.stages, self.seed, self.export = stages, seed, export
+        if not isinstance(save, Every):
+            raise SettingError(f"Recipe(save=...): wanted Every(seconds=...), got {save!r}")
+        self.stages, self.seed, self.export, self.save = stages, seed, export, save
 
     def describe(self) -> list[Any]:
         """The settings of all stages, JSON-ready."""
@@ -134,36 +154,71 @@ class Recipe:
     def run(self, model: nn.Module, task: Task, out: str | Path) -> Result:
         """Run all stages that are not done yet.
 
-        The model is copied first and stays as it is. Raises what the stages raise; CheckpointError where `out` belongs to
-        another recipe or cannot be written; ExportError where a file does not agree with its model: the file is then kept as
-        `model.rejected.onnx`.
+        A run that was interrupted, wherever that was, goes on and ends with the same bits. The model is copied first and stays
+        as it is. Raises what the stages raise; CheckpointError where `out` belongs to another recipe, is in use by another
+        process or cannot be written; ExportError where a file does not agree with its model: the file is then kept as
+        `model.rejected.onnx`; Interrupted, which ends the process, after SIGINT or SIGTERM.
         """
         out = Path(out)
+        self._check_model(model)
+        rehearse(model, task)
+        with distributed.joined(task.device), locked(out), stoppable(out) as stop:
+            return self._run(model, task, out, stop)
+
+    def plan(self, model: nn.Module, task: Task, out: str | Path) -> RunPlan:
+        """What `run` would do with that folder: which stages it would reuse, go on with or run, and why. Nothing is written."""
+        self._check_model(model)
+        steps = self._steps(model, task)
+        first = len(steps) - len(self.stages)
+        asked = [(name, key, self._wanted(i, len(steps)), i - first in self.rewound) for i, (name, key, _) in enumerate(steps)]
+        return look_ahead(Path(out), asked, self._record())
+
+    def _wanted(self, index: int, count: int) -> bool:
+        """Whether a step leaves an ONNX file."""
+        return self.export == "each" or index in (0, count - 1)
+
+    def _record(self) -> dict[str, Any]:
+        return {"format": FORMAT, "stages": self.describe(), "seed": self.seed, "versions": versions()}
+
+    def _check_model(self, model: nn.Module) -> None:
         if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
             raise ModelError("the model is quantized already; start from the float model it came from")
         if masks_of(model) is not None and (bad := _needing_dense(self.stages)) is not None:
             raise ModelError(f"the model carries masks, and {bad} needs a dense model; put Densify before it, or leave it out")
-        rehearse(model, task)
-        names = [f"{i}-{type(stage).__name__.lower()}" for i, stage in enumerate(self.stages, 1)]
-        trained = comes_trained(self.stages[0])
-        keys = stage_keys(model, task, self.describe(), self.seed, trained=trained)
-        claim(out, model, names, {"format": FORMAT, "stages": self.describe(), "seed": self.seed}, trained=trained)
-        model = copy.deepcopy(model).to(task.device)
-        steps: list[tuple[str, str, Stage | None]] = list(zip(names, keys, self.stages, strict=True))
-        if trained:
+
+    def _steps(self, model: nn.Module, task: Task) -> list[tuple[str, str, Stage | None]]:
+        """(name, key, stage) of each folder of a run; the first may be the model as it came."""
+        keys = stage_keys(model, task, self.describe(), self.seed, trained=comes_trained(self.stages[0]))
+        steps: list[tuple[str, str, Stage | None]] = list(zip(self._names(), keys, self.stages, strict=True))
+        if comes_trained(self.stages[0]):
             # The model comes trained: it is the row that all others are compared with.
             steps.insert(0, ("0-start", keys[0] + "-start", None))
+        return steps
+
+    def _names(self) -> list[str]:
+        return [f"{i}-{type(stage).__name__.lower()}" for i, stage in enumerate(self.stages, 1)]
+
+    def _run(self, model: nn.Module, task: Task, out: Path, stop: Stop) -> Result:
+        trained = comes_trained(self.stages[0])
+        model = copy.deepcopy(model).to(task.device)
+        distributed.equal_(model)
+        steps = self._steps(model, task)
+        distributed.first_of(lambda: claim(out, model, self._names(), self._record(), trained=trained))
         rows: list[Row] = []
         snapshots: dict[int, Snapshots] = {i: {share: {}} for i, share in self.rewound.items()}
         for i, (name, key, stage) in enumerate(steps):
-            wanted = self.export == "each" or i in (0, len(steps) - 1)
+            wanted = self._wanted(i, len(steps))
             fills = snapshots.get(i - trained)
-            stage_task = replace(task, snapshots=fills or snapshots.get(i - trained - 1))
+            distributed.wait()
+            progress = Progress(folder=out / name / PROGRESS, key=key, every=self.save, stop=stop)
+            stage_task = replace(task, snapshots=fills or snapshots.get(i - trained - 1), progress=progress)
             model, row = self._step(model, stage_task, out / name, key, stage, wanted=wanted, index=i, fills=fills)
             rows.append(row)
             if task.reference is None and (stage is None or not comes_trained(stage)):
                 task = replace(task, reference=frozen_copy(model))
-        return self._finish(model, task, out, [name for name, _, _ in steps], rows)
+        names = [name for name, _, _ in steps]
+        rows = distributed.first_of(lambda: self._finish(task, out, names, rows))
+        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
 
     def _step(
         self,
@@ -177,38 +232,36 @@ class Recipe:
         index: int,
         fills: Snapshots | None,
     ) -> tuple[nn.Module, Row]:
-        done = folder / "row.json"
-        complete = done.exists() and (not wanted or (folder / "model.onnx").exists())
-        complete = complete and (fills is None or (folder / SNAPSHOTS).exists())
-        if complete and (record := read_json(done, "the row of a finished stage")).get("key") == key:
+        done = folder / ROW
+        asked = partial(finished, folder, key, wanted=wanted, snapshots=fills is not None)
+        if (record := distributed.first_of(asked)) is not None:
             make = getattr(stage, "skeleton", None)
             skeleton = model if make is None else make(model)
             log.info("%s: done, loaded from %s", folder.name, folder)
             if fills is not None:
                 load_snapshots_(fills, folder)
             return load(copy.deepcopy(skeleton), folder).to(task.device).eval(), read_row(record["row"], done)
-        # What a changed stage replaces is kept until the new one is done.
-        old = folder.with_name(f".{folder.name}.replaced")
-        shutil.rmtree(old, ignore_errors=True)
-        if done.exists():
-            folder.rename(old)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        old = distributed.first_of(partial(make_room, folder))
         seed_everything(self.seed + index, task)
         begin = time.perf_counter()
         log.info("%s: %s", folder.name, stage)
         if stage is not None:
             model = held(stage, model, task)
-        seconds = time.perf_counter() - begin
-        save(model, folder)
-        if fills is not None:
-            save_snapshots(fills, folder)
-        row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
-        write_json(done, {"format": FORMAT, "key": key, "row": asdict(row)})
-        shutil.rmtree(old, ignore_errors=True)
-        return model, row
+        seconds = time.perf_counter() - begin + task.progress.seconds
 
-    def _finish(self, model: nn.Module, task: Task, out: Path, names: list[str], rows: list[Row]) -> Result:
+        def keep() -> Row:
+            save(model, folder)
+            if fills is not None:
+                save_snapshots(fills, folder)
+            row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
+            write_json(done, {"format": FORMAT, "key": key, "row": asdict(row), "files": digests(folder)})
+            shutil.rmtree(folder / PROGRESS, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+            return row
+
+        return model, distributed.first_of(keep)
+
+    def _finish(self, task: Task, out: Path, names: list[str], rows: list[Row]) -> list[Row]:
         files = [out / name / "model.onnx" for name in names]
         have = [i for i, file in enumerate(files) if file.exists()]
         times = latency([files[i] for i in have], first_rows(task.example(), 1))
@@ -216,4 +269,4 @@ class Recipe:
             rows[i] = replace(rows[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
         write_report(out / "report.json", rows, stages=self.describe(), torch=torch.__version__)
         copy_model(files[-1], out / "model.onnx")
-        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
+        return rows

@@ -22,6 +22,7 @@ from compresskit.export.verify import Verification, verify_onnx
 from compresskit.graph import capture, check_runs
 from compresskit.masks import masks_of
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
+from compresskit.randomness import held_by, seed_
 from compresskit.task import Inputs, Stage, Task, call, first_rows, shapes_of
 from compresskit.train import supervised_loss
 
@@ -64,10 +65,8 @@ def seed_everything(seed: int, task: Task) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  what data loaders of users draw from
     for loader in (task.train, task.val, task.calibration):
-        for holder in (loader, getattr(loader, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
+        for generator in held_by(loader):
+            seed_(generator, seed)
 
 
 def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,16 @@ from compresskit.errors import CheckpointError
 from compresskit.measure import Row
 
 HEAD = ("stage", "metric", "params", "MACs", "file", "smaller", "latency", "faster", "verified")
+#: What a field of a row may hold in a file, by its annotation.
+KINDS: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": int | float,
+    "bool": bool,
+    "int | None": int | None,
+    "float | None": int | float | None,
+    "bool | None": bool | None,
+}
 SPARSE = ("zeros", "zipped")
 
 
@@ -68,6 +78,10 @@ def write_report(path: str | Path, rows: Sequence[Row], **extra: Any) -> None:
 def read_row(record: dict[str, Any], where: Path) -> Row:
     """A row from its JSON."""
     try:
+        for field in fields(Row):
+            value = record.get(field.name, field.default)
+            if not isinstance(value, KINDS[str(field.type)]) or (isinstance(value, bool) and "bool" not in str(field.type)):
+                raise TypeError(f"{field.name} is {value!r}")
         return Row(**record)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{where}: not a row of a report ({error}): {json.dumps(record)[:80]}") from None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from compresskit.errors import ModelError, SettingError
 
+SNAPSHOTS = "snapshots.safetensors"
 Snapshots = dict[float, dict[str, Tensor]]
 
 

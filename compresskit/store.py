@@ -18,6 +18,7 @@ from compresskit.checkpoint import (
     FORMAT,
     MODEL,
     STRUCTURE,
+    bytes_of,
     load_model_,
     load_values_,
     read_json,
@@ -30,10 +31,10 @@ from compresskit.errors import CheckpointError
 from compresskit.masks import Masks, attach_, detach_, masks_of
 from compresskit.quant.insert import Quantized
 from compresskit.quant.store import rebuild, record
-from compresskit.snapshots import Snapshots
+from compresskit.snapshots import SNAPSHOTS, Snapshots
 from compresskit.surgery import owner
 
-MASKS, SNAPSHOTS = "masks.safetensors", "snapshots.safetensors"
+MASKS = "masks.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -72,24 +73,36 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
     detach_(model)  # what it carried was for other weights
-    if saved.get("kind") == "parts" and isinstance(saved.get("parts"), dict):
-        quantized = copy.deepcopy(model)
-        for name, part in saved["parts"].items():
-            owner(quantized, f"{name}.weight")  # raises where there is no such module
-            quantized.set_submodule(name, rebuild(quantized.get_submodule(name), part))
-    elif saved.get("kind") == "quantized":
-        quantized = rebuild(model, saved)
+    if saved.get("kind") in ("parts", "quantized"):
+        # Before the work of building it again; besides the weights it has a few numbers for each channel.
+        tensors = read_tensors(folder / MODEL, 4 * bytes_of(model) + 2**20)
+        quantized = _rebuilt(model, saved, folder / STRUCTURE)
+        load_values_(quantized, tensors, folder / MODEL)
     else:
         quantized = load_model_(model, folder)
-    if quantized is not model:
-        load_values_(quantized, read_tensors(folder / MODEL), folder / MODEL)
     if "masks" in saved:
         _load_masks_(quantized, folder / MASKS, saved["masks"])
     return quantized
 
 
+def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
+    """The quantized model of a record, its values still to be loaded; CheckpointError where the record is none."""
+    try:
+        if saved["kind"] == "quantized":
+            return rebuild(model, saved)
+        whole = copy.deepcopy(model)
+        for name, part in saved["parts"].items():
+            owner(whole, f"{name}.weight")  # raises where there is no such module
+            whole.set_submodule(name, rebuild(whole.get_submodule(name), part))
+        return whole
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{where}: not the record of a quantized model ({error!r}); delete the folder") from error
+
+
 def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
-    masks = Masks.from_state(read_tensors(path), model, path)
+    masks = Masks.from_state(read_tensors(path, 2 * bytes_of(model)), model, path)
     if not isinstance(saved, dict) or (masks.removed, masks.total) != (saved.get("removed"), saved.get("total")):
         raise CheckpointError(f"{path}: removes {masks.removed} of {masks.total} weights, {STRUCTURE} says {saved}")
     if broken := masks.broken(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -184,6 +185,8 @@ def restructure_(model: nn.Module, wanted: dict[str, Any]) -> None:
             old = get_tensor(model, name)
             if old.ndim != len(shape):
                 raise CheckpointError(f"{name}: the model has {old.ndim} dimensions, the record {len(shape)}")
+            if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > old.numel():
+                raise CheckpointError(f"{name}: the record says {shape}, larger than the model's {tuple(old.shape)}")
             set_tensor_(model, name, torch.zeros(shape, dtype=old.dtype, device=old.device))
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):

@@ -33,7 +33,8 @@ class Objective(Protocol):
     An objective that needs the task, or that holds teachers, hooks or adapters while it is used, may also have
     `bind(model, task) -> Objective`: the training loop calls it once, before the first step; and `close()` of what
     `bind` gave once, after the last. Where it changes on the way, `advance(done)` tells it before every batch how much of the
-    training is done, in [0, 1].
+    training is done, in [0, 1]. Where it has a memory of its own, which is not on the model, `resume_state()` gives it as tensors
+    and plain values, nested in dicts and lists, and `resume_from_(state)` takes it back.
     """
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses: ...
@@ -168,6 +169,7 @@ class Task:
         the first trained float model of the chain.
     snapshots: weights to be kept on the way: share of the training -> an empty dict, which the next training fills with its
         state at that point, for rewinding. A Recipe sets it where a later stage rewinds.
+    progress: where trainings are saved on the way, a `Progress`. A Recipe sets it.
     """
 
     val: Iterable[Any]
@@ -180,6 +182,7 @@ class Task:
     device: torch.device | str = "cpu"
     reference: nn.Module | None = None
     snapshots: dict[float, dict[str, Tensor]] | None = None
+    progress: Any = None  # Progress, which stands above this file
 
     def __post_init__(self) -> None:
         for name in ("train", "val", "calibration"):

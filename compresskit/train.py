@@ -1,11 +1,11 @@
 """The one training loop, `fit_`, and the stage `Train`. Distillation, fine-tuning and QAT all go through it.
 
 for epoch in range(epochs):
-    for batch in task.train:
+    for batch in feed.epoch():             # task.train; the position in it can be found again
         losses = objective(run, batch)     # run: the model under its precision policy
         run.backward(sum(losses))
         run.step()                         # every `accumulate` batches; masks that the model carries are held
-        after_step hooks                   # observers
+        after_step hooks                   # observers; then a checkpoint, where one is due
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from compresskit import mixed
-from compresskit.errors import CompressError, DataError, ModelError, SettingError, TrainingError
+from compresskit.errors import ModelError, SettingError, TrainingError
+from compresskit.loop import Left, Loop
 from compresskit.masks import hold_
 from compresskit.snapshots import take_
-from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels, shapes_of
+from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels
 
 Schedule = Callable[[float], float]
 
@@ -134,6 +134,7 @@ def fit_(
     objective: Objective | None = None,
     after_step: Sequence[Callable[[int, int], None]] = (),
     attend: Callable[[mixed.Run, int], Callable[[], None]] | None = None,
+    remember: Sequence[Any] = (),
     label: str = "train",
 ) -> nn.Module:
     """Train a model in place, on the device where it is.
@@ -143,101 +144,42 @@ def fit_(
         after_step: called as `hook(step, steps)` after every optimizer step.
         attend: called as `attend(run, steps)` before the first step, for what must see the fp32 weights; what it returns is
             called after the last.
+        remember: objects that change on the way and have `resume_state` and `resume_from_`, see `Objective`.
         label: name of the progress bar.
+
+    With `Task(progress=...)`, which a Recipe gives, it is saved on the way and goes on where it was interrupted. The loader's
+    random numbers follow from torch's global generator as it is, those of the model (dropout) are a stream beside it.
 
     Raises TrainingError at the first loss that is not finite; ModelError where nothing can be trained.
     """
-    steps_per_epoch = task.length("train")
+    batches = task.length("train")
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+    training = None if task.progress is None else task.progress.training(label)
+    left = Left(model=model, task=task, remember=remember)
+    if training is not None and (end := training.finished()) is not None:
+        left.take_(end)
+        return model.eval()
     goal = bound(objective or how.objective, model, task)
     optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
-    steps = how.epochs * math.ceil(steps_per_epoch / how.accumulate)
+    steps = how.epochs * math.ceil(batches / how.accumulate)
     release = [] if attend is None else [attend(run, steps)]
     release.append(hold_(model, run))
     model.train()
     take_(task.snapshots, model, run, 0, steps)
-    loop = _Loop(run, goal, task, how, steps, [lambda step, steps: take_(task.snapshots, model, run, step, steps), *after_step])
+    hooks = [lambda step, steps: take_(task.snapshots, model, run, step, steps), *after_step]
+    loop = Loop(run, goal, task, how, steps, hooks=hooks, remember=remember, training=training)
     try:
-        with tqdm(total=how.epochs * steps_per_epoch, desc=label, disable=None, leave=False, unit="batch") as bar:
-            for epoch in range(how.epochs):
-                loop.epoch(epoch + 1, steps_per_epoch, bar)
+        loop.train(batches, label)
     finally:
-        for end in release:
-            end()
+        for end_ in release:
+            end_()
         run.finish()
         getattr(goal, "close", lambda: None)()
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
+    if training is not None:
+        training.save(left.behind(), "end")
+        training.stopped("at its end")
     return model.eval()
-
-
-class _Loop:
-    """What goes on from epoch to epoch: the number of the step, and with it the learning rates."""
-
-    def __init__(
-        self, run: mixed.Run, goal: Objective, task: Task, how: Train, steps: int, hooks: Sequence[Callable[[int, int], None]]
-    ) -> None:
-        self.run, self.goal, self.task, self.how, self.steps, self.hooks = run, goal, task, how, steps, hooks
-        self.rates = [group["lr"] for group in run.optimizer.param_groups]
-        self.step = 0
-
-    def epoch(self, number: int, batches: int, bar: tqdm[Any]) -> None:
-        """Train on every batch once; DataError where there are not as many as the loader said."""
-        run, accumulate, seen = self.run, self.how.accumulate, 0
-        for seen, batch in enumerate(self.task.batches("train"), 1):
-            start = (seen - 1) // accumulate * accumulate  # the last step of an epoch may have fewer batches
-            together = min(accumulate, batches - start)
-            getattr(self.goal, "advance", lambda done: None)(self.step / self.steps)
-            # Off the CPU a look at the loss waits for the device, so it is rare there.
-            look = run.device.type == "cpu" or seen % 50 == 0 or seen == batches
-            total = _backward(run, self.goal, batch, together, f"epoch {number}, batch {seen}", look=look)
-            if seen % accumulate == 0 or seen == batches:
-                self._update()
-            bar.update()
-            if seen % 10 == 0 and not bar.disable:
-                bar.set_postfix(epoch=f"{number}/{self.how.epochs}", loss=f"{total.item():.3f}")
-        if seen != batches:
-            raise DataError(f"the training loader has length {batches} and gave {seen} batches; it must not change")
-
-    def _update(self) -> None:
-        for group, rate in zip(self.run.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * self.how.schedule(self.step / self.steps)
-        self.run.step()
-        self.step += 1
-        for hook in self.hooks:
-            hook(self.step, self.steps)
-
-
-def _backward(run: mixed.Run, goal: Objective, batch: Any, accumulate: int, where: str, *, look: bool) -> Tensor:
-    try:
-        losses = goal(run, batch)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        if isinstance(error, CompressError):
-            raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first}") from error
-    total = torch.stack([loss.float() for loss in losses.values()]).sum()
-    if look and not math.isfinite(total.item()):
-        raise TrainingError(_why_not_finite(run.model, losses, batch, where))
-    try:
-        run.backward(total / accumulate)
-    except RuntimeError as error:
-        raise TrainingError(
-            f"{where}: no gradient of the loss: {str(error).splitlines()[0]}; does Task(predict=...) detach?"
-        ) from error
-    return total.detach()
-
-
-def _why_not_finite(model: nn.Module, losses: Losses, batch: Any, where: str) -> str:
-    named = ", ".join(f"{name} = {loss.item():g}" for name, loss in losses.items())
-    tensors = [v for v in torch.utils._pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.is_floating_point()]
-    bad = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
-    if bad is not None:
-        cause = f"the first parameter that is not finite is {bad}; lower the learning rate or set Train(clip=1.0)"
-    elif any(not torch.isfinite(v).all() for v in tensors):
-        cause = "the batch itself holds nan or inf; clean the data"
-    else:
-        cause = "all parameters are finite, so the forward pass overflowed; lower the learning rate, or look at the loss"
-    return f"{where}: the loss is not finite ({named}); {cause}"

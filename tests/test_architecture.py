@@ -19,10 +19,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
     {"errors", "version"},
-    {"task"},
-    {"inputs", "samples", "surgery", "normalize", "recurrent"},
+    {"task", "randomness", "packing", "tensorfile", "distributed"},
+    {"inputs", "samples", "surgery", "normalize", "recurrent", "feed"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},
+    {"progress"},
+    {"loop"},
     {"train"},
     {"export"},
     {"distill", "prune", "quant"},

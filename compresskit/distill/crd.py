@@ -7,7 +7,9 @@ Term(Contrast(samples=len(dataset)), "pool", adapt=embed)       # embed: 128 tra
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +85,17 @@ class MemoryBank:
         for bank, new in ((self.student, s.detach()), (self.teacher, t.detach())):
             bank[index] = unit(self.momentum * bank[index] + (1 - self.momentum) * new)
         return value
+
+    def resume_state(self) -> dict[str, Any]:
+        """Both banks, Z, and where its random numbers are."""
+        return {"student": self.student, "teacher": self.teacher, "log_z": self._log_z, "random": self._random.get_state()}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self.student.copy_(state["student"])
+        self.teacher.copy_(state["teacher"])
+        self._log_z = {name: value.to(self.student.device) for name, value in state["log_z"].items()}
+        self._random.set_state(state["random"])
 
     def _one_way(self, name: str, anchor: Tensor, own: Tensor, others: Tensor) -> Tensor:
         samples = len(self.student)

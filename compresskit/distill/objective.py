@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -118,6 +118,18 @@ class Imitate:
         """Take off the student what `bind` put there."""
         if self.student is not None:
             drop_adapters_(self.student)
+
+    def resume_state(self) -> dict[str, Any]:
+        """What the teacher and losses with a memory must remember; adapters are on the student."""
+        holders = [self.source, *(link.loss for link in self.links)]
+        return {"parts": [getattr(holder, "resume_state", lambda: None)() for holder in holders]}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        holders: list[Any] = [self.source, *(link.loss for link in self.links)]
+        for holder, saved in zip(holders, state["parts"], strict=True):
+            if saved is not None:
+                holder.resume_from_(saved)
 
     def see_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The student's predictions and features; `model` may be the student under a precision policy."""

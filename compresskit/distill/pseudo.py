@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,20 +14,36 @@ from compresskit.distill.logits import hard_targets
 from compresskit.distill.teacher import AnyTeacher, Source, as_source
 from compresskit.distill.terms import DistillLoss
 from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.feed import Feed
+from compresskit.randomness import forked
 from compresskit.surgery import mode
 from compresskit.task import Inputs, Losses, Task, call, to_device
 from compresskit.train import supervised_loss
 
 
-def _forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader, again from the start when it ends."""
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise DataError("pseudo_label(unlabelled=...): the loader is empty")
+class Endless:
+    """The batches of a loader of inputs, again from the start when it ends; its random numbers are a stream of their own."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._feed = Feed(loader, forked(torch.get_rng_state(), salt=1), "pseudo_label(unlabelled=...)")
+        self._batches: Iterator[Any] = iter(())
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            for batch in self._batches:
+                return batch
+            self._batches = self._feed.epoch()
+        raise DataError("pseudo_label(unlabelled=...): the loader is empty")
+
+    def resume_state(self) -> dict[str, Any]:
+        """Where it stands."""
+        return self._feed.resume_state()
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        if state["number"]:
+            self._feed.resume_from_(dict(state))
+            self._batches = self._feed.epoch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +57,7 @@ class PseudoLabel:
     task_weight: float
     task: Task | None = None
     source: Source | None = None
-    feed: Iterator[Any] | None = None
+    feed: Endless | None = None
 
     def bind(self, model: nn.Module, task: Task) -> PseudoLabel:
         """Freeze the teacher, and check that it and the student agree on the first unlabelled batch."""
@@ -52,7 +68,7 @@ class PseudoLabel:
         if not isinstance(source, nn.Module):
             raise SettingError("pseudo_label(): a cache knows nothing of the unlabelled data; pass the teacher itself")
         source.to(task.device)
-        first = next(_forever(self.unlabelled))
+        first = next(Endless(self.unlabelled))
         inputs = self._inputs(first, task)
         with torch.no_grad(), mode(model, training=False):
             wanted = source.example(inputs, task, ())[0].shape
@@ -62,7 +78,17 @@ class PseudoLabel:
                 f"the teacher {source.label} gives predictions {tuple(wanted)}, the student {type(model).__name__} {tuple(got)};"
                 " both must have the same classes"
             )
-        return replace(self, source=source, task=task, feed=_forever(self.unlabelled))
+        return replace(self, source=source, task=task, feed=Endless(self.unlabelled))
+
+    def resume_state(self) -> dict[str, Any]:
+        """Where the unlabelled data stands."""
+        assert self.feed is not None, "bind first"
+        return self.feed.resume_state()
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        assert self.feed is not None, "bind first"
+        self.feed.resume_from_(state)
 
     def _inputs(self, batch: Any, task: Task) -> Inputs:
         if not isinstance(batch, Tensor | tuple | list | dict):

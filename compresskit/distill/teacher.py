@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -185,6 +185,18 @@ class Follower(Teacher):
                 average.lerp_(new, 1 - keep)
             else:
                 average.copy_(new)
+
+    def resume_state(self) -> dict[str, Any]:
+        """The average, and how many batches it has seen."""
+        member = self.members[0]
+        return {"batches": self.batches, "values": dict(member.named_parameters()) | dict(member.named_buffers())}
+
+    @torch.no_grad()
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self.batches = state["batches"]
+        for name, average in (dict(self.members[0].named_parameters()) | dict(self.members[0].named_buffers())).items():
+            average.copy_(state["values"][name])
 
 
 AnyTeacher = nn.Module | EMA | Source

@@ -234,9 +234,9 @@ class Run:
         self._averages.append(Average(self.named_masters(), decay))
         return self._averages[-1]
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a bit-exact resume needs, in fp32 and by parameter name; loads with `weights_only=True`."""
-        return state_of(self)
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
+        """All that a bit-exact resume needs, in fp32 and by parameter name; plain data. `copy`: not the tensors in use."""
+        return state_of(self, copy=copy)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state, of another policy too: weights and optimizer state go through fp32.

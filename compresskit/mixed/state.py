@@ -5,6 +5,7 @@ A resume under the same policy is bit-exact; under another one weights and optim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,12 @@ VERSION = 1
 HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
-def state_of(run: Run) -> dict[str, Any]:
-    """Weights, buffers, optimizer, scalers, counters, schedules and averages of a run."""
+def state_of(run: Run, *, copy: bool = True) -> dict[str, Any]:
+    """Weights, buffers, optimizer, scalers, counters, schedules and averages of a run.
+
+    copy: False for what is written at once; the tensors are then those in use.
+    """
+    keep = _copied if copy else Tensor.detach
     weights = run._weights
     if any(p.grad is not None for p in weights.names) or run._passes:
         raise CheckpointError("state_dict: gradients wait for their step and would be lost; call it after step()")
@@ -30,16 +35,16 @@ def state_of(run: Run) -> dict[str, Any]:
         "version": VERSION,
         "policy": run.policy.name,
         "digits": run.policy.digits,
-        "weights": {weights.names[p]: _copied(_single(v)) for p, v in weights.full().items()},
-        "compensation": {s.name: _copied(s.rest) for s in weights.slots if s.rest is not None and run.policy.digits == "kahan"},
-        "buffers": {name: _copied(_single(b)) for name, b in weights.model.named_buffers()},
-        "clock": _copied(weights.clock),
-        "optimizer": _optimizer_state(run),
+        "weights": {weights.names[p]: keep(_single(v)) for p, v in weights.full().items()},
+        "compensation": {s.name: keep(s.rest) for s in weights.slots if s.rest is not None and run.policy.digits == "kahan"},
+        "buffers": {name: keep(_single(b)) for name, b in weights.model.named_buffers()},
+        "clock": keep(weights.clock),
+        "optimizer": _optimizer_state(run, keep),
         "scalers": {name: scaler.state_dict() for name, scaler in run.scalers.items()},
-        "skipped": _copied(run._skips),
+        "skipped": keep(run._skips),
         "late": list(run._late.read(wait=True) or []),
         "schedules": [dict(scheduled.scheduler.state_dict()) for scheduled in run._schedules],
-        "averages": [{name: _copied(value) for name, value in average.values.items()} for average in run._averages],
+        "averages": [{name: keep(value) for name, value in average.values.items()} for average in run._averages],
     }
 
 
@@ -96,18 +101,18 @@ def _members(run: Run, group: dict[str, Any]) -> list[nn.Parameter]:
     return [parameter for owned in group["params"] for parameter in flat.get(id(owned)) or [owners[owned]]]
 
 
-def _optimizer_state(run: Run) -> dict[str, Any]:
+def _optimizer_state(run: Run, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     names, owners = run._weights.names, _owners(run)
     states = {owners[owned]: state for owned, state in run.optimizer.state.items() if owned in owners}
     if run._flat is not None:
         states |= run._flat.states()
     groups = []
     for group in run.optimizer.param_groups:
-        settings = {key: _copied(v) if isinstance(v, Tensor) else v for key, v in group.items() if key not in HOW}
+        settings = {key: keep(v) if isinstance(v, Tensor) else v for key, v in group.items() if key not in HOW}
         groups.append(settings | {"params": sorted(names[p] for p in _members(run, group))})
     return {
         "kind": type(run.optimizer).__name__,
-        "state": {names[p]: {k: _copied(v) if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in states.items()},
+        "state": {names[p]: {k: keep(v) if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in states.items()},
         "groups": groups,
     }
 
@@ -161,8 +166,24 @@ def _check(run: Run, state: dict[str, Any]) -> None:
     own_groups = [sorted(names[p] for p in _members(run, group)) for group in run.optimizer.param_groups]
     if own_groups != [group["params"] for group in state["optimizer"]["groups"]]:
         raise CheckpointError("load_state_dict: the optimizer's param groups hold other parameters than the state's")
+    _check_shapes(run, state["optimizer"]["state"], {name: p.shape for p, name in names.items()})
     for kind, count in (("schedules", len(run._schedules)), ("averages", len(run._averages))):
         if len(state[kind]) != count:
             raise CheckpointError(
                 f"load_state_dict: the state has {len(state[kind])} {kind}, this run {count}; make it alike first"
             )
+
+
+def _check_shapes(run: Run, saved: dict[str, Any], shapes: dict[str, torch.Size]) -> None:
+    """Each tensor of the state is a number, or spreads over its parameter; of optimizers of torch's and of ours that is known."""
+    kind = type(run.optimizer)
+    if not kind.__module__.startswith(("torch.optim", "compresskit")) or kind is torch.optim.LBFGS:
+        return
+    for name, entry in saved.items():
+        for key, value in entry.items():
+            if not isinstance(value, Tensor) or (value.numel() == 1 and value.ndim <= 1):
+                continue
+            wanted = shapes.get(name, torch.Size())
+            fits = value.ndim == len(wanted) and all(n in (1, w) for n, w in zip(value.shape, wanted, strict=True))
+            if key == "step" or not fits:
+                raise CheckpointError(f"load_state_dict: {key} of {name} is {tuple(value.shape)}, the parameter {tuple(wanted)}")

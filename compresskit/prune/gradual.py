@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compresskit.distributed import mean_
 from compresskit.errors import SettingError
 from compresskit.masks import Masks, masks_of
 from compresskit.prune.allocate import Allocation
 from compresskit.prune.criteria import Criterion, NeedsGradients
-from compresskit.prune.elements import NEEDED, Need, agreed, checked, rows_of, same
+from compresskit.prune.elements import NEEDED, Need, checked, rows_of, same
 from compresskit.prune.masks import keep_best, without
 from compresskit.prune.patterns import Pattern
 from compresskit.prune.schedules import MaskSchedule
@@ -93,6 +94,14 @@ class Gradual:
         self.step = step
         self.grads.clear()
 
+    def resume_state(self) -> dict[str, Any]:
+        """Where the schedule is, and the scores that were summed so far."""
+        return {"step": self.step, "due": sorted(self.due), "sums": self.sums}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `resume_state` gave."""
+        self.step, self.due, self.sums = state["step"], set(state["due"]), dict(state["sums"])
+
     @property
     def finished(self) -> bool:
         """Whether the last update was made; if the steps from there on were all skipped, it was not."""
@@ -110,13 +119,15 @@ class Gradual:
         weights = run.named_masters()
         scale = 1.0 if run.scaler is None else run.scaler.scale
         grads = {name: self.grads.pop(name) / scale for name in self.names if name in self.grads}
+        if self.reads or step >= min(self.due):
+            mean_(list(grads.values()))  # of all processes: what one process would see
         with torch.no_grad():
             if self.reads:
                 self._remember({n: self._score(n, weights[n], grads) for n in self.names})
             if step < min(self.due):
                 return
             self.due = {later for later in self.due if later > step}
-            scores = agreed(self.sums) if self.reads else {n: self._score(n, weights[n], {}) for n in self.names}
+            scores = self.sums if self.reads else {n: self._score(n, weights[n], {}) for n in self.names}
             kept = same(self._choose(min(1.0, step / self.last), without(scores, self.masks, self.pattern), weights, grads))
             for name, mask in self.masks.items():
                 mask.copy_(self.pattern.spread(kept[name], mask.shape))
@@ -141,7 +152,7 @@ class Gradual:
         if self.pattern.fixed is not None:
             return kept
         found = {name: grads.get(name, torch.zeros_like(weights[name])) for name in kept}
-        sizes = agreed({n: torch.linalg.vector_norm(self.pattern.rows(g), dim=1).double() for n, g in found.items()})
+        sizes = {n: torch.linalg.vector_norm(self.pattern.rows(g), dim=1).double() for n, g in found.items()}
         return keep_best({n: s.masked_fill(kept[n], math.inf) for n, s in sizes.items()}, ratio, self.pattern, shared)
 
     def _wanted(self, done: float, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, float] | None]:

@@ -6,7 +6,7 @@ Train(epochs=10, objective=growing(plan_channels(model, example, macs=0.5)))
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,17 @@ class Around:
     def close(self) -> None:
         """Close the objective inside."""
         getattr(self.objective, "close", lambda: None)()
+
+    def resume_state(self) -> dict[str, Any]:
+        """What must be remembered: the number of calls of one that grows, and what the objective inside remembers."""
+        return {"calls": getattr(self, "calls", 0), "inside": getattr(self.objective, "resume_state", lambda: None)()}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        if hasattr(self, "calls"):
+            self.calls = state["calls"]
+        if state["inside"] is not None:
+            self.objective.resume_from_(state["inside"])  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ class Sparsify:
             if gradual is None:
                 fit_(model, goal, how, label="sparsify")
             else:
-                fit_(model, goal, how, attend=gradual.attend, after_step=[gradual.count], label="sparsify")
+                fit_(model, goal, how, attend=gradual.attend, after_step=[gradual.count], remember=[gradual], label="sparsify")
                 if not gradual.finished:
                     replace(self, schedule=None, regrow=0.0, finetune=None)(model, task)
         return model.eval()

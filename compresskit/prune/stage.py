@@ -122,6 +122,12 @@ class Prune:
         return model.eval()
 
     def _plan(self, model: nn.Module, task: Task, share: float) -> Plan:
+        if self.latency is None or task.progress is None:
+            return self._fresh_plan(model, task, share)
+        # What a clock said once holds when the stage is started again.
+        return Plan.from_json(task.progress.decide(lambda: self._fresh_plan(model, task, share).to_json()))
+
+    def _fresh_plan(self, model: nn.Module, task: Task, share: float) -> Plan:
         name = next(name for name, value in vars(self.target).items() if value is not None)
         return plan_channels(
             model,

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from compresskit.distributed import batch_norm
 from compresskit.graph import parameter_name
 from compresskit.normalize import Node
 from compresskit.quant.fold import Folded
@@ -60,7 +60,7 @@ class LiveLayer(nn.Module):
             y = y * factor.reciprocal().to(y.dtype).view(shape)
             if bias is not None:
                 y = y + bias.view(shape)
-            return F.batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps)
+            return batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.momentum, self.eps)
         weight, bias = self.folded(weight, bias)
         rounding = self.rounding[1]
         rounded = bias if rounding is None else rounding(bias, weight)

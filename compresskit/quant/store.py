@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +23,9 @@ from compresskit.task import Inputs
 
 #: Inputs may be of these types; names from a file are only ever looked up here.
 DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)}
+
+
+LARGEST = 2**28  # values of an example that is made from a record
 
 
 def record(model: Quantized) -> dict[str, Any]:
@@ -97,7 +101,10 @@ def _example_record(example: Inputs) -> dict[str, Any]:
 
 def _example(saved: dict[str, Any]) -> Inputs:
     def one(value: dict[str, Any]) -> Tensor:
-        return torch.zeros([int(n) for n in value["shape"]], dtype=DTYPES[value["dtype"]])
+        shape = [int(n) for n in value["shape"]]
+        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST:
+            raise ValueError(f"an example of shape {shape}")
+        return torch.zeros(shape, dtype=DTYPES[value["dtype"]])
 
     if "kwargs" in saved:
         return {str(name): one(value) for name, value in saved["kwargs"].items()}

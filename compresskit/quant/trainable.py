@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 
 from compresskit.masks import masks_of
+from compresskit.packing import attributes, set_attributes_
 from compresskit.quant.fold import Folded
 from compresskit.quant.live import LiveLayer, live_, live_layers, settle_
 from compresskit.quant.observers import Observer
@@ -97,6 +98,24 @@ class Trainable(nn.Module):
         other = copy.deepcopy(self)
         other.settle_()
         return other
+
+    def resume_state(self) -> dict[str, Any]:
+        """Switches, and what the observers have seen."""
+        return {
+            "activations": [{"observing": q.observing, "observer": attributes(q.observer)} for q in self.activation_quantizers()],
+            "enabled": [q.enabled for q in self.quantizers()],
+            "following": [layer.following for layer in live_layers(self.body)],
+        }
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take over what `resume_state` gave of a model that was quantized alike."""
+        for activation, saved in zip(self.activation_quantizers(), state["activations"], strict=True):
+            activation.observing = saved["observing"]
+            set_attributes_(activation.observer, saved["observer"])
+        for quantizer, enabled in zip(self.quantizers(), state["enabled"], strict=True):
+            quantizer.enabled = enabled
+        for layer, following in zip(live_layers(self.body), state["following"], strict=True):
+            layer.following = following
 
     def _weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
         """Weight quantizers and what they round, each once."""
