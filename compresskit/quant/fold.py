@@ -124,7 +124,9 @@ def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: 
     while (f"{path}.{chosen}" if path else chosen) in read:
         chosen, count = f"{leaf}_{count}", count + 1
     setattr(module.get_submodule(path), chosen, nn.Parameter(values, requires_grad=not frozen))
-    return module.graph.get_attr(f"{path}.{chosen}" if path else chosen)
+    new = module.graph.get_attr(f"{path}.{chosen}" if path else chosen)
+    new.meta = {} if old is None else dict(old.meta)
+    return new
 
 
 def drop_unused_(module: fx.GraphModule) -> None:

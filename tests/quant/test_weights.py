@@ -348,3 +348,15 @@ def test_strict_names_what_stays_float() -> None:
     assert "aten.mul.Tensor reads it" in str(quantize_weights(model, (torch.randn(16, 16),), dynamic=()).plan)
     with pytest.raises(ModelError, match="table would stay float"):
         quantize_weights(model, (torch.randn(16, 16),), dynamic=(), strict=True)
+
+
+def test_layers_that_took_batchnorm_in_are_rounded(tmp_path) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16 * 36, 40), nn.BatchNorm1d(40), nn.ReLU()
+    )
+    x = torch.randn(16, 3, 8, 8)
+    model(x)
+    quantized = quantize_weights(model.eval(), x[:4], convolutions=Blocks(bits=8, block=None))
+    assert len([m for m in quantized.modules() if isinstance(m, BlockQuantizer)]) == 2
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:4])
+    torch.testing.assert_close(ran(path, (x,), optimize=False), quantized(x), rtol=1e-4, atol=1e-4)
