@@ -40,7 +40,7 @@ def tries():
 
 
 @pytest.mark.parametrize(
-    ("stage", "settings", "name"), tries(), ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else "")
+    ("stage", "settings", "name"), list(tries()), ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else "")
 )
 def test_each_setting(stage, settings, name) -> None:
     for value in VALUES:
