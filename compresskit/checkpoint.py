@@ -66,14 +66,15 @@ def unwritable(path: Path, error: OSError) -> str:
     return f"{path}: cannot be written ({error.strerror or error}); look at its rights, or choose another out="
 
 
-def _digest(record: Any) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def _digest(path: Path, record: Any) -> str:
+    # With the name, so that one file does not pass for another.
+    return hashlib.sha256(json.dumps([path.name, record], sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: str | Path, record: dict[str, Any]) -> None:
     """Write a record with its digest, atomically."""
     plain = json.loads(json.dumps(record, allow_nan=False))
-    text = json.dumps(plain | {"sha256": _digest(plain)}, indent=1) + "\n"
+    text = json.dumps(plain | {"sha256": _digest(Path(path), plain)}, indent=1) + "\n"
     with atomic(path) as temporary:
         temporary.write_text(text)
 
@@ -94,7 +95,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
     if (version := record.get("format", FORMAT)) != FORMAT:
         raise CheckpointError(f"{path}: written in format {version}, this compresskit reads {FORMAT}; update compresskit")
     digest = record.pop("sha256", None)
-    if digest != _digest(record):
+    if digest != _digest(path, record):
         problem = "has no digest" if digest is None else "has changed since it was written"
         raise CheckpointError(f"{path}: {problem}; {what} was expected. Delete it to start that stage again")
     return record

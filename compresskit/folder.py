@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compresskit.checkpoint import read_json, write_json
+from compresskit.checkpoint import read_json, unwritable, write_json
 from compresskit.distributed import rank
 from compresskit.errors import CheckpointError
 from compresskit.snapshots import SNAPSHOTS
@@ -101,17 +101,20 @@ def make_room(folder: Path) -> Path:
     folder that is returned.
     """
     old = folder.with_name(f".{folder.name}.replaced")
-    if (folder / ROW).exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.is_dir() and path.name != PROGRESS:
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.is_file():
-            path.unlink()
-    for part in folder.glob(f"{PROGRESS}/.*.part"):
-        part.unlink(missing_ok=True)
+    try:
+        if (folder / ROW).exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.is_dir() and path.name != PROGRESS:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_file():
+                path.unlink()
+        for part in folder.glob(f"{PROGRESS}/.*.part"):
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(unwritable(folder, error)) from error
     return old
 
 

@@ -114,16 +114,19 @@ class Loop:
         self.step += 1
         for hook in self.hooks:
             hook(self.step, self.steps)
-        if save and self.training is not None:
-            self.training.save(self._state(), self.step)
-            self.training.stopped(where)
+        training = self.training
+        if distributed.ranks() == 1:  # a signal may have come meanwhile
+            save = training is not None and (training.progress.stop.asked is not None or training.due(self.step))
+        if save and training is not None:
+            training.save(self._state(), self.step)
+            training.stopped(where)
 
     def _share(self) -> bool:
         """Average the gradients of all processes; whether to save after this step, on which they agree in the same message."""
         training, run = self.training, self.run
-        save = training is not None and (training.progress.stop.asked is not None or training.due(self.step + 1))
         if distributed.ranks() == 1:
-            return save
+            return False
+        save = training is not None and (training.progress.stop.asked is not None or training.due(self.step + 1))
         found = [scaler.found_inf for scaler in run.scalers.values()]
         (asked,) = distributed.mean_([*run.unscaled().values(), *found], [float(save)])
         return asked > 0

@@ -29,6 +29,7 @@ from compresskit import distributed, randomness
 from compresskit.checkpoint import read_json, write_json, write_tensors
 from compresskit.errors import CheckpointError, Interrupted, SettingError
 from compresskit.packing import pack, unpack
+from compresskit.settings import check_kinds
 from compresskit.tensorfile import read_tensor_file
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Every:
     share: float = 0.01
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.seconds is not None and not self.seconds >= 0:
             raise SettingError(f"Every(seconds=...): wanted a number >= 0, or None, got {self.seconds}")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):

@@ -23,6 +23,7 @@ from compresskit import mixed
 from compresskit.errors import ModelError, SettingError, TrainingError
 from compresskit.loop import Left, Loop
 from compresskit.masks import hold_
+from compresskit.settings import check_kinds
 from compresskit.snapshots import take_
 from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels
 
@@ -76,6 +77,7 @@ class Train:
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise SettingError(f"Train(epochs=...): wanted a whole number >= 1, got {self.epochs}")
+        check_kinds(self)
         if self.accumulate < 1:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:

@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
     {"errors", "version"},
+    {"settings"},
     {"task", "randomness", "packing", "tensorfile", "distributed"},
     {"inputs", "samples", "surgery", "normalize", "recurrent", "feed"},
     {"graph", "masks", "snapshots"},

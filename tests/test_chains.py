@@ -293,7 +293,7 @@ def test_newer_formats_and_other_models(finished, tmp_path) -> None:
     ck.checkpoint.write_json(tmp_path / "stage" / "structure.json", {k: v for k, v in record.items() if k != "sha256"})
     with pytest.raises(CheckpointError, match="captures the model as another graph"):
         ck.load(networks.Residual(), tmp_path / "stage")
-    (tmp_path / "stage" / "structure.json").write_text(json.dumps({"format": 1, "kind": "quantized"}))
+    ck.checkpoint.write_json(tmp_path / "stage" / "structure.json", {"format": 1, "kind": "quantized"})
     with pytest.raises(CheckpointError, match="not the record of a quantized model"):
         ck.load(networks.Residual(), tmp_path / "stage")
 

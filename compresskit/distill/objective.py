@@ -202,6 +202,8 @@ def imitate(
     check_weight_setting("imitate", weight)
     if task_weight < 0:
         raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
+    if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):
+        raise SettingError(f"imitate(terms=...): wanted a list of Terms, got {type(terms).__name__}")
     if wrong := [type(term).__name__ for term in terms if not isinstance(term, Term)]:
         raise SettingError(f"imitate(terms=...): wanted Terms, got {wrong[0]}; write Term({wrong[0]}, ...)")
     if weight == task_weight == 0 and not any(term.weight for term in terms):

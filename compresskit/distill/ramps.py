@@ -25,6 +25,10 @@ def weight_at(weight: Weight, done: float) -> float:
 
 def check_weight_setting(where: str, weight: Weight) -> None:
     """Raise `SettingError` for a weight below 0, at the start, half-way or at the end."""
-    for value in (weight_at(weight, done) for done in (0.0, 0.5, 1.0)):
+    try:
+        values = [weight_at(weight, done) for done in (0.0, 0.5, 1.0)]
+    except Exception as error:
+        raise SettingError(f"{where}(weight=...): wanted a number or a function of the share done, got {weight!r}") from error
+    for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise SettingError(f"{where}(weight=...): wanted a number >= 0, got {value}{' from its function' * callable(weight)}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from compresskit.checkpoint import atomic
+from compresskit.checkpoint import atomic, unwritable
 from compresskit.errors import ExportError
 
 LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
@@ -38,15 +38,18 @@ def write_model(model: Any, path: Path) -> None:
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     external = data_path(path)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        new = Path(folder) / path.name
-        ir.save(model, new, external_data=external.name if size > LIMIT else None)
-        written = [data_path(new)] if size > LIMIT else []
-        for file in [*written, new]:
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-            file.chmod(0o644)
-            file.replace(path.with_name(file.name))
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            new = Path(folder) / path.name
+            ir.save(model, new, external_data=external.name if size > LIMIT else None)
+            written = [data_path(new)] if size > LIMIT else []
+            for file in [*written, new]:
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+                file.chmod(0o644)
+                file.replace(path.with_name(file.name))
+    except OSError as error:
+        raise ExportError(unwritable(path, error)) from error
     if not written:
         external.unlink(missing_ok=True)  # of a larger model that was here before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,12 @@ from compresskit.task import Task
 
 #: Modules whose weights are masked, with the leaves that are weights.
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
+
+
+def check_pattern(pattern: Any, where: str) -> None:
+    """Raise `SettingError` for what is no pattern."""
+    if isinstance(pattern, type) or not all(hasattr(pattern, name) for name in ("fixed", "fits", "rows", "spread")):
+        raise SettingError(f"{where}(pattern=...): wanted a pattern such as prune.NM(2, 4), got {pattern!r}")
 
 
 def check_ratio(ratio: float | None, pattern: Pattern, where: str) -> float:

@@ -20,8 +20,9 @@ from compresskit.errors import SettingError
 from compresskit.masks import Masks
 from compresskit.prune.allocate import Allocation
 from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.masks import check_ratio, plan_mask
+from compresskit.prune.masks import check_pattern, check_ratio, plan_mask
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
+from compresskit.settings import check_kinds
 from compresskit.snapshots import rewind_
 from compresskit.task import Task
 from compresskit.train import Schedule, Train, fit_
@@ -102,6 +103,8 @@ class LotteryTicket:
     trains_itself: ClassVar[bool] = True  # its snapshots are its own
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        check_pattern(self.pattern, "LotteryTicket")
         check_ratio(self.ratio, self.pattern, "LotteryTicket")
         if not isinstance(self.train, Train):
             raise SettingError(f"LotteryTicket(train=...): wanted Train(...), got {type(self.train).__name__}")

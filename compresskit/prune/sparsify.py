@@ -17,11 +17,12 @@ from compresskit.prune.allocate import Allocation
 from compresskit.prune.batchnorm import reestimate_batchnorm_
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.gradual import Gradual
-from compresskit.prune.masks import by_tensor, check_ratio, fitting, maskable, plan_mask
+from compresskit.prune.masks import by_tensor, check_pattern, check_ratio, fitting, maskable, plan_mask
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.rewind import Rewind
 from compresskit.prune.schedules import MaskSchedule
 from compresskit.samples import calibration_inputs
+from compresskit.settings import check_kinds
 from compresskit.surgery import frozen_copy
 from compresskit.task import PROPERTIES, Task
 from compresskit.train import Train, fit_
@@ -64,6 +65,8 @@ class Sparsify:
     samples: int = 1024
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        check_pattern(self.pattern, "Sparsify")
         if isinstance(self.allocation, Mapping):
             if self.ratio is not None or self.pattern.fixed is not None:
                 raise SettingError("Sparsify(allocation=...): a ratio for each layer leaves no room for ratio= or an N:M pattern")

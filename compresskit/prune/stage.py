@@ -23,6 +23,7 @@ from compresskit.prune.reconstruct import reconstruct_
 from compresskit.prune.schedules import MaskSchedule, linear
 from compresskit.prune.sparse import GroupLasso, Growing
 from compresskit.samples import calibration_inputs
+from compresskit.settings import check_kinds
 from compresskit.surgery import frozen_copy
 from compresskit.task import PROPERTIES, Task
 from compresskit.train import Train, fit_
@@ -76,6 +77,7 @@ class Prune:
 
     def __post_init__(self) -> None:
         self.target.check("Prune()")
+        check_kinds(self)
         Limits(round_to=self.round_to, minimum=self.minimum, ratios=self.ratios).check("Prune()")
         for name in ("criterion", "ranking", "normalize", "schedule"):
             if not callable(getattr(self, name)):

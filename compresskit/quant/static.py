@@ -19,6 +19,7 @@ from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
 from compresskit.quant.targets import X86, Target
 from compresskit.samples import calibration_inputs
+from compresskit.settings import check_kinds
 from compresskit.surgery import mode
 from compresskit.task import Inputs, Task
 
@@ -153,6 +154,7 @@ class StaticQuant:
     inside: str | None = None
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         check_choose(self.choose, "StaticQuant")
         if self.samples < 1:
             raise SettingError(f"StaticQuant(samples=...): wanted a whole number >= 1, got {self.samples}")

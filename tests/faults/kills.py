@@ -1,4 +1,7 @@
-"""Kill a run and start it again, in processes that are forked from this one, which has imported everything already."""
+"""Kill a run and start it again, in processes forked from this one, which has imported everything: `kills.py CASE OUT CHAIN`.
+
+This one must never have trained: autograd's threads do not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import sys
 import threading
 import time
 import traceback
+import warnings
+from pathlib import Path
 
 import chains
 import torch
@@ -125,3 +130,69 @@ def killed_again_and_again(name, out, seed, most=40, **settings):
             return kills
         kills += 1
         assert kills < 1000
+
+
+def writes(out, name):
+    """Killed often, each time a few writes after it was started."""
+    events, _ = count_events(name, out / "whole")
+    assert events > 50
+    for seed in (1, 2):
+        kills = killed_again_and_again(name, out / f"often{seed}", seed=seed)
+        assert kills > 2
+        assert bits(out / f"often{seed}") == bits(out / "whole")
+        print(kills, "kills")
+
+
+def every_write(out, name):
+    """Killed once, at one write in fifteen, each time from the start."""
+    events, _ = count_events(name, out / "whole")
+    wanted = bits(out / "whole")
+    for number in range(1, events, max(1, events // 16)):
+        folder = out / str(number)
+        assert killed_once(name, folder, lambda number=number: at_event(number))
+        assert bits(folder) == wanted, f"killed at write {number} of {events}"
+        print("killed at write", number, "of", events)
+
+
+def moments(out, name):
+    """Killed once, after some time, each time from the start."""
+    _, seconds = count_events(name, out / "whole")
+    for i in range(6):
+        folder = out / str(i)
+        killed_once(name, folder, lambda i=i: after(seconds * (i + 0.5) / 6))
+        assert bits(folder) == bits(out / "whole")
+
+
+def signals(out, name):
+    """SIGINT and SIGTERM in the fourth step: the run is saved there, says so and ends with 1."""
+    rarely = {"save": ck.Every(seconds=None, steps=10**6)}
+    count_events(name, out / "whole", **rarely)
+    for number in (signal.SIGINT, signal.SIGTERM):
+
+        def stopped(number=number):
+            real, steps = ck.mixed.Run.step, [0]
+
+            def step(self, closure=None):
+                steps[0] += 1
+                if steps[0] == 4:
+                    os.kill(os.getpid(), number)
+                return real(self, closure)
+
+            ck.mixed.Run.step = step
+            chains.run(name, out / number.name, **rarely)
+
+        assert forked(stopped, stderr=out / "said") == 1
+        said = (out / "said").read_text()
+        assert said.startswith(f"stopped by {number.name}; saved 1-train, train, epoch 1, batch "), said
+        assert "Run the same command again to go on" in said
+        assert (out / number.name / "1-train" / "progress" / "1-4.safetensors").exists()
+        assert forked(lambda number=number: chains.run(name, out / number.name, **rarely)) == 0
+        assert bits(out / number.name) == bits(out / "whole")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    case, folder, chain = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    warm(folder)
+    {"writes": writes, "every_write": every_write, "moments": moments, "signals": signals}[case](folder, chain)

@@ -104,7 +104,7 @@ def mutate(out: Path, count: int, seed: int) -> dict[str, int]:
     told = {"told": 0, "right": 0}
     for number in range(count):
         path = paths[number % len(paths)]
-        data = changed(whole[path], list(whole.values()), draw)
+        data = changed(whole[path], [other for p, other in whole.items() if p.name != path.name], draw)
         path.write_bytes(data)
         try:
             got = what_it_loads(path, out)

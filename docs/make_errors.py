@@ -1,0 +1,87 @@
+"""Writes docs/errors.md: every message that the library raises, read from its source. `python docs/make_errors.py`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HEAD = """# Errors: what they say, and what to do
+
+Written by `docs/make_errors.py` from the source; `tests/test_messages.py` holds that it is complete, and many of the messages.
+
+```
+{tree}
+```
+
+Catch `CompressError` to catch them all. A message says what, where, wanted, got, and, behind its last semicolon, what to do;
+`...` stands for names and numbers. Where there is no cure in the table, the message says what was wanted, which is the cure.
+
+What ends a run from outside, and how it goes on:
+
+| what happened | what is said | cure |
+|---|---|---|
+| killed, power cut | nothing | run the same command again: the result has the same bits |
+| SIGINT, SIGTERM | `Interrupted`: where it was saved; exit code 1 | run the same command again |
+| two processes on one folder | `CheckpointError`: in use by another process (its id) | wait, end it, or choose another `out=` |
+| disk full, read-only | `CheckpointError`: the file; what was saved before is whole | make room or change rights; run it again |
+| out of memory | `TrainingError`: the shapes of the batch | smaller batches with `accumulate=`, half precision; run it again |
+| a worker of a loader dies | `DataError`: the batch, what the worker said | look at the data set; `num_workers=0`; run it again |
+| a metric or a loss is nan | `DataError`, `TrainingError`: the first that is not finite | lower the rate, `clip=`, clean data |
+| a loader changes its length | `DataError`: both lengths | let `len(loader)` be what it gives |
+| a process of several dies | `TrainingError`: another process is gone; all end | run it again, or `torchrun --max-restarts=3` |
+| a file was damaged | `CheckpointError`: the file | delete what it names; the stage runs again |
+"""
+
+
+def text_of(node: ast.expr) -> str:
+    """The words of a message, `...` for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left) + text_of(node.right)
+    return "..."
+
+
+def messages(path: Path) -> Iterator[tuple[str, str]]:
+    """(class, message) of every error that a file raises."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
+            continue
+        kind = getattr(node.exc.func, "id", "")
+        said = text_of(node.exc.args[0])
+        if kind.endswith("Error") or kind == "Interrupted":
+            yield kind, said
+
+
+def page() -> str:
+    """The whole page."""
+    doc = ast.get_docstring(ast.parse((ROOT / "compresskit" / "errors.py").read_text())) or ""
+    tree = "\n".join(line.removeprefix("    ") for line in doc.split("\n\n", 1)[1].rsplit("\n\n", 1)[0].splitlines())
+    found: dict[str, set[tuple[str, str]]] = {}
+    for path in sorted((ROOT / "compresskit").rglob("*.py")):
+        for kind, said in messages(path):
+            if said.strip(". "):
+                found.setdefault(kind, set()).add((str(path.relative_to(ROOT / "compresskit")), said))
+    parts = [HEAD.format(tree=tree)]
+    for kind in sorted(found):
+        if kind in ("SettingError", "DataError", "ModelError", "TrainingError", "StageOrderError", "ExportError",
+                    "CheckpointError", "Interrupted"):  # fmt: skip
+            rows = []
+            for where, said in sorted(found[kind]):
+                cause, _, cure = said.rpartition(";") if ";" in said else (said, "", "")
+                rows.append(f"| {cell(cause)} | {cell(cure)} | `{where}` |")
+            parts.append(f"\n## {kind}\n\n| message | cure | raised in |\n|---|---|---|\n" + "\n".join(rows) + "\n")
+    return "".join(parts)
+
+
+def cell(text: str) -> str:
+    """Text that a table can hold."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "errors.md").write_text(page())

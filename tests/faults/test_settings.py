@@ -1,0 +1,64 @@
+"""Settings nobody should give: each is taken, or refused by a SettingError that names it; nothing else comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.errors import SettingError
+from compresskit.task import describe
+
+NET = nn.Linear(2, 2).eval()
+STAGES = {
+    ck.Train: {"epochs": 1},
+    ck.Distill: {"epochs": 1},
+    ck.Prune: {"macs": 0.5},
+    ck.Sparsify: {"ratio": 0.5, "finetune": ck.Train(epochs=1)},
+    ck.Densify: {},
+    ck.LotteryTicket: {"ratio": 0.5, "train": ck.Train(epochs=1)},
+    ck.StaticQuant: {},
+    ck.QAT: {"epochs": 1},
+    ck.Every: {},
+}
+VALUES = [None, True, 0, -1, 1, 2**70, 0.0, -0.5, 1.5, math.nan, math.inf, -math.inf, 1e-300, "", "x", b"x", (), ("a",), [1], {},
+          {"a": 1}, len, NET, torch.zeros(2), torch.float16, ck.Train(epochs=1), ck.mixed.FP32,
+          functools.partial(max, 1)]  # fmt: skip
+
+
+def tries():
+    for stage, settings in STAGES.items():
+        for field in dataclasses.fields(stage):
+            yield stage, settings, field.name
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "name"), list(tries()), ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else "")
+)
+def test_each_setting(stage, settings, name) -> None:
+    for value in VALUES:
+        try:
+            made = stage(**settings | {name: value})
+        except SettingError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            assert len(str(error)) > 20  # noqa: PT017
+        else:
+            describe(made)
+
+
+@pytest.mark.slow
+def test_two_thousand_pairs() -> None:
+    draw = random.Random(0)
+    all_tries = list(tries())
+    for _ in range(2000):
+        stage, settings, name = draw.choice(all_tries)
+        other = draw.choice(dataclasses.fields(stage)).name
+        with contextlib.suppress(SettingError):
+            describe(stage(**settings | {name: draw.choice(VALUES), other: draw.choice(VALUES)}))

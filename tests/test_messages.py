@@ -1,0 +1,375 @@
+"""Bad input to every public function and stage: one clear error each, of the right class, that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+from networks import build, image, images_task
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import compresskit as ck
+from compresskit import distill, export, mixed, prune, quant
+from compresskit.errors import (
+    CheckpointError,
+    CompressError,
+    DataError,
+    ExportError,
+    ModelError,
+    SettingError,
+    StageOrderError,
+    TrainingError,
+)
+
+ROOT = Path(__file__).parents[1]
+NET = build(networks.Chain)
+TRAIN = ck.Train(epochs=1)
+
+
+def task(**settings):
+    return images_task(ck, samples=32, batch=16, **settings)
+
+
+def with_labels(labels):
+    x = torch.randn(16, 3, 16, 16)
+    return ck.Task(train=[(x, labels)], val=[(x, labels)])
+
+
+def fit(model=None, how=TRAIN, given=None):
+    return how(build(networks.Chain) if model is None else model, task() if given is None else given)
+
+
+BAD = {
+    "no stages": (lambda: ck.Recipe(), SettingError, "give at least one stage"),
+    "export by another name": (lambda: ck.Recipe(TRAIN, export="all"), SettingError, "wanted 'each' or 'last', got 'all'"),
+    "save by a number": (lambda: ck.Recipe(TRAIN, save=60), SettingError, r"wanted Every\(seconds=...\), got 60"),
+    "a stage that is none": (lambda: ck.Recipe("train"), SettingError, "wanted stages such as Train"),
+    "prune after QAT": (
+        lambda: ck.Recipe(TRAIN, ck.QAT(epochs=1), ck.Prune(macs=0.5)),
+        StageOrderError,
+        "a legal order is Train, Prune, QAT",
+    ),
+    "quantize twice": (lambda: ck.Recipe(ck.QAT(epochs=1), ck.StaticQuant()), StageOrderError, "needs a float model"),
+    "cut after masks": (lambda: ck.Recipe(ck.Sparsify(ratio=0.5), ck.Prune(macs=0.5)), StageOrderError, "needs a dense model"),
+    "rewind to nothing": (
+        lambda: ck.Recipe(ck.Sparsify(ratio=0.5, finetune=TRAIN, rewind=prune.rewind())),
+        StageOrderError,
+        "put a Train or Distill before it",
+    ),
+    "no epochs": (lambda: ck.Train(epochs=0), SettingError, "a whole number >= 1, got 0"),
+    "epochs of text": (lambda: ck.Train(epochs="3"), SettingError, "a whole number >= 1, got 3"),
+    "clip of nan": (
+        lambda: ck.Train(epochs=1, clip=float("nan")),
+        SettingError,
+        r"Train\(clip=...\): wanted float \| None, got nan",
+    ),
+    "clip below zero": (lambda: ck.Train(epochs=1, clip=-1.0), SettingError, "wanted a positive norm, got -1.0"),
+    "accumulate nothing": (lambda: ck.Train(epochs=1, accumulate=0), SettingError, "a whole number >= 1, got 0"),
+    "accumulate text": (
+        lambda: ck.Train(epochs=1, accumulate="2"),
+        SettingError,
+        r"Train\(accumulate=...\): wanted int, got '2'",
+    ),
+    "precision by a dtype": (
+        lambda: ck.Train(epochs=1, precision=torch.bfloat16),
+        SettingError,
+        "wanted a policy such as mixed.MASTER_BF16",
+    ),
+    "an optimizer that is made": (
+        lambda: ck.Train(epochs=1, optimizer=torch.optim.SGD(NET.parameters(), lr=1)),
+        SettingError,
+        "wanted a function, got SGD",
+    ),
+    "a schedule of numbers": (lambda: ck.Train(epochs=1, schedule=[0.1]), SettingError, "wanted a function, got list"),
+    "an unknown backend": (
+        lambda: ck.Train(epochs=1, backend="fused"),
+        SettingError,
+        "wanted 'foreach' or 'compiled', got 'fused'",
+    ),
+    "save every 0 steps": (lambda: ck.Every(steps=0), SettingError, "wanted a whole number >= 1, or None, got 0"),
+    "save before now": (lambda: ck.Every(seconds=-1), SettingError, "wanted a number >= 0, or None, got -1"),
+    "save all the time": (lambda: ck.Every(share=0), SettingError, r"wanted a share in \(0, 1\], got 0"),
+    "no training data": (
+        lambda: fit(given=ck.Task(val=task().val)),
+        SettingError,
+        r"this stage needs Task\(train=...\), which was not given",
+    ),
+    "a one-pass loader": (
+        lambda: ck.Task(val=iter([1])),
+        SettingError,
+        "a loader that can be read many times, got a one-pass list_iterator",
+    ),
+    "a loader that is none": (lambda: ck.Task(val=3), SettingError, "wanted a loader of batches, got int"),
+    "an empty loader": (lambda: fit(given=ck.Task(train=[], val=task().val)), DataError, "the loader is empty"),
+    "a batch of one tensor": (
+        lambda: ck.evaluate(NET, ck.Task(val=[torch.zeros(2)])),
+        DataError,
+        r"wanted \(inputs..., target\) or a dict, got Tensor",
+    ),
+    "no target in a dict": (
+        lambda: ck.evaluate(NET, ck.Task(val=[{"x": torch.zeros(2)}])),
+        DataError,
+        "no entry 'labels' for the target",
+    ),
+    "labels too large": (lambda: fit(given=with_labels(torch.full((16,), 10))), DataError, r"labels must be 0..9, got 10"),
+    "labels below zero": (
+        lambda: ck.accuracy(torch.zeros(2, 3), torch.tensor([0, -1])),
+        DataError,
+        r"labels must be 0..2, got -1",
+    ),
+    "accuracy of one class": (lambda: ck.accuracy(torch.zeros(2, 1), torch.zeros(2)), DataError, r"pass another metric to Task"),
+    "labels of another length": (
+        lambda: fit(given=ck.Task(train=[(image(16)[0], torch.arange(4))], val=task().val)),
+        TrainingError,
+        "the loss cannot be computed",
+    ),
+    "nan in the data": (
+        lambda: fit(given=ck.Task(train=[(image(16)[0] * float("nan"), torch.arange(16) % 10)], val=task().val)),
+        TrainingError,
+        "the batch itself holds nan or inf; clean the data",
+    ),
+    "a rate too high": (
+        lambda: fit(how=ck.Train(epochs=5, optimizer=partial(torch.optim.SGD, lr=1e30))),
+        TrainingError,
+        "lower the learning rate",
+    ),
+    "nothing to train": (lambda: fit(nn.Flatten()), ModelError, "no parameter with requires_grad"),
+    "a metric of nan": (
+        lambda: ck.evaluate(NET, task(metric=lambda p, t: float("nan"))),
+        DataError,
+        "the metric is nan on the validation set",
+    ),
+    "images of another size": (lambda: ck.capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
+    "latency of no rounds": (lambda: ck.latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
+    "prune to nothing": (lambda: ck.Prune(macs=0.0), SettingError, r"the share that stays, in \(0, 1\], got 0.0"),
+    "prune by two": (
+        lambda: ck.Prune(macs=0.5, ratio=0.5),
+        SettingError,
+        "wanted exactly one of macs, parameters, bytes, latency, ratio",
+    ),
+    "a criterion by name": (lambda: ck.Prune(macs=0.5, criterion="l1"), SettingError, "wanted a function such as prune.l2"),
+    "steps of half": (lambda: ck.Prune(macs=0.5, steps=0.5), SettingError, r"wanted a whole number >= 1, got 0.5"),
+    "between nothing": (lambda: ck.Prune(macs=0.5, between=TRAIN), SettingError, "there is nothing between the cuts of one step"),
+    "ratios that are none": (lambda: ck.Prune(macs=0.5, ratios=[0.5]), SettingError, r"Prune\(ratios=...\): wanted Mapping"),
+    "an unknown layer": (
+        lambda: prune.plan_channels(NET, image(2), macs=0.5, ignore=("nosuch",)),
+        SettingError,
+        r"ignore=\['nosuch'\]",
+    ),
+    "a plan that is none": (lambda: prune.Plan.from_json({"remove": 3}), CheckpointError, "not a pruning plan"),
+    "a ratio above one": (lambda: ck.Sparsify(ratio=1.5), SettingError, "got 1.5"),
+    "a pattern by name": (
+        lambda: ck.Sparsify(ratio=0.5, pattern="2:4"),
+        SettingError,
+        r"wanted a pattern such as prune.NM\(2, 4\), got '2:4'",
+    ),
+    "a schedule without training": (
+        lambda: ck.Sparsify(ratio=0.5, schedule=prune.cubic),
+        SettingError,
+        "it is part of a training; pass finetune=",
+    ),
+    "no rounds": (lambda: ck.LotteryTicket(ratio=0.5, train=TRAIN, rounds=0), SettingError, "a whole number >= 1, got 0"),
+    "rewind past the end": (lambda: prune.rewind(to=1.0), SettingError, r"wanted a share of the training, in \[0, 1\), got 1.0"),
+    "no teacher": (
+        lambda: fit(how=ck.Train(epochs=1, objective=ck.imitate())),
+        SettingError,
+        r"there is no teacher; pass imitate\(teacher\)",
+    ),
+    "a teacher in train mode": (
+        lambda: distill.Teacher(build(networks.Chain).train()),
+        ModelError,
+        "put it in eval mode if it is",
+    ),
+    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.hint]), SettingError, r"wanted Terms, got function"),
+    "terms without a list": (lambda: ck.imitate(NET, terms=3), SettingError, "wanted a list of Terms, got int"),
+    "temperature zero": (lambda: ck.imitate(NET, temperature=0), SettingError, "wanted a positive number, got 0"),
+    "both weights zero": (lambda: ck.imitate(NET, weight=0, task_weight=0), SettingError, "nothing would be learned"),
+    "generations without a student": (lambda: ck.Distill(epochs=1, generations=2), SettingError, "each generation starts afresh"),
+    "mutual with nobody": (lambda: distill.mutual(), SettingError, "wanted at least one peer"),
+    "unlabelled tensors": (
+        lambda: distill.pseudo_label(NET, torch.zeros(3)),
+        SettingError,
+        "a loader of batches that can be read many times",
+    ),
+    "a threshold of one": (lambda: distill.pseudo_label(NET, [], threshold=1.0), SettingError, r"a number in \[0, 1\), got 1.0"),
+    "quantize without data": (lambda: quant.quantize_static(NET, []), DataError, "no calibration batch"),
+    "skip what is not there": (
+        lambda: quant.quantize_static(NET, [image(4)], skip=("nosuch",)),
+        SettingError,
+        r"skip=\['nosuch'\]",
+    ),
+    "freeze after the end": (lambda: ck.QAT(epochs=1, freeze=2.0), SettingError, r"a share of the training in \[0, 1\], got 2.0"),
+    "QAT on no samples": (lambda: ck.QAT(epochs=1, samples=0), SettingError, "a whole number >= 1, got 0"),
+    "samples of text": (
+        lambda: ck.StaticQuant(samples="all"),
+        SettingError,
+        r"StaticQuant\(samples=...\): wanted int, got 'all'",
+    ),
+    "momentum of zero": (lambda: quant.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
+    "a half model": (
+        lambda: mixed.prepare(build(networks.Chain).half(), torch.optim.SGD(NET.parameters(), lr=1)),
+        CompressError,
+        ".",
+    ),
+    "clip in prepare": (
+        lambda: mixed.prepare(NET, torch.optim.SGD(NET.parameters(), lr=1), clip=-1),
+        SettingError,
+        "clip must be positive, got -1",
+    ),
+    "a level that is none": (lambda: mixed.level("O9"), SettingError, "O9"),
+    "a scaler of nothing": (lambda: mixed.LossScaler(growth=0.5), SettingError, "wanted growth > 1"),
+    "a file that is not there": (lambda: export.read_metadata("nosuch.onnx"), ExportError, "nosuch.onnx"),
+    "a folder that is not there": (
+        lambda: ck.load(build(networks.Chain), "nosuch"),
+        CheckpointError,
+        "structure.json: not there; a model's structure was expected",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name) -> None:
+    make, kind, message = BAD[name]
+    with pytest.raises(kind, match=message) as told:
+        make()
+    assert isinstance(told.value, CompressError)
+    assert len(str(told.value)) > 15
+
+
+def test_there_are_enough() -> None:
+    assert len(BAD) >= 60
+    assert {kind for _, kind, _ in BAD.values()} >= {
+        SettingError, DataError, ModelError, TrainingError, StageOrderError, ExportError, CheckpointError,
+    }  # fmt: skip
+
+
+SAVE = ck.Every(seconds=None, steps=1)
+
+
+def run(out, given=None, epochs=2):
+    torch.manual_seed(0)
+    recipe = ck.Recipe(ck.Train(epochs=epochs, optimizer=partial(torch.optim.SGD, lr=0.01)), save=SAVE, export="last")
+    return recipe.run(networks.Chain(), task() if given is None else given, out)
+
+
+def goes_on(out, wanted):
+    """A run that failed is started again and ends with the weights of one that never did."""
+    got = run(out).model.state_dict()
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole") / "run").model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.ENOSPC, "the disk is full; make room and run the same command again"), (errno.EROFS, "cannot be written"),
+     (errno.EACCES, "look at its rights, or choose another out=")],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [6, 9, 12, 15])
+def test_a_disk_that_is_full_or_read_only(number, said, at, whole, tmp_path, monkeypatch) -> None:
+    real, seen = os.fsync, [0]
+
+    def fsync(handle):
+        seen[0] += 1
+        if seen[0] == at:
+            raise OSError(number, os.strerror(number))
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CompressError, match=said):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob("*.part"))
+    goes_on(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 GB")])
+@pytest.mark.parametrize("where", ["__call__", "backward", "step"])
+def test_no_memory(error, where, whole, tmp_path, monkeypatch) -> None:
+    real, seen = getattr(mixed.Run, where), [0]
+
+    def fails(self, *args, **kwargs):
+        seen[0] += 1
+        if seen[0] == 3:
+            raise error
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(mixed.Run, where, fails)
+    with pytest.raises(TrainingError, match=r"memory.*; lower the batch size \(accumulate= keeps the step what it was\)"):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    goes_on(tmp_path / "run", whole)
+
+
+class Fragile(Dataset):
+    def __init__(self, how):
+        self.how, self.x, self.y = how, *task().train[0]
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        if i == 13:
+            self.how()
+        return self.x[i], self.y[i]
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def missing():
+    raise FileNotFoundError(2, "No such file or directory", "picture13.png")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("how", "workers", "said"), [(killed, 1, "worker"), (missing, 0, "picture13.png"), (missing, 1, "FileNotFoundError")]
+)
+def test_data_that_fails(how, workers, said) -> None:
+    given = ck.Task(train=DataLoader(Fragile(how), 4, num_workers=workers), val=task().val)
+    with pytest.raises(DataError, match=rf"(?s)epoch 1, batch 4: the training loader gives no batch: .*{said}.*num_workers=0"):
+        fit(given=given)
+
+
+class Changing(list):
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_loader_that_changes_its_length(count) -> None:
+    given = ck.Task(train=Changing([task().train[0]] * count), val=task().val)
+    with pytest.raises(DataError, match="the training loader has length 4 and gave (3|more) batches; it must not change"):
+        fit(given=given)
+
+
+def test_a_metric_of_nan_can_be_mended(whole, tmp_path) -> None:
+    broken = task()
+    broken = ck.Task(train=broken.train, val=broken.val, metric=lambda p, t: float("nan"))
+    with pytest.raises(DataError, match="the metric is nan"):
+        run(tmp_path / "run", broken)
+    goes_on(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_the_page_of_errors_is_complete() -> None:
+    spec = importlib.util.spec_from_file_location("make_errors", ROOT / "docs" / "make_errors.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (ROOT / "docs" / "errors.md").read_text()
+    assert page == module.page(), "python docs/make_errors.py writes the page anew"
+    assert len(re.findall(r"^\| .* \| `[a-z/_]+\.py` \|$", page, re.M)) > 300
