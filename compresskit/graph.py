@@ -191,10 +191,10 @@ def _blame(error: BaseException) -> str:
     r"""`\n  at file.py:12 in forward: if x.sum() > 0:` for the innermost line of code that is not torch's."""
     where = ""
     trace = error.__traceback__
-    torch_home = torch.__file__.rsplit("/", 1)[0]
+    ours = (torch.__file__.rsplit("/", 1)[0], __file__, opaque.__torch_function__.__code__.co_filename, "<")
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith((torch_home, __file__, "<")) and "torch/" not in code.co_filename:
+        if not code.co_filename.startswith(ours) and "torch/" not in code.co_filename:
             import linecache
 
             line = linecache.getline(code.co_filename, trace.tb_lineno).strip()

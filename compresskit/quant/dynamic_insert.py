@@ -115,6 +115,11 @@ class DynamicallyQuantized(Quantized):
     Called like the model it was made from. `placement` says what runs in integers and why the rest does not.
     """
 
+    @property
+    def opset(self) -> int:
+        """23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
+        return max(23, self.target.opset) if self.target.tuned else self.target.opset
+
     def _check(self, inputs: Inputs) -> None:
         super()._check(inputs)
         if any(0 in shape for shape in shapes_of(inputs)):
