@@ -23,6 +23,7 @@ from compresskit.checkpoint import FORMAT, read_json, write_json
 from compresskit.errors import ModelError, SettingError, StageOrderError
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.folder import claim, comes_trained, stage_keys
+from compresskit.graph import Dynamic
 from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
 from compresskit.prune.rewind import Rewind
@@ -110,12 +111,14 @@ def _needing_dense(stages: Sequence[Stage]) -> str | None:
 class Recipe:
     """Stages in order.
 
+    dynamic: dimensions of the inputs that vary in the files of float models, `(0, 1)` for batch and length; a quantized model has
+        those that its stage was given.
     export: "each" writes and proves an ONNX file after every stage, "last" only after the last.
     seed: every stage starts from generators seeded with it and the stage's number, so that a stage that is run again gives
         the same result; the global generators of torch, numpy and random are set.
     """
 
-    def __init__(self, *stages: Stage, seed: int = 0, export: str = "each") -> None:
+    def __init__(self, *stages: Stage, seed: int = 0, export: str = "each", dynamic: Dynamic = (0,)) -> None:
         if not stages:
             raise SettingError("Recipe(): give at least one stage")
         if export not in ("each", "last"):
@@ -125,7 +128,7 @@ class Recipe:
                 raise SettingError(f"Recipe(...): wanted stages such as Train(epochs=1), got {type(stage).__name__}")
         check_order(stages)
         self.rewound = check_rewinding(stages)
-        self.stages, self.seed, self.export = stages, seed, export
+        self.stages, self.seed, self.export, self.dynamic = stages, seed, export, dynamic
 
     def describe(self) -> list[Any]:
         """The settings of all stages, JSON-ready."""
@@ -203,7 +206,7 @@ class Recipe:
         save(model, folder)
         if fills is not None:
             save_snapshots(fills, folder)
-        row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
+        row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted, dynamic=self.dynamic)
         write_json(done, {"format": FORMAT, "key": key, "row": asdict(row)})
         shutil.rmtree(old, ignore_errors=True)
         return model, row

@@ -179,7 +179,7 @@ def insert_dynamic_(captured: Captured, placement: Placement, scheme: Scheme) ->
         if kind == "embedding":
             _round_rows(body, node, scheme)
         elif kind == "lstm":
-            body.add_submodule(f"quantizers.{name}", LstmQuantizer(scheme))
+            body.add_submodule(f"quantizers.{name}", LstmQuantizer(_symmetric(scheme)))
             node.op, node.target = "call_module", f"quantizers.{name}"
         elif kind in ("gru", "rnn"):
             for weight in matrices(node):
@@ -188,11 +188,16 @@ def insert_dynamic_(captured: Captured, placement: Placement, scheme: Scheme) ->
         else:
             layer = layer_of(node)
             assert layer is not None
-            own = replace(scheme, signed=True, symmetric=True) if kind == "conv" else scheme  # ConvInteger knows no other
+            own = _symmetric(scheme) if kind == "conv" else scheme
             _round_weight(body, node, layer.weight, layer.axis, own)
             node.replace_input_with(layer.x, rounded[layer.x])
     body.graph.lint()
     body.recompile()
+
+
+def _symmetric(scheme: Scheme) -> Scheme:
+    """ConvInteger and DynamicQuantizeLSTM take weights with zero point 0 only."""
+    return replace(scheme, signed=True, symmetric=True)
 
 
 def _round_weight(body: fx.GraphModule, node: Node, weight: Node, axis: int, scheme: Scheme) -> None:
