@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +100,7 @@ def load(args: argparse.Namespace) -> tuple[ck.Task, int]:
     def batch(rows: list[tuple[list[str], Tensor]]) -> tuple[Tensor, Tensor]:
         return encode([words for words, _ in rows], ids), torch.stack([label for _, label in rows])
 
-    sets = [list(zip(*part, strict=True)) for part in (train, val)]
+    sets: list[Any] = [list(zip(*part, strict=True)) for part in (train, val)]
     loader = partial(DataLoader, collate_fn=batch)
     return ck.Task(train=loader(sets[0], args.batch_size, shuffle=True), val=loader(sets[1], 64)), len(ids) + 2
 

@@ -15,7 +15,7 @@ import compresskit as ck
 from compresskit.errors import DataError, ModelError, SettingError
 from compresskit.export.audit import optimized_graph
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import X86_NO_VNNI, Scheme, quantize_dynamic
+from compresskit.quant import X86_NO_VNNI, Scheme, diagnose, quantize_dynamic
 from compresskit.quant.dynamic import DynamicQuant
 
 GRIDS = {
@@ -242,6 +242,17 @@ def test_bad_input() -> None:
         quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), operators=("linaer",))
     with pytest.raises(SettingError, match="no operator of the model stands in a module of that name"):
         quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), skip=("z",))
+
+
+@pytest.mark.parametrize("make", [Mlp, Words])
+def test_diagnosis(make) -> None:
+    inputs = (torch.randn(3, 6, 24),) if make is Mlp else (torch.randint(40, (6, 3)),)
+    quantized = quantize_dynamic(make().eval(), inputs, dynamic=(0, 1))
+    found = diagnose(quantized, [inputs])
+    assert 20 < found.sqnr < 80
+    rows = {row.layer: row for row in found.rows}
+    if make is Mlp:
+        assert all(20 < n < 80 for n in (rows["a"].sqnr, rows["a"].weights, rows["a"].activations))
 
 
 def test_saved_and_loaded(tmp_path) -> None:
