@@ -26,7 +26,7 @@ from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.normalize import Node, is_inplace, normalize_
 from compresskit.recurrent import opaque, restore_
 from compresskit.surgery import mode
-from compresskit.task import Inputs, call, first_rows, shapes_of
+from compresskit.task import Inputs, call, shapes_of
 
 #: Which dimensions of the inputs may vary: numbers that hold for every tensor, `(0, 2, 3)`; or names for those of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; `()` for none.
@@ -110,7 +110,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     Raises ModelError and SettingError as `capture` does.
     """
     if varies(dynamic):
-        example = first_rows(_at_least_two(example), 2)
+        example = _two_rows(model, example, dynamic)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dims = dynamic_dims(model, example, dynamic)
     try:
@@ -192,10 +192,10 @@ def _blame(error: BaseException) -> str:
     r"""`\n  at file.py:12 in forward: if x.sum() > 0:` for the innermost line of code that is not torch's."""
     where = ""
     trace = error.__traceback__
-    torch_home = torch.__file__.rsplit("/", 1)[0]
+    ours = (torch.__file__.rsplit("/", 1)[0], __file__, opaque.__torch_function__.__code__.co_filename, "<")
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith((torch_home, __file__, "<")) and "torch/" not in code.co_filename:
+        if not code.co_filename.startswith(ours) and "torch/" not in code.co_filename:
             import linecache
 
             line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
@@ -230,14 +230,15 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
     return part, seen[0]
 
 
-def _at_least_two(example: Inputs) -> Inputs:
-    def grown(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] == 1:
-            return torch.cat([value, value])
-        return value
-
-    grown_example: Inputs = pytree.tree_map(grown, example)
-    return grown_example
+def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
+    """Two rows of every input whose first dimension may vary: a single one is doubled."""
+    varying = _varying(model, example, dynamic)
+    leaves, structure = pytree.tree_flatten(example)
+    for i, name in enumerate(input_names(model, example)):
+        if 0 in varying.get(name, ()):
+            leaves[i] = torch.cat([leaves[i], leaves[i]])[:2] if len(leaves[i]) == 1 else leaves[i][:2]
+    rows: Inputs = pytree.tree_unflatten(leaves, structure)
+    return rows
 
 
 def _mutates_a_view(graph: fx.Graph) -> bool:

@@ -38,6 +38,7 @@ from compresskit.folder import (
     stage_keys,
     versions,
 )
+from compresskit.graph import Dynamic
 from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
 from compresskit.progress import Every, Progress, Stop, stoppable
@@ -127,13 +128,15 @@ def _needing_dense(stages: Sequence[Stage]) -> str | None:
 class Recipe:
     """Stages in order.
 
+    dynamic: dimensions of the inputs that vary in the files of float models, `(0, 1)` for batch and length; a quantized model has
+        those that its stage was given.
     export: "each" writes and proves an ONNX file after every stage, "last" only after the last.
     seed: every stage starts from generators seeded with it and the stage's number, so that a stage that is run again gives
         the same result; the global generators of torch, numpy and random are set.
     save: how often a training is saved on its way.
     """
 
-    def __init__(self, *stages: Stage, seed: int = 0, export: str = "each", save: Every = EVERY) -> None:
+    def __init__(self, *stages: Stage, seed: int = 0, export: str = "each", save: Every = EVERY, dynamic: Dynamic = (0,)) -> None:
         if not stages:
             raise SettingError("Recipe(): give at least one stage")
         if export not in ("each", "last"):
@@ -145,7 +148,7 @@ class Recipe:
         self.rewound = check_rewinding(stages)
         if not isinstance(save, Every):
             raise SettingError(f"Recipe(save=...): wanted Every(seconds=...), got {save!r}")
-        self.stages, self.seed, self.export, self.save = stages, seed, export, save
+        self.stages, self.seed, self.export, self.save, self.dynamic = stages, seed, export, save, dynamic
 
     def describe(self) -> list[Any]:
         """The settings of all stages, JSON-ready."""
@@ -253,7 +256,7 @@ class Recipe:
             save(model, folder)
             if fills is not None:
                 save_snapshots(fills, folder)
-            row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted)
+            row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted, dynamic=self.dynamic)
             write_json(done, {"format": FORMAT, "key": key, "row": asdict(row), "files": digests(folder)})
             shutil.rmtree(folder / PROGRESS, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)

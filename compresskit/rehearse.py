@@ -19,10 +19,11 @@ from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import export_onnx
 from compresskit.export.sparse import compressed_bytes
 from compresskit.export.verify import Verification, verify_onnx
-from compresskit.graph import capture, check_runs
+from compresskit.graph import Dynamic, capture, check_runs
 from compresskit.masks import masks_of
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
 from compresskit.randomness import held_by, seed_
+from compresskit.surgery import quantized_parts
 from compresskit.task import Inputs, Stage, Task, call, first_rows, shapes_of
 from compresskit.train import supervised_loss
 
@@ -98,16 +99,19 @@ def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
     return model
 
 
-def measure(model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: float, wanted: bool) -> Row:
+def measure(
+    model: nn.Module, task: Task, folder: Path, *, stage: Any, seconds: float, wanted: bool, dynamic: Dynamic = (0,)
+) -> Row:
     """Export, prove and evaluate a stage's model; a file that does not agree is kept as `model.rejected.onnx`.
 
-    stage: its settings, which the file then holds with its metric and the proof.
+    stage: its settings, which the file then holds with its metric and the proof. dynamic: dimensions of the inputs that vary in
+    the file; a quantized model says its own.
     """
     path = folder / "model.onnx"
     proof: Verification | None = None
     executed = None
     if wanted:
-        export_onnx(model, path, task.example())
+        export_onnx(model, path, task.example(), dynamic=None if quantized_parts(model) else dynamic)
         proof = verify_onnx(path, model, (task.split(batch)[0] for batch in task.batches("val")))
         write_json(folder / "verify.json", {"format": FORMAT, **proof.to_json()})
         if not proof.passed:

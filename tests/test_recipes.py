@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.py") if p.name != "vision.py")
+RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.py") if p.name not in ("vision.py", "text.py"))
 
 
 def start(name, *args, timeout=600):
@@ -100,14 +100,25 @@ def test_cifar10_distill(tmp_path) -> None:
     finished(start("cifar10_distill.py", *small, "--out", again, "--teacher", weights, "--soft", 0, "--terms", "at"), again, 2)
 
 
-def test_sst2(tmp_path) -> None:
-    """On sentences made here, whose words tell the label."""
+def sentences(folder) -> None:
+    """Files of sentences made here, whose words tell the label."""
     words = [["dull", "bad", "boring"], ["fine", "good", "moving"]]
     rows = [(f"a {words[i % 2][i % 3]} film of {i}", i % 2) for i in range(96)]
     for name, part in (("train.tsv", rows[:64]), ("dev.tsv", rows[64:])):
-        (tmp_path / name).write_text("".join(f"{sentence}\t{label}\n" for sentence, label in part))
+        (folder / name).write_text("".join(f"{sentence}\t{label}\n" for sentence, label in part))
+
+
+def test_sst2(tmp_path) -> None:
+    sentences(tmp_path)
     out = tmp_path / "run"
     finished(start("sst2_text.py", "--data", tmp_path, "--epochs", 2, "--batch-size", 8, "--out", out), out, 2)
+
+
+@pytest.mark.parametrize("name", ["text_transformer.py", "text_lstm.py"])
+def test_text(name, tmp_path) -> None:
+    sentences(tmp_path)
+    out = tmp_path / "run"
+    finished(start(name, "--data", tmp_path, "--epochs", 1, "--batch-size", 16, "--out", out), out, 3)
 
 
 def test_sparse_digits(tmp_path) -> None:

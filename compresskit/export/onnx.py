@@ -60,6 +60,7 @@ def export_onnx(
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
     # Both load onnx_ir, which only exporting needs.
+    from compresskit.export.attention import apart_from_norms, flat_attention
     from compresskit.export.blocks import pack_nibbles
     from compresskit.export.kernels import pad_input_channels, pool_as_convolution
     from compresskit.export.passes import optimize_
@@ -74,7 +75,7 @@ def export_onnx(
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
     tuned = any(part.target.tuned for part in quantized_parts(model).values())
-    optimize_(file, [pad_input_channels, pool_as_convolution] if tuned else [])
+    optimize_(file, [pad_input_channels, pool_as_convolution, flat_attention, apart_from_norms] if tuned else [])
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
     if coarsest(model) is torch.bfloat16:
@@ -103,7 +104,7 @@ def to_program(
     """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the program it was made from."""
     dynamic = _dynamic_of(model) if dynamic is None else dynamic
     if opset is None:
-        opset = max([part.target.opset for part in quantized_parts(model).values()], default=20)
+        opset = max([part.opset for part in quantized_parts(model).values()], default=20)
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         module, example = widened(deployed(model), example)

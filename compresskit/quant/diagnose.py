@@ -152,7 +152,7 @@ class _Noise:
         quantizer = rounding_of(self.body, node.args[0])
         rounding = self.body.get_submodule(node.args[1].target) if node.args[1].op == "call_module" else None
         grouped = node.target is not aten.linear.default and len(node.args) > 6 and node.args[6] != 1
-        if quantizer is None or not isinstance(rounding, WeightQuantizer) or grouped:
+        if not isinstance(quantizer, ActivationQuantizer) or not isinstance(rounding, WeightQuantizer) or grouped:
             return
         columns = _columns(node, _integers(quantizer, value(node.args[0])[1][:1]), quantizer)
         if columns is None:

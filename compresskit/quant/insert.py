@@ -59,6 +59,11 @@ class Quantized(Trainable):
         largest = max(math.prod(shape) for shape in captured.shapes.values())
         self.row_bytes = max(1, 4 * largest // batch_size(captured.example))
 
+    @property
+    def opset(self) -> int:
+        """Version of ONNX's operators that its file is written in, where the user names none."""
+        return self.target.opset
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check(kwargs or args)
         return self.body(*args, **kwargs)

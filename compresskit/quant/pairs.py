@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from compresskit.normalize import Node
+from compresskit.quant.dynamic_rounding import DynamicActivation
 from compresskit.quant.quantizer import ActivationQuantizer, Quantizer
 from compresskit.surgery import get_tensor
 from compresskit.task import Inputs
@@ -60,7 +61,7 @@ def _both(body: fx.GraphModule, node: Node, values: dict[Node, Pair]) -> Pair:
         elif node.op == "call_module":
             module = body.get_submodule(node.target)
             if isinstance(module, Quantizer):
-                sides.append(module.unrounded(args[0]) if side == 0 else module(*args))
+                sides.append(module.unrounded(*args) if side == 0 else module(*args))
             else:
                 sides.append(module(*args, **kwargs))
         else:
@@ -68,11 +69,11 @@ def _both(body: fx.GraphModule, node: Node, values: dict[Node, Pair]) -> Pair:
     return sides[0], sides[1]
 
 
-def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | None:
+def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | DynamicActivation | None:
     """The quantizer whose numbers a value has, looking back through what only moves it."""
     while isinstance(value, fx.Node):
         module = body.get_submodule(str(value.target)) if value.op == "call_module" else None
-        if isinstance(module, ActivationQuantizer):
+        if isinstance(module, ActivationQuantizer | DynamicActivation):
             return module
         value = value.args[0] if value.args else None
         value = value[0] if isinstance(value, list | tuple) else value

@@ -30,7 +30,7 @@ class Quantizer(nn.Module):
         super().__init__()
         self.enabled = False
 
-    def unrounded(self, x: Tensor) -> Tensor:
+    def unrounded(self, x: Tensor, *rest: Any) -> Any:
         """What passes while it is switched off."""
         return x
 
@@ -76,7 +76,7 @@ class ActivationQuantizer(Quantizer):
             share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
         return fake_quantize(x, self.step(), self.zero_point, self.scheme, share=share)
 
-    def unrounded(self, x: Tensor) -> Tensor:
+    def unrounded(self, x: Tensor, *rest: Any) -> Tensor:
         """The value, clamped where the grid does an activation function's work."""
         if self.clamp is None:
             return x

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compresskit.errors import CheckpointError
 from compresskit.graph import Dynamic
+from compresskit.quant.dynamic_insert import build_dynamic
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax
 from compresskit.quant.scheme import Scheme
@@ -51,14 +52,20 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         example = _example(saved["example"])
         origin, placement = saved["origin"], saved["placement"]
         restructure_(model, origin["structure"])
+        how = origin.get("dynamically")
         skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     quantized: Quantized
     if "plan" in saved:
         quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
-    else:
+    elif how is None:
         quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
+    else:
+        operators, weights = tuple(map(str, how["operators"])), Scheme(**how["weights"])
+        quantized = build_dynamic(
+            model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
+        )
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"

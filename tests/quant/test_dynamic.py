@@ -1,0 +1,291 @@
+"""Dynamic quantization: rounded at run time as ONNX Runtime does, multiplied in integers by the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compresskit as ck
+from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.export.audit import optimized_graph
+from compresskit.measure import numpy_inputs, session
+from compresskit.quant import X86_NO_VNNI, Scheme, diagnose, quantize_dynamic
+from compresskit.quant.dynamic import DynamicQuant
+
+GRIDS = {
+    "symmetric": Scheme(signed=True, symmetric=True, per_channel=True),
+    "asymmetric": Scheme(signed=True, per_channel=True),
+    "per_tensor": Scheme(signed=True, symmetric=True),
+    "seven_bits": Scheme(bits=7, signed=True, symmetric=True, per_channel=True),
+}
+
+
+class Mlp(nn.Module):
+    """Three layers that read one value, a product with a constant, and one of two activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(24, 32), nn.Linear(24, 32), nn.Linear(24, 32, bias=False)
+        self.out, self.table = nn.Linear(32, 10), nn.Parameter(torch.randn(10, 7))
+
+    def forward(self, x):
+        y = torch.relu(self.a(x)) + self.b(x) * self.c(x)
+        y = y @ (y.transpose(1, 2) @ y).softmax(2)
+        return self.out(y) @ self.table
+
+
+class Words(nn.Module):
+    def __init__(self, kind=nn.LSTM, **how):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(40, 16), kind(16, 24, **how)
+
+    def forward(self, ids):
+        return self.layer(self.words(ids))
+
+
+def numpy_dynamic_quantize(x):
+    """DynamicQuantizeLinear as the standard writes it."""
+    low, high = min(np.float32(0), x.min()), max(np.float32(0), x.max())
+    scale = np.float32(1) if low == high else np.float32((high - low) / np.float32(255))
+    zero_point = np.rint(np.clip(-low / scale, 0, 255)).astype(np.uint8)
+    q = np.clip(np.rint(x / scale) + np.float32(zero_point), 0, 255).astype(np.uint8)
+    return q, scale, zero_point
+
+
+def numpy_weight(w, axis):
+    """Symmetric int8, a scale for each output."""
+    scale = (np.abs(w).max(1 - axis, keepdims=True) / np.float32(127)).astype(np.float32)
+    return np.clip(np.rint(w / scale), -127, 127), scale
+
+
+def executed(file, inputs, **how):
+    run = session(file, **how)
+    return run.run(None, numpy_inputs(run, inputs))
+
+
+def check(model, example, batches, folder, **how):
+    """Quantize, export and prove a model; the file and the quantized model."""
+    quantized = quantize_dynamic(model, example, dynamic=(0, 1), **how)
+    file = ck.export_onnx(quantized, folder / "q.onnx", example)
+    proof = ck.verify_onnx(file, quantized, batches)
+    assert proof.passed, proof
+    return file, quantized
+
+
+@pytest.mark.parametrize("values", [torch.randn(7, 5), -torch.rand(4, 3) - 1, torch.rand(6) + 2, torch.zeros(3)])
+def test_rounding_is_the_standards(values) -> None:
+    quantized = quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),))
+    rounding = next(q for q in quantized.quantizers() if type(q).__name__ == "DynamicActivation")
+    q, scale, zero_point = numpy_dynamic_quantize(values.numpy())
+    wanted = (q.astype(np.float32) - np.float32(zero_point)) * scale
+    np.testing.assert_array_equal(rounding(values).numpy(), wanted)
+    leaf = values.clone().requires_grad_()
+    rounding(leaf).sum().backward()
+    assert torch.equal(leaf.grad, torch.ones_like(leaf))
+
+
+def test_a_linear_layer_against_integers_in_numpy(tmp_path) -> None:
+    layer = nn.Linear(24, 10)
+    file, quantized = check(layer, (torch.randn(2, 3, 24),), [(torch.randn(3, 7, 24),)], tmp_path)
+    x = torch.randn(4, 5, 24)
+    q, scale, zero_point = numpy_dynamic_quantize(x.numpy())
+    w, steps = numpy_weight(layer.weight.detach().numpy(), 0)
+    sums = (q.astype(np.int64) - int(zero_point)) @ w.T.astype(np.int64)
+    wanted = sums.astype(np.float32) * (scale * steps.T) + layer.bias.detach().numpy()
+    np.testing.assert_allclose(quantized(x).detach().numpy(), wanted, atol=2e-6)
+    np.testing.assert_allclose(executed(file, (x,))[0], wanted, atol=2e-6)
+    np.testing.assert_allclose(executed(file, (x,), optimize=False)[0], wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_file_equals_simulation(grid, tmp_path) -> None:
+    model = Mlp().eval()
+    file, quantized = check(model, (torch.randn(2, 5, 24),), [(torch.randn(3, 8, 24),)], tmp_path, weights=GRIDS[grid])
+    x = (torch.randn(1, 6, 24),)
+    np.testing.assert_allclose(executed(file, x)[0], quantized(*x).detach().numpy(), atol=2e-5)
+    with torch.no_grad():
+        wanted, got = model(*x), quantized(*x)
+    assert 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()) > 20
+
+
+def test_the_runtime_fuses_it_and_rounds_a_value_once(tmp_path) -> None:
+    file, quantized = check(Mlp(), (torch.randn(2, 5, 24),), [(torch.randn(3, 8, 24),)], tmp_path)
+    written = Counter(node.op_type for node in onnx.load(file).graph.node)
+    assert written["MatMulInteger"] == 5
+    assert written["DynamicQuantizeLinear"] == 3  # a, b and c read one value
+    fused = Counter(node.op_type for node in optimized_graph(file).node)
+    assert fused["MatMulIntegerToFloat"] == 3
+    assert fused["DynamicQuantizeMatMul"] == 2
+    assert not fused["MatMulInteger"]
+    assert not fused["Cast"]
+    reasons = quantized.placement.floating
+    assert {reasons["matmul"], reasons["matmul_1"]} == {"both of its operands are computed: there is no weight to store"}
+    assert ck.audit(file).share == 1.0
+    assert str(quantized.placement.coverage).startswith("5 of 7 layers in integers")
+    stored = {onnx.TensorProto.DataType.Name(t.data_type): t for t in onnx.load(file).graph.initializer if len(t.dims) > 1}
+    assert set(stored) == {"INT8"}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_layers": 2, "bidirectional": True, "batch_first": True},
+        {"proj_size": 8},
+        {"num_layers": 2, "dropout": 0.3, "bias": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("grid", ["symmetric", "asymmetric", "per_tensor"])
+def test_lstm_runs_in_integers(how, grid, tmp_path) -> None:
+    model = Words(**how).eval()
+    batches = [(torch.randint(40, (3, 7)),), (torch.randint(40, (1, 2)),)]
+    file, quantized = check(model, (torch.randint(40, (2, 5)),), batches, tmp_path, weights=GRIDS[grid])
+    kinds = Counter(node.op_type for node in onnx.load(file).graph.node)
+    assert kinds["DynamicQuantizeLSTM"] == how.get("num_layers", 1)
+    assert not kinds["LSTM"]
+    for batch in batches:
+        for got, wanted in zip(executed(file, batch), torch.utils._pytree.tree_leaves(quantized(*batch)), strict=True):
+            np.testing.assert_allclose(got, wanted.detach().numpy(), atol=2e-5)
+        a, b = model(*batch)[0].flatten(), quantized(*batch)[0].flatten()
+        assert F.cosine_similarity(a, b, dim=0) > 0.999
+    assert ck.audit(file).share > (0.7 if "proj_size" in how else 0.99)
+    assert quantized.placement.coverage.macs[0] == quantized.placement.coverage.macs[1] > 0
+
+
+@pytest.mark.parametrize(("kind", "name"), [(nn.GRU, "GRU"), (nn.RNN, "RNN")])
+def test_gru_and_rnn_store_integers_and_say_that_they_compute_in_float(kind, name, tmp_path) -> None:
+    model = Words(kind, num_layers=2, batch_first=True).eval()
+    batch = (torch.randint(40, (3, 7)),)
+    file, quantized = check(model, (torch.randint(40, (2, 5)),), [batch], tmp_path)
+    assert any("no integer kernel for" in reason for reason in quantized.placement.floating.values())
+    assert sum(t.data_type == onnx.TensorProto.INT8 and len(t.dims) == 3 for t in onnx.load(file).graph.initializer) == 4
+    kinds = Counter(node.op_type for node in optimized_graph(file).node)
+    assert kinds[name] == 2
+    assert kinds["Cast"] <= 1  # that of the embedding: the weights are decoded once, when the file is loaded
+    np.testing.assert_allclose(executed(file, batch)[0], quantized(*batch)[0].detach().numpy(), atol=2e-5)
+
+
+def test_tied_table_is_stored_once(tmp_path) -> None:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(300, 32), nn.Linear(32, 300, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.words(ids)))
+
+    file, _ = check(Tied(), (torch.randint(300, (2, 5)),), [(torch.randint(300, (3, 7)),)], tmp_path)
+    tables = [t for t in onnx.load(file).graph.initializer if t.data_type == onnx.TensorProto.INT8 and len(t.dims) == 2]
+    assert [list(t.dims) for t in tables] == [[300, 32]]
+
+
+def test_convolutions_on_request(tmp_path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2)).eval()
+    x = (torch.randn(2, 3, 16, 16),)
+    with pytest.raises(ModelError, match="conv is quantized on request only"):
+        quantize_dynamic(model, x)
+    quantized = quantize_dynamic(model, x, operators=("conv",))
+    file = ck.export_onnx(quantized, tmp_path / "q.onnx", x)
+    assert ck.verify_onnx(file, quantized, [(torch.randn(3, 3, 16, 16),)]).passed
+    assert Counter(node.op_type for node in onnx.load(file).graph.node)["ConvInteger"] == 2
+
+
+def test_no_vnni_has_weights_that_do_not_saturate(tmp_path) -> None:
+    file, _ = check(nn.Linear(24, 10), (torch.randn(2, 3, 24),), [(torch.randn(3, 7, 24),)], tmp_path, target=X86_NO_VNNI)
+    stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    assert max(int(np.abs(w.astype(int)).max()) for w in stored) == 63
+
+
+def test_what_stays_float_is_named() -> None:
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.zero, self.pair = nn.Linear(8, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+            self.up = nn.ConvTranspose1d(8, 8, 2)
+            nn.init.zeros_(self.zero.weight)
+
+        def forward(self, x):
+            y = self.zero(self.a(x))
+            return self.up(self.pair(x, y).unsqueeze(2))
+
+    placement = quantize_dynamic(Mixed(), (torch.randn(4, 8),)).placement
+    reasons = {placement.layers[name]: reason for name, reason in placement.floating.items()}
+    assert reasons["zero"] == "its weights are all zero"
+    assert "transposed convolutions" in reasons["up"]
+    assert reasons["pair"]
+    skipped = quantize_dynamic(Mixed(), (torch.randn(4, 8),), skip=("pair",)).placement
+    assert "skipped by the user" in skipped.floating.values()
+
+
+def test_bad_input() -> None:
+    quantized = quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), dynamic=(0, 1))
+    with pytest.raises(DataError, match=r"no elements, got \[\(2, 0, 24\)\]"):
+        quantized(torch.randn(2, 0, 24))
+    with pytest.raises(DataError, match=r"wanted torch.float32 inputs, got torch.int64"):
+        quantized(torch.ones(2, 5, 24, dtype=torch.int64))
+    with pytest.raises(ModelError, match="does not run on the example.*int64"):
+        quantize_dynamic(Mlp(), (torch.ones(2, 5, 24, dtype=torch.int64),))
+    with pytest.raises(ModelError, match="nothing of it can be quantized dynamically"):
+        quantize_dynamic(nn.Sequential(nn.ReLU()), (torch.randn(2, 5),))
+    with pytest.raises(ModelError, match="is quantized already"):
+        quantize_dynamic(quantized, (torch.randn(2, 5, 24),))
+    with pytest.raises(SettingError, match="dynamic quantization knows"):
+        quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), operators=("linaer",))
+    with pytest.raises(SettingError, match="no operator of the model stands in a module of that name"):
+        quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), skip=("z",))
+
+
+@pytest.mark.parametrize("make", [Mlp, Words])
+def test_diagnosis(make) -> None:
+    inputs = (torch.randn(3, 6, 24),) if make is Mlp else (torch.randint(40, (6, 3)),)
+    quantized = quantize_dynamic(make().eval(), inputs, dynamic=(0, 1))
+    found = diagnose(quantized, [inputs])
+    assert 20 < found.sqnr < 80
+    rows = {row.layer: row for row in found.rows}
+    if make is Mlp:
+        assert all(20 < n < 80 for n in (rows["a"].sqnr, rows["a"].weights, rows["a"].activations))
+
+
+def test_saved_and_loaded(tmp_path) -> None:
+    model = Words(bidirectional=True).eval()
+    quantized = quantize_dynamic(model, (torch.randint(40, (5, 2)),), dynamic=(0, 1), weights=GRIDS["asymmetric"])
+    ck.save(quantized, tmp_path / "saved")
+    loaded = ck.load(Words(bidirectional=True), tmp_path / "saved")
+    ids = torch.randint(40, (9, 3))
+    assert torch.equal(quantized(ids)[0], loaded(ids)[0])
+    assert str(loaded.placement) == str(quantized.placement)
+
+
+def test_trains_through_the_rounding() -> None:
+    quantized = quantize_dynamic(Words(), (torch.randint(40, (5, 2)),), dynamic=(0, 1)).train()
+    quantized(torch.randint(40, (7, 3)))[0].square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in quantized.parameters())
+
+
+def test_stage_in_a_recipe(tmp_path) -> None:
+    x, y = torch.randn(64, 12, 8), torch.randint(3, (64,))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.LSTM(8, 12, batch_first=True), nn.Linear(12, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x)[0].mean(1))
+
+    loader = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)]
+    recipe = ck.Recipe(ck.Train(epochs=1), DynamicQuant(dynamic=(0, 1)))
+    result = recipe.run(Net(), ck.Task(train=loader, val=loader), out=tmp_path / "run")
+    assert result.rows[-1].bytes < result.rows[0].bytes
+    assert "DynamicQuantizeLSTM" in {node.op_type for node in onnx.load(result.onnx).graph.node}
+    with pytest.raises(ck.StageOrderError):
+        ck.Recipe(DynamicQuant(), ck.Prune(macs=0.5))
