@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def moving(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -
 
 def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
     """Half of the budget dense, then back to a third of that half, and the other half sparse."""
-    half = ck.Train(epochs=how.epochs // 2, optimizer=how.optimizer, schedule=how.schedule)
+    half = replace(how, epochs=how.epochs // 2)
     kept = ck.Task(val=task.val, train=task.train, snapshots={SNAPSHOT: {}})
     model = half(model, kept)
     return Sparsify(ratio=ratio, rewind=rewind(to=SNAPSHOT), finetune=half)(model, kept)
@@ -133,7 +134,8 @@ def train_once(args: argparse.Namespace, make: Setting, name: str, ratio: float,
     model = copy.deepcopy(start)
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=args.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle)
+    precision = ck.mixed.AMP_BF16 if args.bf16 else ck.mixed.FP32
+    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle, precision=precision)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a layer of a small network may lose all of its weights
         model = METHODS[name](model, task, ratio, how)
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4992, help="training images of an epoch of CIFAR-10")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
     parser.add_argument("--rate", type=float, default=0.05, help="largest learning rate")
+    parser.add_argument("--bf16", action="store_true", help="train under autocast to bfloat16")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each")
     parser.add_argument("--out", default=str(HERE), help="folder for the .json and the .md")
     args = parser.parse_args()
@@ -195,7 +198,7 @@ def main() -> None:
     model, task = make(0)
     settings = {
         "network": "ResNet-8 (16, 32, 64), digits" if args.digits else "ResNet-20, CIFAR-10", "epochs": args.epochs,
-        "steps": args.epochs * task.length("train"), "batch_size": args.batch_size, "rate": args.rate,
+        "steps": args.epochs * task.length("train"), "batch_size": args.batch_size, "rate": args.rate, "bf16": args.bf16,
         "torch": torch.__version__, "python": platform.python_version(),
     }  # fmt: skip
     record = json.loads(file.read_text()) if file.exists() else None

@@ -21,7 +21,7 @@ from compresskit.export import audit, export_onnx, verify_onnx
 from compresskit.graph import capture
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
-from compresskit.quant import QAT, StaticQuant, WeightQuant
+from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result
 from compresskit.store import load, save
 from compresskit.task import Objective, Stage, Task, accuracy
@@ -35,6 +35,7 @@ __all__ = [
     "DataError",
     "Densify",
     "Distill",
+    "DynamicQuant",
     "ExportError",
     "LotteryTicket",
     "ModelError",

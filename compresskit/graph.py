@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.errors import ModelError, SettingError
+from compresskit.errors import CompressError, ModelError, SettingError
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.normalize import Node, is_inplace, normalize_
+from compresskit.recurrent import opaque, restore_
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call, first_rows, shapes_of
 
@@ -52,7 +54,7 @@ class Captured:
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
 
 
-def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dynamic: Dynamic = (0,)) -> Captured:
+def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, dynamic: Dynamic = (0,)) -> Captured:
     """Capture a model, or its submodule `inside`, as a graph with a dynamic batch.
 
     Args:
@@ -65,7 +67,7 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
     Raises ModelError where `torch.export` cannot follow the code; the message names the line. Raises SettingError for dimensions
     that the inputs do not have.
     """
-    prefix = inside or ""
+    prefix, example = inside or "", as_inputs(example)
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         if inside is not None:
@@ -76,6 +78,7 @@ def capture(model: nn.Module, example: Inputs, *, inside: str | None = None, dyn
             # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
             module = program.run_decompositions({}).module()
         module = fx.GraphModule(module, module.graph, type(model).__name__)
+        restore_(module.graph)
         normalize_(module)
         shapes = _shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
@@ -114,7 +117,10 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+            with opaque():
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+    except CompressError:
+        raise
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n"

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.surgery import mode
-from compresskit.task import Inputs, Task, batch_size, call, call_checked
+from compresskit.task import Task, batch_size, call, call_checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,14 @@ def count_nonzero(model: nn.Module) -> int:
     return sum(int(torch.count_nonzero(p)) for p in model.parameters())
 
 
-def count_macs(model: nn.Module, inputs: Inputs) -> int:
+def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     """Multiply-accumulates of one sample in eval mode, half of what torch's own flop counter says.
 
     Fused kernels (the fast path of attention, oneDNN's LSTM) are switched off meanwhile: the counter does not see into them.
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
+    inputs = as_inputs(inputs, "count_macs")
     fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set, and warn of, more than this
@@ -115,7 +117,7 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
     return value
 
 
-def numpy_inputs(session: Any, inputs: Inputs) -> dict[str, np.ndarray]:
+def numpy_inputs(session: Any, inputs: AnyInputs) -> dict[str, np.ndarray]:
     """Name the tensors among the inputs as the ONNX Runtime session wants them."""
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
@@ -153,7 +155,7 @@ def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool | str 
 
 
 def latency(
-    paths: Sequence[str | Path], inputs: Inputs, *, threads: int = 1, seconds: float = 1.0, rounds: int = 15
+    paths: Sequence[str | Path], inputs: AnyInputs, *, threads: int = 1, seconds: float = 1.0, rounds: int = 15
 ) -> list[float]:
     """Median milliseconds of each file for `inputs`, the files run in turn so that all see the same machine.
 

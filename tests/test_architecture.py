@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "version"},
     {"task"},
-    {"samples", "surgery", "normalize"},
+    {"inputs", "samples", "surgery", "normalize", "recurrent"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},
     {"train"},
@@ -104,13 +104,13 @@ def test_no_prints_from_the_library() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, time; import torch; begin = time.process_time(); import compresskit;"
+        "import sys, time; import torch; begin = time.process_time(); import compresskit;"  # what has run so far is torch
         "heavy = ('onnx', 'onnxruntime', 'onnxscript', 'onnx_ir', 'matplotlib', 'torchvision');"
-        "print(time.process_time() - begin, [m for m in heavy if m in sys.modules])"
+        "print((time.process_time() - begin) / begin, [m for m in heavy if m in sys.modules])"
     )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(3)]
     assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
-    assert min(float(run.split()[0]) for run in runs) < 0.3
+    assert min(float(run.split()[0]) for run in runs) < 0.4  # of the time that torch takes, on a busy machine too
 
 
 def test_oracles_share_no_code() -> None:

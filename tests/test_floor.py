@@ -51,6 +51,29 @@ def test_two_inputs_and_a_dict_train() -> None:
     assert ck.evaluate(model, task) > 0.9
 
 
+def test_one_tensor_stands_for_the_inputs(tmp_path) -> None:
+    model, x = build(networks.Chain).eval(), torch.randn(8, 3, 16, 16)
+    assert ck.count_macs(model, x) == ck.count_macs(model, (x,))
+    plan = ck.prune.plan_channels(model, x, macs=0.5, round_to=4)
+    assert ck.prune.prove(model, plan, x) is None
+    quantized = ck.quant.quantize_static(model, [x, [x]])
+    assert ck.quant.equalize_(model, x) >= 0
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    assert len(ck.latency([path], x, seconds=0.01)) == 1
+    torch.testing.assert_close(capture(model, x).module(x), model(x))
+    ck.quant.correct_bias_(quantized, [x])
+    ck.quant.diagnose(quantized, [x])
+    ck.quant.prepare_qat(model, [x])
+    ck.prune.reestimate_batchnorm_(model, [x])
+    with pytest.raises(
+        DataError, match=r"quantize_static: wanted batches, such as \[\(x,\), ...\], got one Tensor; put it in a list"
+    ):
+        ck.quant.quantize_static(model, x)
+    with pytest.raises(DataError, match=r"the example: wanted inputs as a tensor, a tuple or a dict of them, got int"):
+        capture(model, 3)
+
+
 def test_accuracy() -> None:
     logits = torch.eye(3)
     assert ck.accuracy(logits, torch.tensor([0, 1, 0])) == pytest.approx(2 / 3)

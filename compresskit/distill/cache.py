@@ -1,7 +1,7 @@
 """Predictions of a teacher on disk, so that it runs once: memory-mapped, whole or the top k, keyed by what a sample holds.
 
-cache.json    teacher's fingerprint, shapes, dtype     keys.bin      (N, 2) 64-bit words, a digest of each sample's inputs
-values.bin    (N, C or k, ...) logits, largest is 0    index.bin, rest.bin    of the top k: classes, log of the others' mass
+    cache.json    teacher's fingerprint, shapes, dtype     keys.bin      (N, 2) 64-bit words, a digest of each sample's inputs
+    values.bin    (N, C or k, ...) logits, largest is 0    index.bin, rest.bin    of the top k: classes, log of the others' mass
 
 A key is a digest of the very numbers that the model is fed: shuffling does no harm, and an augmentation that was not cached is
 refused instead of being paired with another view's opinion.

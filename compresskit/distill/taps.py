@@ -1,6 +1,6 @@
 """Taps: what flows through named modules of a model, read by hooks that exist only inside a `with` block.
 
-tapped(model, ["layer3", "encoder.0.attn:in"])     "name" is a module's output, "name:in" its first input
+    tapped(model, ["layer3", "encoder.0.attn:in"])     "name" is a module's output, "name:in" its first input
 
 A captured graph, such as the inside of a quantized model, has operators instead of modules. Each operator remembers the module
 that it came from, so the same names are found there: a module's output is the last value that it hands to others.

@@ -34,8 +34,18 @@ INTEGER_KERNELS = {
 #: Operators whose kernels take integers as they are; they count as integer where what they read is 8 bits wide.
 ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize".split())
 #: Where the weight stands among the inputs, of float and of integer kernels.
-WEIGHT = {"Conv": 1, "FusedConv": 1, "Gemm": 1, "FusedGemm": 1, "MatMul": 1, "FusedMatMul": 1, "ConvTranspose": 1}
+WEIGHT = {
+    "DynamicQuantizeMatMul": 1,
+    "Conv": 1,
+    "FusedConv": 1,
+    "Gemm": 1,
+    "FusedGemm": 1,
+    "MatMul": 1,
+    "FusedMatMul": 1,
+    "ConvTranspose": 1,
+}
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
+RECURRENT = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
 FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
 SHOWN = 8  # names of float layers that are printed
 
@@ -92,7 +102,7 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
         integer = node.op_type in INTEGER_KERNELS or (kind in ANY_TYPE and node.input[0] in narrow)
         every[kind] += 1
         done[kind] += integer
-        cost = _macs(node, weights, shapes)
+        cost = _macs(node, weights, shapes, size)
         macs += cost
         macs_integer += cost if integer else 0
         if cost and not integer:
@@ -171,11 +181,14 @@ def _constants(graph: Any) -> dict[str, list[int]]:
     return shapes
 
 
-def _macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]]) -> int:
+def _macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]], size: int) -> int:
     """Multiply-accumulates for one sample of a convolution or matrix product by a constant, else 0."""
     if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
-        size = {a.name: a.i for a in node.attribute}
-        return size["K"] * size["N"] * math.prod(shapes.get(node.output[0], [0])[1:-1])
+        sizes = {a.name: a.i for a in node.attribute}
+        return sizes["K"] * sizes["N"] * math.prod(shapes.get(node.output[0], [0])[1:-1])
+    if node.op_type in RECURRENT:  # every matrix once for each step
+        steps = (shapes.get(node.input[0]) or [0])[0] or size
+        return steps * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
     place = WEIGHT.get(node.op_type)
     weight = None if place is None or len(node.input) <= place else weights.get(node.input[place])
     out = shapes.get(node.output[0])

@@ -3,9 +3,8 @@
     pad_input_channels    Conv on an image of 3 channels   -> the image padded to 4, or folded 2x2 into 12
     pool_as_convolution   AveragePool                      -> a depthwise Conv whose weights are all 1 / positions
 
-Measured with onnxruntime 1.31 on AVX512-VNNI, one thread, 224 x 224, microseconds: the symmetric kernel wants input channels in
-fours. Conv 3x3/2 of 3 -> 32 channels 459 -> 283 padded; Conv 7x7/2 of 3 -> 64 1360 -> 1216 padded, 1044 folded. AveragePool
-has no vectorized integer kernel: nine of them are 17 of 49 ms of Inception v3.
+The symmetric kernel wants input channels in fours, and AveragePool has no vectorized integer kernel: on AVX512-VNNI a first
+convolution takes a third to a half less time so, pooling a fifth (benchmarks/quantize_kernels.md).
 """
 
 from __future__ import annotations

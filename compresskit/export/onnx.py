@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from compresskit.errors import ExportError, SettingError
 from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
-from compresskit.export.ops import translations
+from compresskit.export.translations import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
 from compresskit.version import __version__
@@ -29,7 +30,7 @@ OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that tor
 def export_onnx(
     model: nn.Module,
     path: str | Path,
-    example: Inputs,
+    example: AnyInputs,
     *,
     opset: int | None = None,
     dynamic: Dynamic | None = None,
@@ -53,7 +54,7 @@ def export_onnx(
     Raises ModelError where the model cannot be captured, ExportError where an operator has no translation or the file
     cannot be written.
     """
-    path = Path(path)
+    path, example = Path(path), as_inputs(example)
     if opset is not None and opset not in OPSETS:
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
@@ -109,6 +110,8 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
+    from compresskit.export.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
+
     nodes = [
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
@@ -128,6 +131,7 @@ def to_program(
     except Exception as error:
         raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
     assert result is not None
+    write_recurrent(result.model)
     return result
 
 

@@ -1,4 +1,4 @@
-"""QuantizeLinear and DequantizeLinear as operators of torch, so that a captured graph can hold them.
+"""Operators of ONNX and ONNX Runtime as operators of torch, so that a captured graph can hold them.
 
 torch's own `fake_quantize_*` cannot be translated to ONNX with a dynamic batch (pytorch#167063); these can, and they keep
 weights as integers in the file. Their arithmetic is ONNX's: round half to even, saturate.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,17 +38,73 @@ def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
-def translations() -> dict[Any, Any]:
-    """How the ONNX exporter writes them, and those of `blocks`."""
-    from onnxscript import opset20 as op  # heavy, and only exporting needs it
+def dynamic_numbers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, both fp32 scalars, of the uint8 grid over the range that x has now and zero: DynamicQuantizeLinear.
 
-    from compresskit.export.blocks import block_translations
+    >>> scale, zero_point = dynamic_numbers(torch.tensor([-1.0, 0.5, 1.55]))
+    >>> round(scale.item(), 6), zero_point.item()
+    (0.01, 100.0)
+    """
+    low, high = x.detach().float().aminmax()
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    scale = torch.where(high > low, (high - low) / 255.0, torch.ones_like(low))
+    return scale, torch.round((-low / scale).clamp(0.0, 255.0))
 
-    def quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
-        return op.QuantizeLinear(x, scale, zero_point)
 
-    def dequantize(q, scale, zero_point, axis: int):  # type: ignore[no-untyped-def]
-        return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+class _RoundDynamically(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale, zero_point = dynamic_numbers(x)
+        y = torch.round(x.float() / scale).add_(zero_point).clamp_(0.0, 255.0).sub_(zero_point).mul_(scale)
+        return y.to(x.dtype)
 
-    table = torch.ops.compresskit
-    return {table.quantize_linear.default: quantize, table.dequantize_linear.default: dequantize} | block_translations()
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad  # nothing lies outside the range
+
+
+def round_dynamically(x: Tensor) -> Tensor:
+    """Round x to the uint8 grid over its own range and back; the gradient passes."""
+    return _RoundDynamically.apply(x)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("compresskit::dynamic_quantize", mutates_args=())
+def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """DynamicQuantizeLinear: uint8 values of x's shape, scale, zero point (uint8)."""
+    scale, zero_point = dynamic_numbers(x)
+    return (torch.round(x / scale) + zero_point).clamp(0, 255).to(torch.uint8), scale, zero_point.to(torch.uint8)
+
+
+@dynamic_quantize.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.uint8), x.new_empty(()), x.new_empty((), dtype=torch.uint8)
+
+
+@torch.library.custom_op("compresskit::matmul_integer", mutates_args=())
+def matmul_integer(a: Tensor, b: Tensor, zero_point: Tensor, b_zero_point: Tensor | None) -> Tensor:
+    """MatMulInteger: (..., K) uint8 less its zero point, times (K, N) int8 less its own, a scalar or (N,); int32."""
+    shift = 0 if b_zero_point is None else b_zero_point.double()
+    # Sums of products of 8-bit integers are exact in fp64; a CPU multiplies integers many times slower.
+    return ((a.double() - zero_point.double()) @ (b.double() - shift)).to(torch.int32)
+
+
+@matmul_integer.register_fake
+def _(a: Tensor, b: Tensor, zero_point: Tensor, b_zero_point: Tensor | None) -> Tensor:
+    return a.new_empty([*a.shape[:-1], b.shape[1]], dtype=torch.int32)
+
+
+@torch.library.custom_op("compresskit::conv_integer", mutates_args=())
+def conv_integer(
+    x: Tensor, weight: Tensor, zero_point: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """ConvInteger: uint8 less its zero point, with int8 weights (zero point 0); int32."""
+    conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.ndim]
+    return conv(x.double() - zero_point.double(), weight.double(), None, stride, padding, dilation, groups).to(torch.int32)
+
+
+@conv_integer.register_fake
+def _(
+    x: Tensor, weight: Tensor, zero_point: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.ndim]
+    return conv(x.float(), weight.float(), None, stride, padding, dilation, groups).to(torch.int32)

@@ -25,7 +25,8 @@ MOVES = frozenset(
 
 def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = ()) -> None:
     """Apply every rewrite of this module in place, then those of the target."""
-    for node in list(model.graph):
+    integers = any(node.op_type == "QuantizeLinear" for node in model.graph)
+    for node in list(model.graph) if integers else ():
         if node.op_type == "ReduceMean":
             _global_average_pool(model.graph, node)
     for node in list(model.graph):

@@ -29,6 +29,7 @@ from compresskit.export.bisect import first_disagreement
 from compresskit.export.dtypes import coarsest
 from compresskit.export.files import read_proto
 from compresskit.graph import inputs_inside
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.measure import numpy_inputs, session
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, batch_size, call, call_checked
@@ -89,7 +90,7 @@ class Verification:
 
 
 def verify_onnx(
-    path: str | Path, model: nn.Module, batches: Iterable[Inputs], *, inside: str | None = None, label: str = "verify"
+    path: str | Path, model: nn.Module, batches: Iterable[AnyInputs], *, inside: str | None = None, label: str = "verify"
 ) -> Verification:
     """Run a file and its model on the same inputs and compare all outputs.
 
@@ -102,6 +103,7 @@ def verify_onnx(
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     read_proto(path)  # refuses weights outside its folder
+    batches = each_inputs(batches, "verify_onnx")
     try:
         sessions = [session(path, optimize=False), session(path)]
     except Exception as error:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from compresskit.errors import DataError
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.surgery import mode
-from compresskit.task import Inputs, batch_size, call_checked
+from compresskit.task import batch_size, call_checked
 
 
-def reestimate_batchnorm_(model: nn.Module, batches: Iterable[Inputs]) -> int:
+def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int:
     """Replace running means and variances by the average over batches; returns how many layers have them.
 
     Needs neither labels nor gradients. Everything but BatchNorm stays in eval mode, so dropout does not disturb. The batches
@@ -31,7 +32,7 @@ def reestimate_batchnorm_(model: nn.Module, batches: Iterable[Inputs]) -> int:
             norm.momentum = None  # a plain average
             norm.train()
         try:
-            for inputs in batches:
+            for inputs in each_inputs(batches, "reestimate_batchnorm_"):
                 if batch_size(inputs) > 1:  # one row has no variance
                     call_checked(model, inputs, "calibration data")
                     count += 1

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from compresskit.errors import ModelError, SettingError
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.measure import count_macs
 from compresskit.prune.aggregate import Normalizer, by_mean
 from compresskit.prune.budget import Limits, Target
@@ -26,7 +27,7 @@ NO_RATIOS: Mapping[str, float] = MappingProxyType({})
 
 def plan_channels(
     model: nn.Module,
-    example: Inputs,
+    example: AnyInputs,
     *,
     macs: float | None = None,
     parameters: float | None = None,
@@ -73,13 +74,13 @@ def plan_channels(
     for settings in (target, limits):
         settings.check("plan_channels()")
     _check(model, criterion=criterion, ranking=ranking, normalize=normalize)
-    search = Search(model, example, inside=inside, ignore=ignore, whole_heads=whole_heads)
+    search = Search(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
     total = count_macs(search.recorded.module, search.recorded.example)
     found = search.start(total)
     while True:
         score_(found.groups, model, search.prefix, criterion, normalize, task, samples)
         cutter = Cutter(found, target, limits, ranking, search.prefix, total, model)
-        plan = cutter.plan() if target.measured is None else cutter.measured_plan(example)
+        plan = cutter.plan() if target.measured is None else cutter.measured_plan(as_inputs(example))
         failure = search.check(plan, found)
         if failure is None:
             return plan

@@ -1,7 +1,7 @@
 """Evidence for criteria that read more than weights: gradients, gradients of single samples, activations, losses.
 
 for rows, evidence in collect(model, groups, prefix, task, needs={NeedsGradients}, samples=3072):
-score += rows * criterion(groups[0].slices(model, prefix, evidence))
+    score += rows * criterion(groups[0].slices(model, prefix, evidence))
 """
 
 from __future__ import annotations

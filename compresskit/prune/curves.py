@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from compresskit.errors import CheckpointError, SettingError
+from compresskit.inputs import AnyInputs
 from compresskit.measure import evaluate
 from compresskit.prune.aggregate import unscaled
 from compresskit.prune.batchnorm import reestimate_batchnorm_
@@ -24,7 +25,7 @@ from compresskit.prune.ranking import Ranking, Step
 from compresskit.prune.reconstruct import reconstruct_
 from compresskit.prune.scores import score_
 from compresskit.samples import calibration_inputs
-from compresskit.task import Inputs, Task
+from compresskit.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def by_curves(curves: Curves) -> Ranking:
 
 def allocate(
     model: nn.Module,
-    example: Inputs,
+    example: AnyInputs,
     curves: Curves,
     *,
     macs: float | None = None,

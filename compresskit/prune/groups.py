@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,12 +42,12 @@ class Group:
     pool: list[float] = field(default_factory=list)
     gone: int = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of units."""
         return len(next(iter(self.places.values())))
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Number of dimensions of matrices and filters that get narrower with each unit."""
         return sum(len(shape) > 1 for shape in self.shapes)
@@ -191,10 +191,10 @@ def _costs(walk: Walk, settled: Settled) -> tuple[list[tuple[float, list[int]]],
             roots, counts = torch.unique(settled.units.roots(labels.reshape(-1)), return_counts=True)
             entries = tuple(zip(roots.tolist(), counts.tolist(), strict=True))
             if entries not in numbers:
-                numbers[entries] = len(sizes)
+                numbers[entries] = number = len(sizes)
                 sizes.append(labels.numel())
                 for root, count in entries:
-                    of_unit[root][numbers[entries]] = count
+                    of_unit[root][number] = count
             keys.append(numbers[entries])
         costs.append((macs, keys))
     return costs, sizes, of_unit
@@ -206,11 +206,12 @@ class Widths:
     def __init__(self, found: Found) -> None:
         self.found = found
         self.gone: dict[int, int] = defaultdict(int)
-        self.touching: dict[int, list[int]] = defaultdict(list)
-        self._of_group: dict[int, set[int]] = {}
+        self.touching: dict[int, set[int]] = defaultdict(set)
+        self.costs = [cost for cost, _ in found.costs]
+        self._of_group: dict[int, list[tuple[int, list[int]]]] = {}
         for i, (_, keys) in enumerate(found.costs):
-            for key in set(keys):
-                self.touching[key].append(i)
+            for key in keys:
+                self.touching[key].add(i)
 
     def share(self, key: int, extra: int = 0) -> float:
         """Share of a width that stays when `extra` more entries go."""
@@ -218,28 +219,28 @@ class Widths:
 
     def macs(self) -> float:
         """MACs of one sample."""
-        return self.found.fixed + sum(cost * math.prod(self.share(k) for k in keys) for cost, keys in self.found.costs)
+        return self.found.fixed + sum(self.costs)
 
     def saving(self, group: Group, count: int) -> float:
         """MACs saved by `count` units fewer."""
-        extra = {key: each * count for key, each in group.costs.items()}
-        saved = 0.0
-        for i in self._affected(group):
-            cost, keys = self.found.costs[i]
-            now = left = cost
-            for key in keys:
-                now *= self.share(key)
-                left *= self.share(key, extra.get(key, 0))
-            saved += now - left
-        return saved
+        stays = {}
+        for key, each in group.costs.items():
+            now = self.share(key)
+            stays[key] = self.share(key, each * count) / now if now else 0.0
+        return sum(self.costs[i] * (1 - math.prod([stays[key] for key in keys])) for i, keys in self._affected(group))
 
-    def _affected(self, group: Group) -> set[int]:
+    def _affected(self, group: Group) -> list[tuple[int, list[int]]]:
+        """The operators that get cheaper with a group, each with its widths that the group is in."""
         if id(group) not in self._of_group:
-            self._of_group[id(group)] = {i for key in group.costs for i in self.touching.get(key, ())}
+            touched = {i for key in group.costs for i in self.touching.get(key, ())}
+            self._of_group[id(group)] = [(i, [k for k in self.found.costs[i][1] if k in group.costs]) for i in sorted(touched)]
         return self._of_group[id(group)]
 
     def cut(self, group: Group, count: int) -> None:
         """Note that `count` more units go."""
         for key, each in group.costs.items():
             self.gone[key] += each * count
+        for i, _ in self._affected(group):
+            cost, keys = self.found.costs[i]
+            self.costs[i] = cost * math.prod([self.share(key) for key in keys])
         group.gone += count

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.normalize import aten
 from compresskit.prune.groups import Found, find_groups
 from compresskit.prune.plan import Plan, apply_, zero_
@@ -38,12 +39,13 @@ class Failure:
     path: str | None = None
 
 
-def prove(model: nn.Module, plan: Plan, example: Inputs) -> str | None:
+def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
     """None where the plan is right, else what is wrong with it; the model is not changed.
 
     The pruned copy must run in train and eval mode, and in eval mode give what the zeroed copy gives: in float64, or in float32
     for a model that makes its own float32 values and so cannot run in float64.
     """
+    example = as_inputs(example)
     failure = examine(model, plan, example, find_groups(Walk(record(model, example)), 0))
     return None if failure is None else failure.reason
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.errors import DataError, SettingError
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.prune.plan import Plan
 from compresskit.surgery import get_tensor, mode, owner
 from compresskit.task import Inputs, call_checked
@@ -33,7 +34,7 @@ Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def reconstruct_(
-    model: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable[Inputs], *, damping: float = 1e-4
+    model: nn.Module, dense: nn.Module, plan: Plan, batches: Iterable[AnyInputs], *, damping: float = 1e-4
 ) -> dict[str, float]:
     """Refit, in place, every layer of a pruned model that reads fewer channels than it did in the dense one.
 
@@ -51,7 +52,7 @@ def reconstruct_(
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
     # Queries that the plan rescales are not what they were: they are left alone.
     names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and _refits(dense, n)]
-    stream = iter(batches)
+    stream = each_inputs(batches, "reconstruct_")
     first = next(stream, None)
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")

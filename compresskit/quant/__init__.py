@@ -3,6 +3,8 @@
 from compresskit.quant.blocks import Blocks, Rounding, Rows, nearest
 from compresskit.quant.coverage import Coverage
 from compresskit.quant.diagnose import Diagnosis, diagnose
+from compresskit.quant.dynamic import DynamicQuant, quantize_dynamic
+from compresskit.quant.dynamic_insert import DynamicallyQuantized
 from compresskit.quant.equalize import equalize_
 from compresskit.quant.gptq import gptq
 from compresskit.quant.insert import Quantized
@@ -46,6 +48,8 @@ __all__ = [
     "Blocks",
     "Coverage",
     "Diagnosis",
+    "DynamicQuant",
+    "DynamicallyQuantized",
     "Entropy",
     "Faithful",
     "Form",
@@ -77,6 +81,7 @@ __all__ = [
     "nearest",
     "place",
     "prepare_qat",
+    "quantize_dynamic",
     "quantize_static",
     "quantize_weights",
     "saturating_matmul",

@@ -15,7 +15,7 @@ from compresskit.quant.kinds import KINDS
 from compresskit.surgery import get_tensor
 
 #: Kinds that multiply and add: the layers that coverage counts.
-LAYERS = frozenset({"conv", "conv_transpose", "linear", "matmul"})
+LAYERS = frozenset({"conv", "conv_transpose", "linear", "matmul", "addmm", "recurrent"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +52,31 @@ def costs(graph: fx.Graph) -> dict[str, Cost]:
 
 
 def _cost(graph: fx.Graph, node: Node) -> Cost:
-    kind, tensors = KINDS[node.target], [_tensor(graph, a) for a in node.args[:3]]
-    parameters = sum(t.numel() for a, t in zip(node.args, tensors, strict=False) if t is not None and parameter_name(a))
+    kind = KINDS[node.target]
+    if kind == "recurrent":
+        return _recurrent_cost(graph, node)
+    given = node.args[1:3] if kind == "addmm" else node.args[:3]
+    tensors = [_tensor(graph, a) for a in given]
+    parameters = sum(t.numel() for a, t in zip(given, tensors, strict=False) if t is not None and parameter_name(a))
     x, weight = tensors[:2]
     assert x is not None
     assert weight is not None
     value, rows = node.meta["val"], _rows(graph)
     if kind == "conv_transpose":
         macs = _size(x) // rows * _size(weight) // int(weight.shape[0])
-    elif kind == "matmul":
+    elif kind in ("matmul", "addmm"):
         macs = _size(value) * int(x.shape[-1]) // rows
     else:
         macs = _size(value) // rows * (_size(weight) // int(weight.shape[0]))
     return Cost(parameters=int(parameters), macs=macs)
+
+
+def _recurrent_cost(graph: fx.Graph, node: Node) -> Cost:
+    """Every matrix once for each step of a sequence."""
+    tensors = [t for a in node.args[2] if (t := _tensor(graph, a)) is not None]
+    x, batch_first = node.args[0].meta["val"], node.args[8]
+    steps = int(x.shape[1 if batch_first else 0])
+    return Cost(parameters=sum(t.numel() for t in tensors), macs=steps * sum(t.numel() for t in tensors if t.ndim == 2))
 
 
 def _rows(graph: fx.Graph) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compresskit.errors import DataError
 from compresskit.graph import module_path, parameter_name
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.normalize import Node, aten
 from compresskit.quant.coverage import Coverage
 from compresskit.quant.insert import Quantized, lower
@@ -78,7 +79,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.name, row.layer, row.runs, *costs, *("" if n is None else f"{n:.1f}" for n in numbers), saturated)
 
 
-def diagnose(quantized: Quantized, batches: Iterable[Inputs], *, model: nn.Module | None = None) -> Diagnosis:
+def diagnose(quantized: Quantized, batches: Iterable[AnyInputs], *, model: nn.Module | None = None) -> Diagnosis:
     """Compare a quantized model with the float one, operator by operator, on batches of inputs (tuples or dicts).
 
     model: the float model it came from; None takes the quantized model's own weights, unrounded. What training changed counts
@@ -87,7 +88,7 @@ def diagnose(quantized: Quantized, batches: Iterable[Inputs], *, model: nn.Modul
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
     quantized = quantized.settled()
-    batches = iter(batches)
+    batches = each_inputs(batches, "diagnose")
     first = next(batches, None)
     if first is None:
         raise DataError("diagnose: no batch was given; a few hundred samples show the noise")

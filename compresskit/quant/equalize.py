@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 
 from compresskit.errors import ModelError
 from compresskit.graph import capture, parameter_name
+from compresskit.inputs import AnyInputs
 from compresskit.normalize import Node, aten
 from compresskit.quant.fold import CONVS
 from compresskit.surgery import get_tensor
-from compresskit.task import Inputs
 
 #: What scaling a channel by a positive number passes through unchanged.
 _PASSED = frozenset({aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default})
@@ -30,7 +30,7 @@ class _Link:
     depthwise: bool
 
 
-def equalize_(model: nn.Module, example: Inputs, *, rounds: int = 20) -> int:
+def equalize_(model: nn.Module, example: AnyInputs, *, rounds: int = 20) -> int:
     """Even out, in place, the ranges of a layer's output channels and of the next one's input channels; returns the pairs.
 
     Channel i of a layer is divided by s_i = sqrt(r1_i / r2_i) and multiplied again in the layer that alone reads it, through

@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import ModelError
 from compresskit.graph import Captured, Dynamic, capture, module_path, parameter_name
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.masks import carry_
 from compresskit.normalize import Node
+from compresskit.quant.computed import fold_computed_
 from compresskit.quant.deploy import deploy
 from compresskit.quant.fold import Folded, fold_batchnorm_
 from compresskit.quant.kinds import KINDS
@@ -70,7 +72,7 @@ class Quantized(Trainable):
                 " shapes of the example (quantize with dynamic=(0, 2, 3) to let more than the batch vary)"
             )
 
-    def calibrate_(self, batches: Iterable[Inputs], *, through: nn.Module | None = None) -> None:
+    def calibrate_(self, batches: Iterable[AnyInputs], *, through: nn.Module | None = None) -> None:
         """Find the ranges: run batches unrounded while observers watch, then round from now on.
 
         through: the model that this one is a part of, if the batches are those of the whole.
@@ -79,7 +81,7 @@ class Quantized(Trainable):
         self.observe_(True)
         model = self if through is None else through
         with torch.no_grad(), mode(model, training=False):  # not inference_mode: what a model caches must stay trainable
-            for inputs in batches:
+            for inputs in each_inputs(batches, "calibration data"):
                 for rows in self._pieces(inputs) if through is None else [inputs]:
                     call_checked(model, rows, "calibration data")
         self.observe_(False)
@@ -136,6 +138,7 @@ def lower(
     captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     carry_(model, captured.module, {name: name for name in sorted(names)})
+    fold_computed_(captured.module)
     folds: list[Folded] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)

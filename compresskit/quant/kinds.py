@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compresskit.normalize import Node, aten
 from compresskit.quant.fold import CONVS, TRANSPOSED
+from compresskit.recurrent import OPERATORS
 
 KINDS: dict[Any, str] = {
     **dict.fromkeys(CONVS, "conv"),
@@ -16,6 +17,9 @@ KINDS: dict[Any, str] = {
     aten.linear.default: "linear",
     aten.matmul.default: "matmul",
     aten.bmm.default: "matmul",
+    aten.mm.default: "matmul",
+    aten.addmm.default: "addmm",
+    **dict.fromkeys(OPERATORS.values(), "recurrent"),
     aten.add.Tensor: "add",
     aten.mul.Tensor: "mul",
     aten.cat.default: "concat",

@@ -1,7 +1,7 @@
 """Observers watch values go by and say in which range they lie.
 
-update(values)    values: (channels, n); called once for each batch and place
-range()           -> (low, high), each (channels,); where torch.distributed runs, joined over all ranks, which must all call it
+    update(values)    values: (channels, n); called once for each batch and place
+    range()           -> (low, high), each (channels,); where torch.distributed runs, over all ranks, which must all call it
 
 Each looks at every value once and keeps a few numbers for a channel: extremes, or a histogram whose bins double in width, and
 are merged in pairs, when a value falls outside. A value that is not finite makes the range not finite.

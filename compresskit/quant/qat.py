@@ -6,52 +6,55 @@ the activations or are learned (LSQ, Esser et al., 1902.08153), and after a shar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.errors import DataError, SettingError
-from compresskit.quant.insert import Quantized, build
+from compresskit.errors import SettingError
+from compresskit.graph import Dynamic
+from compresskit.inputs import AnyInputs
+from compresskit.quant.insert import build
 from compresskit.quant.objective import Faithful
 from compresskit.quant.observers import MinMax, MovingAverage, Observer
+from compresskit.quant.static import calibrated_in, part_of
 from compresskit.quant.targets import X86, Target
 from compresskit.samples import calibration_inputs
 from compresskit.surgery import frozen_copy
-from compresskit.task import Inputs, Task
+from compresskit.task import Task
 from compresskit.train import Train, fit_
 
 
 def prepare_qat(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),
     learned: bool = False,
     skip: tuple[str, ...] = (),
-) -> Quantized:
-    """A quantized copy, ready to be trained in any loop.
+    dynamic: Dynamic = (0,),
+    strict: bool = False,
+    inside: str | None = None,
+) -> Any:
+    """A quantized copy, ready to be trained in any loop: a `Quantized`; with `inside`, a copy of the model that holds one there.
 
     Its ranges start at those of the batches and then follow the training, in the observer's way, or are learned; BatchNorm
-    statistics follow too. `model.hold_()` holds both still, some way before the end, so that the weights can settle;
-    `model.settle_()` after the last step folds BatchNorm for good. Under DistributedDataParallel ranges are joined over ranks.
+    statistics follow too. `quantized.hold_()` holds both still, some way before the end, so that the weights can settle;
+    `quantized.settle_()` after the last step folds BatchNorm for good. Under DistributedDataParallel ranges are joined over
+    ranks. target, skip, dynamic, strict, inside: as in `quantize_static`.
     """
-    batches = iter(batches)
-    first = next(batches, None)
-    if first is None:
-        raise DataError("prepare_qat: no calibration batch was given; a few hundred samples show the ranges")
-    quantized = build(model, first, target, MinMax, skip=skip, trainable=True)
-    quantized.calibrate_(itertools.chain([first], batches))
+    part, example, everything = part_of(model, batches, inside, "prepare_qat")
+    quantized = build(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)
+    whole = calibrated_in(model, quantized, everything, inside)
     quantized.live_(learned=learned)
     if not learned:
         quantized.observe_(True, observer)
-    return quantized.train()
+    return whole.train()
 
 
 @contextmanager
@@ -78,7 +81,7 @@ class QAT(Train):
     """Quantize, then train with the rounding in place.
 
     objective: what the float model says (soft targets, and a tenth of the task's loss), where nothing is given.
-    target, observer, samples, skip: as in `StaticQuant`; the observer follows the ranges while training.
+    target, observer, samples, skip, dynamic, strict, inside: as in `StaticQuant`; the observer follows the ranges while training.
     learned: the scales are parameters (LSQ) and no observer follows.
     freeze: share of the training after which ranges and BatchNorm statistics hold still.
     The other settings are those of `Train`, with a gentle default rate. Weights that are zero stay zero.
@@ -94,6 +97,9 @@ class QAT(Train):
     learned: bool = False
     samples: int = 512
     skip: tuple[str, ...] = ()
+    dynamic: Dynamic = (0,)
+    strict: bool = False
+    inside: str | None = None
     freeze: float = 0.5
 
     def __post_init__(self) -> None:
@@ -106,14 +112,18 @@ class QAT(Train):
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
         goal = task if task.reference is not None else replace(task, reference=frozen_copy(model))
-        quantized = prepare_qat(
+        whole = prepare_qat(
             model,
             calibration_inputs(task, self.samples),
             target=self.target,
             observer=self.observer,
             learned=self.learned,
             skip=self.skip,
+            dynamic=self.dynamic,
+            strict=self.strict,
+            inside=self.inside,
         )
+        quantized = whole.get_submodule(self.inside) if self.inside else whole
 
         def hold(step: int, steps: int) -> None:
             if step >= self.freeze * steps:
@@ -121,7 +131,7 @@ class QAT(Train):
 
         hold(0, 1)
         objective = self.objective or Faithful(teacher=model)
-        with zeros_kept(quantized):
-            fit_(quantized, goal, self, objective=objective, after_step=[hold], label="QAT")
+        with zeros_kept(whole):
+            fit_(whole, goal, self, objective=objective, after_step=[hold], label="QAT")
         quantized.settle_()
-        return quantized
+        return whole

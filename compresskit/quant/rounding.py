@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from compresskit.errors import DataError, SettingError
 from compresskit.graph import parameter_name
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.normalize import Node
 from compresskit.quant.insert import Quantized
 from compresskit.quant.pairs import Pair, run_pairs
@@ -20,7 +21,7 @@ from compresskit.task import Inputs
 Seen = tuple[Tensor, Tensor, list[Tensor]]
 
 
-def correct_bias_(quantized: Quantized, batches: Iterable[Inputs]) -> int:
+def correct_bias_(quantized: Quantized, batches: Iterable[AnyInputs]) -> int:
     """Add to each bias what its layer's output channels lost on average; returns the number of layers.
 
     E[float output] - E[rounded output], layer by layer, each after those before it (Nagel et al., 1906.04721, section 4.2,
@@ -43,7 +44,13 @@ def correct_bias_(quantized: Quantized, batches: Iterable[Inputs]) -> int:
 
 
 def adaround_(
-    quantized: Quantized, batches: Iterable[Inputs], *, steps: int = 1000, rate: float = 1e-2, batch_size: int = 32, seed: int = 0
+    quantized: Quantized,
+    batches: Iterable[AnyInputs],
+    *,
+    steps: int = 1000,
+    rate: float = 1e-2,
+    batch_size: int = 32,
+    seed: int = 0,
 ) -> int:
     """Round each weight up or down, whichever serves its layer's output; returns the number of layers.
 
@@ -80,8 +87,8 @@ def adaround_(
     return len(layers)
 
 
-def _all(batches: Iterable[Inputs], where: str) -> list[Inputs]:
-    every = list(batches)
+def _all(batches: Iterable[AnyInputs], where: str) -> list[Inputs]:
+    every = list(each_inputs(batches, where))
     if not every:
         raise DataError(f"{where}: no calibration batch was given; a few hundred samples show what rounding does")
     return every

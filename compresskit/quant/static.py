@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, overload
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from compresskit.errors import DataError, SettingError
 from compresskit.graph import Dynamic, check_runs, inputs_inside
+from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax, Observer
@@ -25,7 +26,7 @@ from compresskit.task import Inputs, Task
 @overload
 def quantize_static(  # noqa: D418  every public name says what it is
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
@@ -41,7 +42,7 @@ def quantize_static(  # noqa: D418  every public name says what it is
 @overload
 def quantize_static(  # noqa: D418  every public name says what it is
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
@@ -56,7 +57,7 @@ def quantize_static(  # noqa: D418  every public name says what it is
 
 def quantize_static(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = MinMax,
@@ -86,26 +87,39 @@ def quantize_static(
     nothing that runs in integers.
     """
     check_choose(choose, "quantize_static")
-    batches = iter(batches)
-    first = next(batches, None)
-    if first is None:
-        raise DataError("quantize_static: no calibration batch was given; a few hundred samples show the ranges")
-    part, example = model, first
-    if inside:
-        check_runs(model, first)
-        with torch.no_grad(), mode(model, training=False):
-            part, example = inputs_inside(model, first, inside)
+    part, example, everything = part_of(model, batches, inside, "quantize_static")
     floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
     quantized = build(part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict)
-    everything = itertools.chain([first], batches)
+    whole = calibrated_in(model, quantized, everything, inside)
+    quantized.keep_masked_()
+    return whole
+
+
+def part_of(
+    model: nn.Module, batches: Iterable[AnyInputs], inside: str | None, where: str
+) -> tuple[nn.Module, Inputs, Iterator[Inputs]]:
+    """The module that is to be quantized, what it receives in the first batch, and all batches of the whole model."""
+    stream = each_inputs(batches, where)
+    first = next(stream, None)
+    if first is None:
+        raise DataError(f"{where}: no calibration batch was given; a few hundred samples show the ranges")
+    everything = itertools.chain([first], stream)
     if not inside:
-        quantized.calibrate_(everything)
-        quantized.keep_masked_()
+        return model, first, everything
+    check_runs(model, first)
+    with torch.no_grad(), mode(model, training=False):
+        part, example = inputs_inside(model, first, inside)
+    return part, example, everything
+
+
+def calibrated_in(model: nn.Module, quantized: Quantized, batches: Iterable[Inputs], inside: str | None) -> nn.Module:
+    """The quantized model, or a copy of the whole model with it in its place; its ranges are found on batches of the whole."""
+    if not inside:
+        quantized.calibrate_(batches)
         return quantized
     whole = copy.deepcopy(model)
     whole.set_submodule(inside, quantized)
-    quantized.calibrate_(everything, through=whole)
-    quantized.keep_masked_()
+    quantized.calibrate_(batches, through=whole)
     return whole
 
 

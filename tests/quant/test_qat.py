@@ -343,6 +343,39 @@ def test_no_data_is_one_clear_error() -> None:
         ck.QAT(epochs=1, freeze=-0.1)
 
 
+class Branching(nn.Module):
+    """Cannot be captured: its code looks at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = build(networks.Residual)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        y = self.body(x)
+        return y * self.scale if y.mean() > 1e6 else y
+
+
+def test_a_part_is_trained_inside_the_whole(tmp_path) -> None:
+    torch.manual_seed(0)
+    task = images_task(ck, samples=128, classes=4)
+    model = ck.Train(epochs=12, optimizer=partial(torch.optim.Adam, lr=3e-3))(Branching(), task)
+    with pytest.raises(ck.ModelError, match="inside="):
+        ck.QAT(epochs=1)(model, task)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    trained = ck.QAT(epochs=1, inside="body", dynamic=(0, 2, 3))(model, task)
+    assert isinstance(trained, Branching)
+    assert isinstance(trained.body, ck.quant.Quantized)
+    assert not live_layers(trained.body.body)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert ck.evaluate(trained, task) >= ck.evaluate(model, task) - 0.05
+    path = ck.export_onnx(trained, tmp_path / "body.onnx", image(4), inside="body")
+    assert ck.verify_onnx(path, trained, [image(8), (torch.randn(2, 3, 24, 24),)], inside="body").passed
+    ck.save(trained, tmp_path / "saved")
+    again, x = ck.load(Branching(), tmp_path / "saved").eval(), image(4)
+    assert torch.equal(again(*x), trained.eval()(*x))
+
+
 def test_every_knob_matters() -> None:
     model, task = build(networks.Residual), images_task(ck)
 

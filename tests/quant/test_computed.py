@@ -1,0 +1,88 @@
+"""Weights that are computed from parameters: weight norm, spectral norm, standardisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import image
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import compresskit as ck
+from compresskit.graph import capture
+from compresskit.quant.computed import fold_computed_
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias, self.stride, self.padding)
+
+
+class Computed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = parametrizations.weight_norm(nn.Conv2d(3, 16, 3, padding=1))
+        self.b = parametrizations.spectral_norm(nn.Conv2d(16, 16, 3, padding=1, bias=False))
+        self.norm = nn.BatchNorm2d(16)
+        self.c = Standardised(16, 32, 3, padding=1)
+        self.turned = nn.Parameter(torch.randn(32, 10))
+
+    def forward(self, x):
+        x = self.c(F.relu(self.norm(self.b(F.relu(self.a(x))))))
+        return F.linear(F.relu(x).mean((2, 3)), self.turned.t())
+
+
+class Conditioned(nn.Module):
+    """Its weight depends on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.a(x).mean((2, 3))
+        return F.linear(x, self.b.weight * x.mean()) + self.b.bias
+
+
+def test_the_result_is_the_same_to_the_bit() -> None:
+    model, x = Computed().eval(), image(4)
+    captured = capture(model, x)
+    wanted = captured.module(*x)
+    assert fold_computed_(captured.module) == 4
+    assert torch.equal(captured.module(*x), wanted)
+    assert not [n for n in captured.module.graph.nodes if n.op == "get_attr" and "original" in str(n.target)]
+    assert {"a.weight", "b.weight", "c.weight_2"} <= set(dict(captured.module.named_parameters()))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_was_frozen_stays_frozen(frozen) -> None:
+    model = Computed().eval()
+    for p in model.a.parameters():
+        p.requires_grad_(not frozen)
+    captured = capture(model, image(4))
+    fold_computed_(captured.module)
+    assert captured.module.get_parameter("a.weight").requires_grad is not frozen
+
+
+def test_weights_that_depend_on_inputs_stay() -> None:
+    captured = capture(Conditioned().eval(), image(4))
+    assert fold_computed_(captured.module) == 0
+
+
+def test_all_layers_run_in_integers(tmp_path) -> None:
+    model, x = Computed(), image(8)
+    for _ in range(3):
+        model(*x)
+    quantized = ck.quant.quantize_static(model.eval(), [x])
+    assert str(quantized.placement.coverage).startswith("4 of 4 layers in integers")
+    assert "a.parametrizations.weight.original0" in model.state_dict()
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    ck.save(quantized, tmp_path / "saved")
+    again = ck.load(Computed(), tmp_path / "saved")
+    assert torch.equal(again(*x), quantized(*x))
+    trained = ck.quant.prepare_qat(model, [x])
+    trained(*x).sum().backward()
+    assert trained.body.get_parameter("a.weight").grad is not None
