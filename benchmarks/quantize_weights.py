@@ -2,8 +2,8 @@
 
     python benchmarks/quantize_weights.py --data data/sst2 --seeds 3
 
-For each seed the transformer of recipes/sst2_text.py is trained, then every matrix but the table of words is rounded (the table is
-kept, so that what is compared is what differs), and its file is written and run in ONNX Runtime. Loss: mean cross-entropy on
+For each seed the transformer of recipes/sst2_text.py is trained, then every matrix but the table of words is rounded (the table
+is kept, so that what is compared is what differs), and its file is written and run in ONNX Runtime. Loss: mean cross-entropy on
 dev.tsv. KL: of the rounded model's predictions from the float model's, which shows what accuracy on 872 sentences cannot.
 
 Writes `quantize_weights.json` and `quantize_weights.md` beside this file.
@@ -134,7 +134,7 @@ def main() -> None:
             rows.append(measure(model, data, val, Path(folder)))
         record = {"seeds": rows, "epochs": args.epochs, "samples": args.samples, "versions": {"torch": torch.__version__}}
         (HERE / "quantize_weights.json").write_text(json.dumps(record, indent=1) + "\n")
-        note = f"\n\nMeans over {len(rows)} seeds; in brackets each of them. {args.epochs} epochs, {args.samples} sentences calibrate.\n"
+        note = f"\n\nMeans over {len(rows)} seeds, each in brackets. {args.epochs} epochs, {args.samples} sentences calibrate.\n"
         (HERE / "quantize_weights.md").write_text(table(rows) + note)
         print(table(rows), flush=True)
 
