@@ -6,6 +6,8 @@ from compresskit.quant.diagnose import Diagnosis, diagnose
 from compresskit.quant.dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.dynamic_insert import DynamicallyQuantized
 from compresskit.quant.equalize import equalize_
+from compresskit.quant.floor import Met, meet_floor
+from compresskit.quant.floorforms import MatrixForm, Mixed
 from compresskit.quant.gptq import gptq
 from compresskit.quant.insert import Quantized
 from compresskit.quant.objective import Faithful, faithfulness
@@ -14,6 +16,7 @@ from compresskit.quant.placement import Placement, Point, place
 from compresskit.quant.qat import QAT, prepare_qat
 from compresskit.quant.rounding import adaround_, correct_bias_
 from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
+from compresskit.quant.smooth import smooth_
 from compresskit.quant.static import StaticQuant, quantize_static
 from compresskit.quant.targets import (
     ARM,
@@ -55,7 +58,10 @@ __all__ = [
     "Form",
     "HistogramMSE",
     "Integer",
+    "MatrixForm",
+    "Met",
     "MinMax",
+    "Mixed",
     "MovingAverage",
     "Observer",
     "Percentile",
@@ -78,6 +84,7 @@ __all__ = [
     "faithfulness",
     "fake_quantize",
     "gptq",
+    "meet_floor",
     "nearest",
     "place",
     "prepare_qat",
@@ -85,5 +92,6 @@ __all__ = [
     "quantize_static",
     "quantize_weights",
     "saturating_matmul",
+    "smooth_",
     "to_integers",
 ]

@@ -11,13 +11,13 @@ on moves by as much. How far is tried out for every value, on the rounding of it
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.graph import Dynamic, capture, parameter_name
+from compresskit.graph import Captured, Dynamic, capture, parameter_name
 from compresskit.normalize import Node, aten
 from compresskit.quant.attention import attended
 from compresskit.quant.channels import PRODUCTS, Link, divide_, links_of
@@ -58,8 +58,21 @@ def smooth_(
     data = list(batches)
     if not data:
         raise DataError("smooth_: no calibration batch was given; a few dozen samples show the channels")
-    captured = capture(copy.deepcopy(model), data[0], dynamic=dynamic)
+    return smooth_tensors_(model, capture(copy.deepcopy(model), data[0], dynamic=dynamic), data, strengths=strengths, shift=shift)
+
+
+def smooth_tensors_(
+    model: nn.Module,
+    captured: Captured,
+    data: Sequence[Inputs],
+    *,
+    strengths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75),
+    shift: bool = True,
+) -> int:
+    """As `smooth_`, the links found on a captured graph; `model` is the one it was captured from, or the graph itself."""
     links = links_of(captured.module)
+    if not links:
+        return 0
     mixed = attended(captured, [link.base for link in links]) if shift else {}
     links = [link for link in links if link.makers or link.base in mixed]
     seen = watch(captured.module, data, [link.base for link in links], SAMPLE)
@@ -111,15 +124,22 @@ def _factor(largest: Tensor, loudest: Tensor, strength: float) -> Tensor:
 
 
 def _noise(seen: Seen, shift: Tensor, factor: Tensor, weights: list[Tensor]) -> float:
-    """What rounding does to the products: x with one uint8 scale, each weight with an int8 scale for each of its channels."""
+    """What rounding does to the products: x with one uint8 scale, each weight with an int8 scale for each of its channels.
+
+    Errors of channels are taken for independent, so that sums of squares do. Of some ranges for x, the best.
+    """
     x = (seen.some - shift) / factor
     low, high = ((seen.low - shift) / factor).min(), ((seen.high - shift) / factor).max()
-    rounded, total = fake_quantize(x, *affine(low, high, _INPUTS), _INPUTS), 0.0
+    power, loud, total = x.square().mean(0), torch.zeros_like(factor), 0.0
     for weight in weights:
-        scaled = weight.float() * factor
+        scaled = weight.to(factor) * factor
         grid = affine(scaled.amin(1), scaled.amax(1), _WEIGHTS)
-        total += float((rounded @ fake_quantize(scaled, *grid, _WEIGHTS).T - x @ scaled.T).square().mean())
-    return total
+        total += float(((fake_quantize(scaled, *grid, _WEIGHTS) - scaled).square().sum(0) * power).sum())
+        loud += scaled.square().sum(0)
+    return total + min(
+        float(((fake_quantize(x, *affine(low * share, high * share, _INPUTS), _INPUTS) - x).square().mean(0) * loud).sum())
+        for share in (1.0, 0.9, 0.8, 0.7, 0.6)
+    )
 
 
 _INPUTS, _WEIGHTS = Scheme(), Scheme(signed=True, symmetric=True, per_channel=True)

@@ -16,7 +16,7 @@ from compresskit.graph import Dynamic, check_runs, inputs_inside
 from compresskit.inputs import AnyInputs, each_inputs
 from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
-from compresskit.quant.observers import MinMax, Observer
+from compresskit.quant.observers import Observer
 from compresskit.quant.targets import X86, Target
 from compresskit.samples import calibration_inputs
 from compresskit.settings import check_kinds
@@ -30,9 +30,10 @@ def quantize_static(  # noqa: D418  every public name says what it is
     batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
-    observer: Callable[[], Observer] = MinMax,
+    observer: Callable[[], Observer] | None = None,
     skip: tuple[str, ...] = (),
     choose: Literal["rules", "measure"] = "rules",
+    smooth: bool = True,
     dynamic: Dynamic = (0,),
     strict: bool = False,
     inside: None = None,
@@ -46,9 +47,10 @@ def quantize_static(  # noqa: D418  every public name says what it is
     batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
-    observer: Callable[[], Observer] = MinMax,
+    observer: Callable[[], Observer] | None = None,
     skip: tuple[str, ...] = (),
     choose: Literal["rules", "measure"] = "rules",
+    smooth: bool = True,
     dynamic: Dynamic = (0,),
     strict: bool = False,
     inside: str | None,
@@ -61,9 +63,10 @@ def quantize_static(
     batches: Iterable[AnyInputs],
     *,
     target: Target = X86,
-    observer: Callable[[], Observer] = MinMax,
+    observer: Callable[[], Observer] | None = None,
     skip: tuple[str, ...] = (),
     choose: Literal["rules", "measure"] = "rules",
+    smooth: bool = True,
     dynamic: Dynamic = (0,),
     strict: bool = False,
     inside: str | None = None,
@@ -74,10 +77,14 @@ def quantize_static(
         model: any float module; it is left as it was.
         batches: inputs; the first is also the example that the model is captured with.
         target: where it will run.
-        observer: makes one range observer for each rounded value.
+        observer: makes one range observer for each rounded value; None takes `HistogramMSE` for what linear layers over tokens
+            read, where nothing in integers makes it, and `MinMax` for all else.
         skip: dotted names of modules that stay float.
         choose: "rules" puts in integers what the target's rules say; "measure" then takes back to float what runs faster so on
             this machine, timed in ONNX Runtime (some seconds for each part that is tried).
+        smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`); the function of the
+            float model stays what it was; and leave the first and last layer of a transformer float where they cost next to
+            nothing (`ends_of`). For models without layer norms it does nothing.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
         strict: raise where an operator is one that no rule knows, instead of leaving it float.
         inside: dotted name of a submodule. It alone is quantized, with what it receives when the model runs on the batches,
@@ -90,7 +97,10 @@ def quantize_static(
     check_choose(choose, "quantize_static")
     part, example, everything = part_of(model, batches, inside, "quantize_static")
     floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
-    quantized = build(part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict)
+    quantized = build(
+        part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict,
+        smooth=example if smooth else None,
+    )  # fmt: skip
     whole = calibrated_in(model, quantized, everything, inside)
     quantized.keep_masked_()
     return whole
@@ -135,20 +145,21 @@ class StaticQuant:
     """Quantize after training.
 
     target: where the model will run.
-    observer: makes one range observer for each rounded value.
+    observer: makes one range observer for each rounded value; None chooses, see `quantize_static`.
     samples: how many calibration samples to look at, from `Task(calibration=...)` or the training data.
     skip: dotted names of modules that stay float.
-    choose, dynamic, strict, inside: as in `quantize_static`.
+    choose, smooth, dynamic, strict, inside: as in `quantize_static`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
     target: Target = X86
-    observer: Callable[[], Observer] = MinMax
+    observer: Callable[[], Observer] | None = None
     samples: int = 512
     skip: tuple[str, ...] = ()
     choose: Literal["rules", "measure"] = "rules"
+    smooth: bool = True
     dynamic: Dynamic = (0,)
     strict: bool = False
     inside: str | None = None
@@ -168,6 +179,7 @@ class StaticQuant:
             observer=self.observer,
             skip=self.skip,
             choose=self.choose,
+            smooth=self.smooth,
             dynamic=self.dynamic,
             strict=self.strict,
             inside=self.inside,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compresskit.errors import CheckpointError
 from compresskit.graph import Dynamic
 from compresskit.quant.dynamic_insert import build_dynamic
+from compresskit.quant.floorforms import rebuild_mixed
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import MinMax
 from compresskit.quant.scheme import Scheme
@@ -57,7 +58,9 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     quantized: Quantized
-    if "plan" in saved:
+    if "mixed" in origin:
+        quantized = rebuild_mixed(model, example, origin, target, skip=skip, dynamic=dynamic)
+    elif "plan" in saved:
         quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
     elif how is None:
         quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
