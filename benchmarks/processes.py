@@ -27,7 +27,7 @@ sys.path.insert(0, str(RECIPES))
 
 from vision import CifarResNet  # noqa: E402
 
-STEPS, WARM = 24, 6
+STEPS, WARM = 16, 4
 
 
 def launch(count: int, threads: int, *command: str) -> str:

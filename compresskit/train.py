@@ -160,9 +160,7 @@ def fit_(
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
     training = None if task.progress is None else task.progress.training(label)
     if training is not None and is_sharded(model):
-        raise SettingError(
-            "fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out"
-        )
+        raise SettingError("fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out")
     left = Left(model=model, task=task, remember=remember)
     if training is not None and (end := training.finished()) is not None:
         left.take_(end)
