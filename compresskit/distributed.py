@@ -122,20 +122,43 @@ def gathered(state: Any) -> list[Any]:
     return found or []
 
 
-class _Sum(torch.autograd.Function):
-    """A sum over the processes that gradients pass through, by the same sum."""
+class _Norm(torch.autograd.Function):
+    """Normalise by the mean and variance of the rows of all processes: one message forward, one backward, torch's own kernels."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        values = values.contiguous().clone()
-        dist.all_reduce(values)
-        return values
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # Ten times as fast as var_mean, whose reduction over the outer dimensions is not vectorised on CPUs.
+        mean, variance = (value.float() for value in torch.batch_norm_update_stats(x, None, None, 0.0))
+        rows = mean.new_full((1,), x.numel() / x.shape[1])
+        sent = torch.cat([mean, variance, rows])
+        parts = [torch.empty_like(sent) for _ in range(ranks())]
+        dist.all_gather(parts, sent)
+        means, variances, counts = torch.stack(parts).split([len(mean), len(mean), 1], dim=1)
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        variance = (counts * (variances + (means - mean).square())).sum(0) / count
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.count, ctx.eps = count, eps
+        ctx.mark_non_differentiable(mean, variance, count)
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        summed = grads[0].contiguous().clone()
-        dist.all_reduce(summed)
-        return summed
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, mean, variance = ctx.saved_tensors
+        # As in eval mode: what goes through the fixed statistics, and the sums of dy x' and dy, x' being x normalised.
+        through, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            grads[0].contiguous(), x, weight, mean, variance, None, None, False, ctx.eps, [True, True, True]
+        )
+        both = torch.cat([of_weight.float(), of_bias.float()])
+        dist.all_reduce(both)
+        summed, shift = (both / ctx.count).chunk(2)
+        scale = torch.rsqrt(variance + ctx.eps)
+        # Less what goes through the statistics: w s (mean(dy) + x' mean(dy x')), a line in x for each channel.
+        slope = weight.float() * scale.square() * summed
+        offset = weight.float() * scale * shift - slope * mean
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        through = through - offset.view(shape).to(through.dtype)
+        return through.addcmul_(x, slope.view(shape).to(x.dtype), value=-1), of_weight, of_bias, None
 
 
 def batch_norm(
@@ -150,24 +173,15 @@ def batch_norm(
     """`F.batch_norm` in training, (N, C, ...), with the statistics of the rows of all processes together."""
     if ranks() == 1:
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
-    dims = [d for d in range(x.ndim) if d != 1]
-    wide = x.float()
-    counted = x.new_full((1,), x.numel() / x.shape[1], dtype=torch.float32)
-    sums: Tensor = _Sum.apply(torch.cat([wide.sum(dims), counted]))  # type: ignore[no-untyped-call]
-    count = sums[-1].detach()
-    shape = [1, -1, *[1] * (x.ndim - 2)]
-    middle = sums[:-1] / count
-    apart = wide - middle.view(shape)
-    # About the common mean, not by E[x^2] - E[x]^2, which loses digits.
-    spread: Tensor = _Sum.apply(apart.square().sum(dims)) / count  # type: ignore[no-untyped-call]
+    width = x.shape[1]
+    weight = torch.ones(width, device=x.device) if weight is None else weight
+    bias = torch.zeros(width, device=x.device) if bias is None else bias
+    y, middle, spread, count = _Norm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     if mean is not None and var is not None:
         with torch.no_grad():
-            mean.lerp_(middle.detach().to(mean.dtype), momentum)
-            var.lerp_((spread.detach() * count / (count - 1).clamp(min=1)).to(var.dtype), momentum)
-    y = apart * torch.rsqrt(spread + eps).view(shape)
-    y = y if weight is None else y * weight.float().view(shape)
-    y = y if bias is None else y + bias.float().view(shape)
-    return y.to(x.dtype)
+            mean.lerp_(middle.to(mean.dtype), momentum)
+            var.lerp_((spread * count / (count - 1).clamp(min=1)).to(var.dtype), momentum)
+    return y  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from compresskit import distributed, mixed, randomness
 from compresskit.errors import CheckpointError, CompressError, DataError, TrainingError, memory_ran_out
 from compresskit.feed import Feed
+from compresskit.mixed.parallel import is_sharded
 from compresskit.progress import Training, module_states, restore_modules_
 from compresskit.task import Losses, Objective, Task, shapes_of
 
@@ -128,7 +129,9 @@ class Loop:
             return False
         save = training is not None and (training.progress.stop.asked is not None or training.due(self.step + 1))
         found = [scaler.found_inf for scaler in run.scalers.values()]
-        (asked,) = distributed.mean_([*run.unscaled().values(), *found], [float(save)])
+        # FSDP2 has averaged its shards already.
+        own = [] if is_sharded(run.model) else [*run.unscaled().values(), *found]
+        (asked,) = distributed.mean_(own, [float(save)])
         return asked > 0
 
     def _state(self) -> dict[str, Any]:

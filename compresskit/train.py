@@ -23,6 +23,7 @@ from compresskit import mixed
 from compresskit.errors import ModelError, SettingError, TrainingError
 from compresskit.loop import Left, Loop
 from compresskit.masks import hold_
+from compresskit.mixed.parallel import is_sharded
 from compresskit.settings import check_kinds
 from compresskit.snapshots import take_
 from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels
@@ -158,6 +159,8 @@ def fit_(
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
     training = None if task.progress is None else task.progress.training(label)
+    if training is not None and is_sharded(model):
+        raise SettingError("fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out")
     left = Left(model=model, task=task, remember=remember)
     if training is not None and (end := training.finished()) is not None:
         left.take_(end)

@@ -157,7 +157,7 @@ BAD = {
         "wanted exactly one of macs, parameters, bytes, latency, ratio",
     ),
     "a criterion by name": (lambda: ck.Prune(macs=0.5, criterion="l1"), SettingError, "wanted a function such as prune.l2"),
-    "steps of half": (lambda: ck.Prune(macs=0.5, steps=0.5), SettingError, r"wanted a whole number >= 1, got 0.5"),
+    "steps of half": (lambda: ck.Prune(macs=0.5, steps=0.5), SettingError, r"wanted int, got 0.5"),
     "between nothing": (lambda: ck.Prune(macs=0.5, between=TRAIN), SettingError, "there is nothing between the cuts of one step"),
     "ratios that are none": (lambda: ck.Prune(macs=0.5, ratios=[0.5]), SettingError, r"Prune\(ratios=...\): wanted Mapping"),
     "an unknown layer": (

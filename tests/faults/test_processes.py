@@ -60,6 +60,16 @@ def test_two_processes_give_what_one_gives(name, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_fit_on_shards(tmp_path) -> None:
+    done = launch(2, "sharded", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = load_file(tmp_path / "0.safetensors")
+    for name, value in found.items():
+        if name.startswith("shards "):
+            torch.testing.assert_close(value, found[name.replace("shards", "whole")], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_process_that_dies_ends_all_and_the_run_goes_on(tmp_path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "died").mkdir()

@@ -55,9 +55,29 @@ def stages(name):
     }[name]  # fmt: skip
 
 
+def sharded(number, out):
+    """`fit_` on a model that FSDP2 shards, and on one that is whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    with distributed.joined("cpu"):
+        for kind in ("whole", "shards"):
+            torch.manual_seed(0)
+            model = Net()
+            if kind == "shards":
+                fully_shard(model, mp_policy=mixed.fsdp_policy(mixed.FP32))
+            ck.fit_(model, task(), ck.Train(epochs=2, optimizer=sgd, clip=1.0))
+            for name, value in model.state_dict().items():
+                found[f"{kind} {name}"] = getattr(value, "full_tensor", lambda value=value: value)().float().contiguous()
+    save_file(found, Path(out) / f"{number}.safetensors")
+
+
 def main(name, out, stop=None):
     torch.set_num_threads(1)
     number = int(os.environ.get("RANK", "0"))
+    if name == "sharded":
+        sharded(number, out)
+        return
     if stop is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         real, steps = mixed.Run.step, [0]
 

@@ -1,0 +1,124 @@
+"""Two processes against one: the time of training ResNet-20, and what `recipes/digits.py` ends with. No GPU.
+
+`--only times` and `--only digits` measure one of the two and keep the other's figures. Writes processes.json and processes.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compresskit as ck
+from compresskit import distributed
+
+HERE = Path(__file__).parent
+RECIPES = HERE.parent / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+from vision import CifarResNet  # noqa: E402
+
+STEPS, WARM = 16, 4
+
+
+def launch(count: int, threads: int, *command: str) -> str:
+    """What a script prints, as one process or as several that torchrun starts."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(HERE.parent), "PYTHONWARNINGS": "ignore"}
+    start = [sys.executable]
+    if count > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    return subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def worker() -> None:
+    """Train ResNet-20 for some steps of 128 images; process 0 prints the seconds of a step."""
+    torch.manual_seed(0)
+    times: list[float] = []
+    with distributed.joined("cpu"):
+        batch = (torch.randn(128, 3, 32, 32), torch.randint(0, 10, (128,)))
+        task = ck.Task(train=[batch] * STEPS, val=[batch])
+        how = ck.Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        ck.fit_(CifarResNet(20), task, how, after_step=[lambda step, steps: times.append(time.perf_counter())])
+        if distributed.rank() == 0:
+            print(f"step {(times[-1] - times[WARM]) / (STEPS - 1 - WARM)}")
+
+
+def times() -> dict[str, Any]:
+    """Seconds of a step, the two ways in turn."""
+    found: dict[str, list[float]] = {"one": [], "two": []}
+    for _ in range(2):
+        for name, count, threads in (("one", 1, 2), ("two", 2, 1)):
+            said = launch(count, threads, __file__, "--worker")
+            found[name].append(float(said.split("step ")[1].split()[0]))
+    best = {name: min(seconds) for name, seconds in found.items()}
+    return {"one_process_two_threads_s": best["one"], "two_processes_s": best["two"], "ratio": best["two"] / best["one"]}
+
+
+def digits() -> dict[str, Any]:
+    """The metric of every stage, one process and two."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, count, threads in (("one", 1, 1), ("two", 2, 1)):
+            out = Path(folder) / name
+            launch(count, threads, str(RECIPES / "digits.py"), "--out", str(out))
+            rows = json.loads((out / "report.json").read_text())["rows"]
+            found[name] = {row["stage"]: row["metric"] for row in rows}
+            found[f"{name}_parameters"] = {row["stage"]: row["parameters"] for row in rows}
+    last = list(found["one"])[-1]
+    found["points"] = 100 * (found["two"][last] - found["one"][last])
+    return found
+
+
+def page(found: dict[str, Any]) -> str:
+    """The table."""
+    lines = [
+        "# Two processes against one",
+        "",
+        "Written by `benchmarks/processes.py`; gloo, two cores, no GPU.",
+        "",
+    ]
+    if "times" in found:
+        t = found["times"]
+        lines += [
+            "| a step of ResNet-20, 128 images, fp32 | seconds |", "|---|--:|",
+            f"| one process, two threads | {t['one_process_two_threads_s']:.3f} |",
+            f"| two processes, one thread each | {t['two_processes_s']:.3f} |",
+            f"| two against one (wanted: no worse) | {t['ratio']:.2f} |", "",
+        ]  # fmt: skip
+    if "digits" in found:
+        d = found["digits"]
+        lines += ["| `recipes/digits.py` | one process | two processes |", "|---|--:|--:|"]
+        lines += [f"| {stage} | {d['one'][stage]:.4f} | {d['two'][stage]:.4f} |" for stage in d["one"]]
+        lines += ["", f"The last stage differs by {d['points']:+.2f} points (wanted: within 0.3)."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--only", choices=["times", "digits"], help="measure one of the two")
+    parser.add_argument("--worker", action="store_true", help="what the processes do that are timed")
+    args = parser.parse_args()
+    if args.worker:
+        worker()
+        return
+    path = HERE / "processes.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if args.only != "digits":
+        found["times"] = times()
+    if args.only != "times":
+        found["digits"] = digits()
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    (HERE / "processes.md").write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()
