@@ -5,7 +5,7 @@
 lstm: Embedding 10000 x 128, two bidirectional layers of 256, a linear head; seeded random weights. distilbert: 6 layers of 768,
 seeded random weights of standard deviation fan-in ** -0.5 (the default leaves it nearly an identity), words averaged. minilm: 6
 layers of 384, words averaged; trained on SST-2 for `--train` epochs where `--data` is given (train.tsv: a sentence, a tab, 0 or
-1), else random. Transformers need `pip install transformers`.
+1), else random. Transformers need the extra `transformers`.
 
 Peers: onnxruntime's `quantize_dynamic` at its default, per channel (MatMul, Gemm and LSTM), and per channel after
 `onnxruntime.transformers`' optimizer; they read the fp32 file of torch's older exporter, which is faster than that of the newer
@@ -13,12 +13,13 @@ one. All files of a model are run in turn, forwards and backwards, on one thread
 time, ratios are to the fp32 file. Cosine and SQNR: of all outputs over 32 inputs of the length (sentences of dev.tsv joined,
 where there are any), against PyTorch.
 
-Writes `quantize_dynamic.json` and `quantize_dynamic.md` beside this file.
+Writes `quantize_dynamic.json` and `quantize_dynamic.md` beside this file; rows of models that are not run stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import statistics
@@ -75,8 +76,7 @@ def network(name: str, words: int) -> nn.Module:
     torch.manual_seed(0)
     if name == "lstm":
         return Lstm().eval()
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")  # an extra: `pip install compresskit[transformers]`
     if name == "distilbert":
         encoder = transformers.DistilBertModel(transformers.DistilBertConfig(vocab_size=30522))
     else:
@@ -136,20 +136,28 @@ def inputs(name: str, rows: int, length: int, sentences: list[list[int]]) -> dic
     return {"input_ids": ids} | ({} if name == "lstm" else {"attention_mask": torch.ones_like(ids)})
 
 
+def variants(name: str) -> dict[str, dict[str, Any]]:
+    """Settings of ours: all of it, and what each model may rather want."""
+    if name == "lstm":
+        return {"ours": {}, "ours, per tensor": {"weights": ck.quant.Scheme(signed=True, symmetric=True)}}
+    return {"ours": {}, "ours, words in float": {"operators": ("linear", "matmul")}}
+
+
 def write_files(name: str, model: nn.Module, folder: Path) -> dict[str, Path]:
     """The fp32 file, ours and the peers'."""
     from onnxruntime.quantization import quantize_dynamic
 
     example = inputs(name, 2, 16, [])
     example["input_ids"] %= 1000
-    files = {n: folder / f"{name}-{n}.onnx" for n in ("fp32", "ours", "default", "channel")}
+    files = {n: folder / f"{name}-{n.replace(', ', '-')}.onnx" for n in ("fp32", *variants(name), "default", "channel")}
     axes = {n: {0: "rows", 1: "steps"} for n in example} | {"output": {0: "rows"}}
     torch.onnx.export(model, tuple(example.values()), str(files["fp32"]), dynamo=False, opset_version=17,
                       input_names=list(example), output_names=["output"], dynamic_axes=axes)  # fmt: skip
-    quantized = ck.quant.quantize_dynamic(model, example, dynamic=(0, 1))
-    ck.export_onnx(quantized, files["ours"], example)
-    proof = ck.verify_onnx(files["ours"], quantized, [inputs(name, 2, 24, [])] if name != "minilm" else [example])
-    assert proof.passed, proof
+    for n, how in variants(name).items():
+        quantized = ck.quant.quantize_dynamic(model, example, dynamic=(0, 1), **how)
+        ck.export_onnx(quantized, files[n], example)
+        proof = ck.verify_onnx(files[n], quantized, [inputs(name, 2, 24, [])] if name != "minilm" else [example])
+        assert proof.passed, proof
     quantize_dynamic(files["fp32"], files["default"])
     quantize_dynamic(files["fp32"], files["channel"], per_channel=True, op_types_to_quantize=["MatMul", "Gemm", "LSTM"])
     if name in HEADS:
@@ -211,7 +219,7 @@ def table(record: dict[str, Any]) -> str:
     head = "| model | batch | length | file | MB | ms | of fp32 | cosine | SQNR dB |"
     lines += [head, "|---|--:|--:|---|--:|--:|--:|--:|--:|"]
     for r in record["rows"]:
-        bold = "**" if r["file"] == "ours" else ""
+        bold = "**" if r["file"].startswith("ours") else ""
         exact = r["file"] == "fp32"
         lines.append(
             f"| {r['model']} | {r['batch']} | {r['length']} | {bold}{r['file']}{bold} | {r['bytes'] / 1e6:.1f} |"
@@ -237,7 +245,9 @@ def main() -> None:
     import safetensors.torch
 
     trained = read(Path(args.data)) if args.data else None
-    rows: list[dict[str, Any]] = []
+    kept = Path(f"{args.out}.json")
+    before = json.loads(kept.read_text())["rows"] if kept.exists() else []
+    rows: list[dict[str, Any]] = [row for row in before if row["model"] not in args.models]
     for name in args.models:
         model = network(name, trained[2] if trained else 10000)
         if name == "minilm" and trained is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from compresskit.export.attention import apart_from_norms, flat_attention
 from compresskit.export.passes import constant, replace
 
 LANES = 4  # input channels that one VNNI instruction multiplies and sums
@@ -140,3 +141,7 @@ def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+#: What files for ONNX Runtime on x86 go through.
+TUNED = (pad_input_channels, pool_as_convolution, flat_attention, apart_from_norms)

@@ -59,10 +59,10 @@ def export_onnx(
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    # Both load onnx_ir, which only exporting needs.
-    from compresskit.export.attention import apart_from_norms, flat_attention
+    # They load onnx_ir, which only exporting needs.
+    from compresskit.export.attention import whole_masks
     from compresskit.export.blocks import pack_nibbles
-    from compresskit.export.kernels import pad_input_channels, pool_as_convolution
+    from compresskit.export.kernels import TUNED
     from compresskit.export.passes import optimize_
 
     try:
@@ -75,7 +75,7 @@ def export_onnx(
         raise ExportError(f"{path.name}: {error}") from error.__cause__
     file = program.model
     tuned = any(part.target.tuned for part in quantized_parts(model).values())
-    optimize_(file, [pad_input_channels, pool_as_convolution, flat_attention, apart_from_norms] if tuned else [])
+    optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
     if coarsest(model) is torch.bfloat16:

@@ -244,6 +244,31 @@ def test_bad_input() -> None:
         quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), skip=("z",))
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 1, 7), (7, 7), None], ids=str)
+def test_attention_is_one_operator(shape, tmp_path) -> None:
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def forward(self, x, mask=None):
+            q, k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2))
+            y = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+            return self.norm(x + self.out(y))
+
+    mask = () if shape is None else (torch.rand(shape) > 0.3,)
+    if mask:
+        mask[0][..., 0] = True
+    x = torch.randn(3, 7, 16)
+    dynamic = {"x": {0: "rows", 1: "steps"}} if not mask else {"x": {0: "rows"}, "mask": {0: "rows"} if len(shape) == 4 else {}}
+    quantized = quantize_dynamic(Heads().eval(), (x, *mask), dynamic=dynamic)
+    file = ck.export_onnx(quantized, tmp_path / "q.onnx", (x, *mask))
+    assert ck.verify_onnx(file, quantized, [(x, *mask)]).passed
+    np.testing.assert_allclose(executed(file, (x, *mask))[0], quantized(x, *mask).detach().numpy(), atol=1e-4)
+    kinds = Counter(node.op_type for node in onnx.load(file).graph.node)
+    assert (kinds["Attention"], kinds["Transpose"], kinds["Sum"]) == (1, 0, 1)
+
+
 @pytest.mark.parametrize("make", [Mlp, Words])
 def test_diagnosis(make) -> None:
     inputs = (torch.randn(3, 6, 24),) if make is Mlp else (torch.randint(40, (6, 3)),)
