@@ -58,6 +58,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
     else:
         quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
+    quantized.origin["smoothed"] = origin.get("smoothed", 0)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"
