@@ -69,7 +69,7 @@ def lower_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dyna
             continue
         turned = node.args[1]
         source = turned.args[0] if turned.target in _TURNS else None
-        if source is not None and parameter_name(source) is not None and source.meta["val"].ndim == 2:
+        if isinstance(source, fx.Node) and parameter_name(source) is not None and source.meta["val"].ndim == 2:
             node.target, node.args = aten.linear.default, (node.args[0], source)
     graph.eliminate_dead_code()
     captured.module.recompile()
