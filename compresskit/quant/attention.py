@@ -92,7 +92,7 @@ def _back(value: Node) -> tuple[list[Node], Node]:
     return moves[::-1], value
 
 
-_CUTS = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default})
+_CUTS = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
 
 
 class _Sizes(fx.Interpreter):

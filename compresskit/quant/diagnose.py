@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ from compresskit.quant.scheme import to_integers
 from compresskit.quant.targets import saturating_matmul
 from compresskit.surgery import get_tensor, mode
 from compresskit.task import Inputs, batch_size
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def diagnose(quantized: Quantized, batches: Iterable[AnyInputs], *, model: nn.Mo
     """Compare a quantized model with the float one, operator by operator, on batches of inputs (tuples or dicts).
 
     model: the float model it came from; None takes the quantized model's own weights, unrounded. What training changed counts
-        among the weights.
+        among the weights. Not taken where `smooth_` moved weights on the way (`quantize_static` does so with transformers).
 
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
@@ -93,7 +96,9 @@ def diagnose(quantized: Quantized, batches: Iterable[AnyInputs], *, model: nn.Mo
     if first is None:
         raise DataError("diagnose: no batch was given; a few hundred samples show the noise")
     weights = None
-    if model is not None:
+    if model is not None and quantized.origin.get("smoothed"):
+        log.warning("diagnose: smoothing moved weights of this model; the comparison is with its own weights, unrounded")
+    elif model is not None:
         captured, _, _ = lower(model, quantized.example, quantized.target, tuple(quantized.origin["skip"]))
         weights = {name: value.detach() for name, value in captured.module.named_parameters()}
     noise = _Noise(quantized)

@@ -188,17 +188,17 @@ class _Work:
             rows = max(1, math.prod(x[:-1]) // max(1, next(iter(pytree.tree_leaves(self.captured.example))).shape[0]))
             shapes.setdefault((rows, x[-1], channels), []).append(name)
         for (rows, inputs, channels), names in tqdm(shapes.items(), desc="time products", disable=None, leave=False):
-            layer, x = nn.Linear(inputs, channels).eval(), (torch.randn(2, rows, inputs),)
+            layer, example = nn.Linear(inputs, channels).eval(), (torch.randn(2, rows, inputs),)
             with TemporaryDirectory() as folder:
                 paths = []
                 for i, form in enumerate(FORMS):
                     kept: nn.Module = layer
                     if form.dynamic:
-                        kept = quantize_dynamic(layer, x, target=self.target)
+                        kept = quantize_dynamic(layer, example, target=self.target)
                     elif form.blocks is not None:
-                        kept = quantize_weights(layer, x, blocks=form.blocks, form=NBITS_INT8)
-                    paths.append(export_onnx(kept, Path(folder) / f"{i}.onnx", x))
-                times = latency(paths, first_rows(x, 1), seconds=seconds, rounds=7)
+                        kept = quantize_weights(layer, example, blocks=form.blocks, form=NBITS_INT8)
+                    paths.append(export_onnx(kept, Path(folder) / f"{i}.onnx", example))
+                times = latency(paths, first_rows(example, 1), seconds=seconds, rounds=7)
             for name in names:
                 self.ms.update({(name, form): time for form, time in zip(FORMS, times, strict=True)})
 

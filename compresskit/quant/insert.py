@@ -176,7 +176,7 @@ def build(
     """
     captured, origin, folds = lower(model, example, target, skip, dynamic)
     if smooth is not None:
-        smooth_tensors_(captured.module, captured, [smooth])
+        origin["smoothed"] = smooth_tensors_(captured.module, captured, [smooth])
         floating = {**ends_of(captured.module.graph), **(floating or {})}
     origin["floating"] = dict(floating or {})
     placement = place(captured.module.graph, target, skip=skip, floating=floating)

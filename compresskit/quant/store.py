@@ -69,6 +69,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         quantized = build_dynamic(
             model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
         )
+    quantized.origin["smoothed"] = origin.get("smoothed", 0)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"

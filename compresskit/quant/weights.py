@@ -72,11 +72,7 @@ def quantize_weights(
     Raises DataError where calibration data is missing, nan or infinite; ModelError where the model cannot be captured, is
     quantized already, holds nan, or has nothing to round; SettingError for settings that do not fit it.
     """
-    data = None if batches is None else list(batches)
-    if data is not None and not data:
-        raise DataError("quantize_weights: batches= holds no batch; a hundred samples will do")
-    if awq and data is None:
-        raise DataError("quantize_weights(awq=True): it scales by what the inputs look like; give batches=")
+    data = _held(batches, awq=awq)
     captured, origin = lower_weights(model, example, skip, dynamic)
     weights = weights_of(captured.module)
     wanted = _wanted(weights, blocks, embeddings, convolutions, exceptions or {}, skip)
@@ -98,6 +94,16 @@ def quantize_weights(
     quantized.enable_()
     quantized.keep_masked_()
     return quantized
+
+
+def _held(batches: Iterable[Inputs] | None, *, awq: bool) -> list[Inputs] | None:
+    """The calibration data as a list; DataError where it is missing or empty."""
+    if awq and batches is None:
+        raise DataError("quantize_weights(awq=True): it scales by what the inputs look like; give batches=")
+    data = None if batches is None else list(batches)
+    if data is not None and not data:
+        raise DataError("quantize_weights: batches= holds no batch; a hundred samples will do")
+    return data
 
 
 @dataclass(frozen=True)
