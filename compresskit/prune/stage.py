@@ -6,10 +6,11 @@ import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
+from compresskit.distributed import first_of, ranks
 from compresskit.errors import SettingError
 from compresskit.measure import count_parameters
 from compresskit.prune.aggregate import Normalizer, by_mean
@@ -124,10 +125,12 @@ class Prune:
         return model.eval()
 
     def _plan(self, model: nn.Module, task: Task, share: float) -> Plan:
-        if self.latency is None or task.progress is None:
-            return self._fresh_plan(model, task, share)
-        # What a clock said once holds when the stage is started again.
-        return Plan.from_json(task.progress.decide(lambda: self._fresh_plan(model, task, share).to_json()))
+        def made() -> dict[str, Any]:
+            return self._fresh_plan(model, task, share).to_json()
+
+        if self.latency is not None and task.progress is not None:
+            return Plan.from_json(task.progress.decide(made))  # what a clock said once holds when the stage is started again
+        return self._fresh_plan(model, task, share) if ranks() == 1 else Plan.from_json(first_of(made))
 
     def _fresh_plan(self, model: nn.Module, task: Task, share: float) -> Plan:
         name = next(name for name, value in vars(self.target).items() if value is not None)
