@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x, real[:, None, None])
-        weight = real.unsqueeze(2).float()
+        weight = real.unsqueeze(2).to(x.dtype)
         return self.head((self.norm(x) * weight).sum(1) / weight.sum(1).clamp(min=1))
 
 
