@@ -187,7 +187,7 @@ class Loud(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 8)
         with torch.no_grad():
             self.norm.weight[::16] = 30.0
-            self.up.bias[::8] += 8.0
+            self.up.bias[0] += 40.0
 
     def forward(self, x):
         return self.down(F.gelu(self.up(self.norm(x))))
