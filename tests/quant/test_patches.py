@@ -41,7 +41,7 @@ def model() -> Mixer:
 
 
 def test_patches_are_matrix_products(model: Mixer, tmp_path: Path) -> None:
-    quantized = quantize_static(model, [image(16)])
+    quantized = quantize_static(model, [image(16)], smooth=False)  # which would leave the head, 0.3 % of the MACs, in float
     kinds = [quantized.placement.layers[node] for node, kind in quantized.placement.integer.items() if kind == "linear"]
     assert kinds == ["stem", "wide", "narrow", "down", "head"]
     rounded = {point.node for point in quantized.placement.points}
