@@ -243,6 +243,8 @@ def _backward(run: mixed.Run, goal: Objective, batch: Any, shares: tuple[int, fl
     except (RuntimeError, IndexError, ValueError, TypeError, MemoryError) as error:
         if isinstance(error, CompressError):
             raise
+        if distributed.gone(error):
+            raise TrainingError(f"{where}: another process is gone; all end. Run the same command again to go on") from error
         if memory_ran_out(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -85,16 +85,6 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(tmp_path) -> None:
     assert all(torch.equal(got[key], value) for key, value in wanted.items())
 
 
-@pytest.mark.slow
-def test_restarts_go_on_by_themselves(tmp_path) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "died").mkdir()
-    assert launch(2, "half", tmp_path / "whole").returncode == 0
-    assert launch(2, "half", tmp_path / "died", 4, restarts=1).returncode == 0
-    wanted, got = (load_file(tmp_path / where / "0.safetensors") for where in ("whole", "died"))
-    assert all(torch.equal(got[key], value) for key, value in wanted.items())
-
-
 def test_parts_of_a_batch(monkeypatch) -> None:
     x, y = torch.arange(7.0), torch.arange(7)
     for count in (2, 3, 9):
