@@ -167,6 +167,13 @@ class Loop:
             raise foreign(self.training, error) from error
 
 
+def begin_alike_(model: nn.Module) -> None:
+    """Let processes that did not do the same before begin alike: with one model, and one order of the data."""
+    if distributed.ranks() > 1 and not is_sharded(model):
+        randomness.restore_(distributed.first_of(randomness.captured))
+        distributed.equal_(model)
+
+
 class Left:
     """What a training leaves behind: the tensors that the model had before it, which it changed."""
 

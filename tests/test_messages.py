@@ -341,13 +341,13 @@ def lose_a_sample(how, workers):
     fit(given=ck.Task(train=DataLoader(Fragile(how), 4, num_workers=workers), val=task().val))
 
 
-NO_BATCH = r"(?s)epoch 1, batch 4: the training loader gives no batch: .*{}.*num_workers=0"
+NO_BATCH = r"epoch 1, batch 4: the training loader gives no batch: .*{}.*num_workers=0"
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("workers", "said"), [(0, "picture13.png"), (1, "FileNotFoundError")])
 def test_data_that_fails(workers, said) -> None:
-    with pytest.raises(DataError, match=NO_BATCH.format(said)):
+    with pytest.raises(DataError, match="(?s)" + NO_BATCH.format(said)):
         lose_a_sample(missing, workers)
 
 
@@ -357,7 +357,7 @@ def test_a_worker_that_is_killed() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert re.search("DataError: " + NO_BATCH.format("worker"), done.stderr), done.stderr[-2000:]
+    assert re.search("DataError: " + NO_BATCH.format("worker"), done.stderr, re.S), done.stderr[-2000:]
 
 
 class Changing(list):
