@@ -227,3 +227,8 @@ def wait() -> None:
     """Until all processes are here."""
     if ranks() > 1:
         dist.barrier()
+
+
+def gone(error: BaseException) -> bool:
+    """Whether an error says that another process has ended."""
+    return ranks() > 1 and any(said in str(error) for said in ("Connection closed by peer", "Connection reset by peer"))

@@ -167,6 +167,13 @@ class Loop:
             raise foreign(self.training, error) from error
 
 
+def begin_alike_(model: nn.Module) -> None:
+    """Let processes that did not do the same before begin alike: with one model, and one order of the data."""
+    if distributed.ranks() > 1 and not is_sharded(model):
+        randomness.restore_(distributed.first_of(randomness.captured))
+        distributed.equal_(model)
+
+
 class Left:
     """What a training leaves behind: the tensors that the model had before it, which it changed."""
 
@@ -243,6 +250,8 @@ def _backward(run: mixed.Run, goal: Objective, batch: Any, shares: tuple[int, fl
     except (RuntimeError, IndexError, ValueError, TypeError, MemoryError) as error:
         if isinstance(error, CompressError):
             raise
+        if distributed.gone(error):
+            raise TrainingError(f"{where}: another process is gone; all end. Run the same command again to go on") from error
         if memory_ran_out(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

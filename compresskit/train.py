@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from compresskit import distributed, mixed, randomness
+from compresskit import mixed
 from compresskit.errors import ModelError, SettingError, TrainingError
-from compresskit.loop import Left, Loop
+from compresskit.loop import Left, Loop, begin_alike_
 from compresskit.masks import hold_
 from compresskit.mixed.parallel import is_sharded
 from compresskit.settings import check_kinds
@@ -161,10 +161,7 @@ def fit_(
     training = None if task.progress is None else task.progress.training(label)
     if training is not None and is_sharded(model):
         raise SettingError("fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out")
-    if distributed.ranks() > 1 and not is_sharded(model):
-        # Processes that did not do the same before begin alike: one model, one order of the data.
-        randomness.restore_(distributed.first_of(randomness.captured))
-        distributed.equal_(model)
+    begin_alike_(model)
     left = Left(model=model, task=task, remember=remember)
     if training is not None and (end := training.finished()) is not None:
         left.take_(end)

@@ -30,7 +30,7 @@ What ends a run from outside, and how it goes on:
 | a worker of a loader dies | `DataError`: the batch, what the worker said | look at the data set; `num_workers=0`; run it again |
 | a metric or a loss is nan | `DataError`, `TrainingError`: the first that is not finite | lower the rate, `clip=`, clean data |
 | a loader changes its length | `DataError`: both lengths | let `len(loader)` be what it gives |
-| a process of several dies | `TrainingError`: another process is gone; all end | run it again, or `torchrun --max-restarts=3` |
+| a process of several dies | `TrainingError`: another process is gone; all end | run it again |
 | a file was damaged | `CheckpointError`: the file | delete what it names; the stage runs again |
 """
 

@@ -7,6 +7,8 @@ import importlib.util
 import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -335,14 +337,29 @@ def missing():
     raise FileNotFoundError(2, "No such file or directory", "picture13.png")
 
 
+def lose_a_sample(how, workers):
+    fit(given=ck.Task(train=DataLoader(Fragile(how), 4, num_workers=workers), val=task().val))
+
+
+NO_BATCH = r"epoch 1, batch 4: the training loader gives no batch: .*{}.*num_workers=0"
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("how", "workers", "said"), [(killed, 1, "worker"), (missing, 0, "picture13.png"), (missing, 1, "FileNotFoundError")]
-)
-def test_data_that_fails(how, workers, said) -> None:
-    given = ck.Task(train=DataLoader(Fragile(how), 4, num_workers=workers), val=task().val)
-    with pytest.raises(DataError, match=rf"(?s)epoch 1, batch 4: the training loader gives no batch: .*{said}.*num_workers=0"):
-        fit(given=given)
+@pytest.mark.parametrize(("workers", "said"), [(0, "picture13.png"), (1, "FileNotFoundError")])
+def test_data_that_fails(workers, said) -> None:
+    with pytest.raises(DataError, match="(?s)" + NO_BATCH.format(said)):
+        lose_a_sample(missing, workers)
+
+
+def test_a_worker_that_is_killed() -> None:
+    # In a process of its own: torch raises the death of a worker again whenever another child ends.
+    code = "import test_messages as t; t.lose_a_sample(t.killed, 1)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    # It is noticed at that batch or, as loaders read ahead, at one before, by torch or by the pipe that closed.
+    said = r"DataError: epoch 1, batch [1-4]: the training loader gives no batch: .*num_workers=0"
+    assert re.search(said, done.stderr, re.S), done.stderr[-2000:]
 
 
 class Changing(list):
