@@ -12,6 +12,8 @@ from compresskit.errors import SettingError
 #: What a field of settings may hold, by its annotation; other annotations are looked at by the settings themselves.
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}
 
+WORDS = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "a text"}
+
 
 def check_kinds(settings: Any) -> None:
     """Raise `SettingError` where a field of a dataclass that is annotated as a number, text or a flag holds something else."""
@@ -29,4 +31,5 @@ def check_kinds(settings: Any) -> None:
             right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
             right = right and not (isinstance(value, float) and not math.isfinite(value))
         if not right:
-            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {field.type}, got {value!r}")
+            wanted = " or ".join(WORDS.get(name, name) for name in names)
+            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {wanted}, got {value!r}")

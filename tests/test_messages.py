@@ -72,14 +72,14 @@ BAD = {
     "clip of nan": (
         lambda: ck.Train(epochs=1, clip=float("nan")),
         SettingError,
-        r"Train\(clip=...\): wanted float \| None, got nan",
+        r"Train\(clip=...\): wanted a number or None, got nan",
     ),
     "clip below zero": (lambda: ck.Train(epochs=1, clip=-1.0), SettingError, "wanted a positive norm, got -1.0"),
     "accumulate nothing": (lambda: ck.Train(epochs=1, accumulate=0), SettingError, "a whole number >= 1, got 0"),
     "accumulate text": (
         lambda: ck.Train(epochs=1, accumulate="2"),
         SettingError,
-        r"Train\(accumulate=...\): wanted int, got '2'",
+        r"Train\(accumulate=...\): wanted a whole number, got '2'",
     ),
     "precision by a dtype": (
         lambda: ck.Train(epochs=1, precision=torch.bfloat16),
@@ -159,7 +159,7 @@ BAD = {
         "wanted exactly one of macs, parameters, bytes, latency, ratio",
     ),
     "a criterion by name": (lambda: ck.Prune(macs=0.5, criterion="l1"), SettingError, "wanted a function such as prune.l2"),
-    "steps of half": (lambda: ck.Prune(macs=0.5, steps=0.5), SettingError, r"wanted int, got 0.5"),
+    "steps of half": (lambda: ck.Prune(macs=0.5, steps=0.5), SettingError, r"wanted a whole number, got 0.5"),
     "between nothing": (lambda: ck.Prune(macs=0.5, between=TRAIN), SettingError, "there is nothing between the cuts of one step"),
     "ratios that are none": (lambda: ck.Prune(macs=0.5, ratios=[0.5]), SettingError, r"Prune\(ratios=...\): wanted Mapping"),
     "an unknown layer": (
@@ -214,7 +214,7 @@ BAD = {
     "samples of text": (
         lambda: ck.StaticQuant(samples="all"),
         SettingError,
-        r"StaticQuant\(samples=...\): wanted int, got 'all'",
+        r"StaticQuant\(samples=...\): wanted a whole number, got 'all'",
     ),
     "momentum of zero": (lambda: quant.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
     "a half model": (

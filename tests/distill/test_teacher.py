@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from functools import partial
 
 import networks
@@ -270,7 +269,7 @@ def test_bad_input(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "c")
     info = tmp_path / "top" / "cache.json"
-    info.write_text(json.dumps({"format": 1}))
+    ck.checkpoint.write_json(info, {"format": 1})
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "top")
 

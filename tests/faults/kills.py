@@ -171,6 +171,7 @@ def signals(out, name):
 
         def stopped(number=number):
             real, steps = ck.mixed.Run.step, [0]
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 
             def step(self, closure=None):
                 steps[0] += 1

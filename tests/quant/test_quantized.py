@@ -164,10 +164,12 @@ def test_linear_layers_of_three_dimensions(tmp_path) -> None:
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
     audit = ck.audit(path)
     assert audit.operators["MatMul"] == (3, 3), audit
-    assert audit.share == 1.0
+    assert audit.operators["Gemm"] == (0, 1)  # a last layer of next to no work stays float
+    assert audit.share > 0.99
     assert audit.operators["LayerNormalization"] == (0, 1)
     assert audit.operators["Add"][0] == 0  # a residual between float layers gains nothing
-    assert not any(t.data_type == onnx.TensorProto.FLOAT and len(t.dims) == 2 for t in onnx.load(path).graph.initializer)
+    floats = [t for t in onnx.load(path).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len(t.dims) == 2]
+    assert len(floats) == 1
 
 
 def test_concat_shares_a_scale() -> None:
