@@ -85,11 +85,7 @@ class Feed:
         except CompressError:
             raise
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(
-                f"epoch {self.number}, batch {self.position + 1}: {self.what} gives no batch: {type(error).__name__}: {first};"
-                " look at the data set, or try it with num_workers=0, then run the same command again"
-            ) from error
+            raise _no_batch(f"epoch {self.number}, batch {self.position + 1}", self.what, error) from error
 
     @contextmanager
     def _own(self) -> Iterator[None]:
@@ -114,3 +110,17 @@ class Feed:
     def resume_from_(self, state: dict[str, Any]) -> None:
         """Let the next `epoch` be the rest of the one that was left."""
         self.number, self.position, self._wanted = state["number"], state["position"], state
+
+
+def refuse_dead_worker(error: BaseException, where: str) -> None:
+    """Raise `DataError` for the death of a loader's worker, which torch tells wherever the program is just then."""
+    if "DataLoader worker" in str(error):
+        raise _no_batch(where, "the training loader", error) from error
+
+
+def _no_batch(where: str, what: str, error: BaseException) -> DataError:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return DataError(
+        f"{where}: {what} gives no batch: {type(error).__name__}: {first};"
+        " look at the data set, or try it with num_workers=0, then run the same command again"
+    )

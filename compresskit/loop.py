@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from compresskit import distributed, mixed, randomness
 from compresskit.errors import CheckpointError, CompressError, DataError, TrainingError, memory_ran_out
-from compresskit.feed import Feed
+from compresskit.feed import Feed, refuse_dead_worker
 from compresskit.mixed.parallel import is_sharded
 from compresskit.progress import Training, module_states, restore_modules_
 from compresskit.task import Losses, Objective, Task, shapes_of
@@ -109,6 +109,7 @@ class Loop:
         try:
             self.run.step()
         except (RuntimeError, MemoryError) as error:
+            refuse_dead_worker(error, where)
             if memory_ran_out(error):
                 raise TrainingError(f"{where}: the optimizer's step ran out of memory; {LESS_MEMORY}") from error
             raise
@@ -250,6 +251,7 @@ def _backward(run: mixed.Run, goal: Objective, batch: Any, shares: tuple[int, fl
     except (RuntimeError, IndexError, ValueError, TypeError, MemoryError) as error:
         if isinstance(error, CompressError):
             raise
+        refuse_dead_worker(error, where)
         if distributed.gone(error):
             raise TrainingError(f"{where}: another process is gone; all end. Run the same command again to go on") from error
         if memory_ran_out(error):
@@ -262,6 +264,7 @@ def _backward(run: mixed.Run, goal: Objective, batch: Any, shares: tuple[int, fl
     try:
         run.backward(total / shares[0] * shares[1])
     except (RuntimeError, MemoryError) as error:
+        refuse_dead_worker(error, where)
         if memory_ran_out(error):
             raise TrainingError(f"{where}: no memory for the gradients of {shapes_of(batch)}; {LESS_MEMORY}") from error
         raise TrainingError(
