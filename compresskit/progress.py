@@ -221,6 +221,9 @@ class Training:
             raise CheckpointError(f"{path}: no checkpoint of a training in it ({error!r}); delete it") from None
         if known != (self.progress.key, self.label, self.number) or not isinstance(state, dict) or "seconds" not in state:
             raise CheckpointError(f"{path}: a checkpoint of another training; delete the folder to start that stage again")
+        named = NAME.fullmatch(path.name)
+        if named is not None and named[2] != "end" and state.get("step") != int(named[2]):
+            raise CheckpointError(f"{path}: a checkpoint of another step; delete it to go on from the one before")
         return state
 
     def due(self, step: int) -> bool:
