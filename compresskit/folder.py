@@ -149,15 +149,15 @@ def comes_trained(stage: Stage) -> bool:
     return not trains or getattr(stage, "student", None) is not None
 
 
-def stage_keys(model: nn.Module, task: Task, stages: list[Any], seed: int, *, trained: bool) -> list[str]:
-    """A key for each stage: its settings, all before it, the model's structure, the data (lengths, first validation batch), the
-    loss and the metric, the versions of this library and of torch; and the model's weights, where the chain starts from trained
-    ones.
+def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: list[Any], *, trained: bool) -> list[str]:
+    """A key for each stage: the recipe's settings, the stage's and those of all before it, the model's structure, the data
+    (lengths, first validation batch), the loss and the metric, the versions of this library and of torch; and the model's
+    weights, where the chain starts from trained ones.
     """
     lengths = [None if getattr(task, w) is None else task.length(w) for w in ("train", "val", "calibration")]
     data = [lengths, fingerprint(next(iter(task.batches("val")))), describe([task.loss, task.metric, task.predict])]
     weights = fingerprint(model) if trained else None
-    known = [structure(model), seed, data, weights, versions()]
+    known = [structure(model), settings, data, weights, versions()]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     keys = []
     for record in stages:
@@ -220,8 +220,9 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
         if before != after and i <= int(name.partition("-")[0]):
             fields = [key for key in after if before.get(key) != after[key]] if isinstance(before, dict) else []
             return f"stage {i} has changed" + (f": {', '.join(fields)}" if fields else "")
-    if old.get("seed") != new["seed"]:
-        return f"the seed has changed: {old.get('seed')} then, {new['seed']} now"
+    for setting in ("seed", "dynamic"):
+        if old.get(setting) != new[setting]:
+            return f"{setting} has changed: {old.get(setting)} then, {new[setting]} now"
     return "interrupted, or the data, the loss, the metric or the weights it starts from have changed"
 
 

@@ -181,7 +181,13 @@ class Recipe:
         return self.export == "each" or index in (0, count - 1)
 
     def _record(self) -> dict[str, Any]:
-        return {"format": FORMAT, "stages": self.describe(), "seed": self.seed, "versions": versions()}
+        return {
+            "format": FORMAT,
+            "stages": self.describe(),
+            "seed": self.seed,
+            "dynamic": describe(self.dynamic),
+            "versions": versions(),
+        }
 
     def _check_model(self, model: nn.Module) -> None:
         if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
@@ -191,7 +197,9 @@ class Recipe:
 
     def _steps(self, model: nn.Module, task: Task) -> list[tuple[str, str, Stage | None]]:
         """(name, key, stage) of each folder of a run; the first may be the model as it came."""
-        keys = stage_keys(model, task, self.describe(), self.seed, trained=comes_trained(self.stages[0]))
+        keys = stage_keys(
+            model, task, self.describe(), [self.seed, describe(self.dynamic)], trained=comes_trained(self.stages[0])
+        )
         steps: list[tuple[str, str, Stage | None]] = list(zip(self._names(), keys, self.stages, strict=True))
         if comes_trained(self.stages[0]):
             # The model comes trained: it is the row that all others are compared with.

@@ -111,9 +111,9 @@ def test_import_is_light() -> None:
         "heavy = ('onnx', 'onnxruntime', 'onnxscript', 'onnx_ir', 'matplotlib', 'torchvision');"
         "print((time.process_time() - begin) / begin, [m for m in heavy if m in sys.modules])"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(3)]
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(5)]
     assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
-    assert min(float(run.split()[0]) for run in runs) < 0.4  # of the time that torch takes, on a busy machine too
+    assert min(float(run.split()[0]) for run in runs) < 0.28  # of the time that torch takes, whatever the machine
 
 
 def test_oracles_share_no_code() -> None:

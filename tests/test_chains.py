@@ -340,6 +340,28 @@ def test_another_checkpoint_is_another_run(tmp_path) -> None:
         assert not torch.allclose(results[0].model(*x), results[1].model(*x))
 
 
+def test_what_a_run_would_do(tmp_path) -> None:
+    task, model, out = images_task(ck, samples=64), networks.build(networks.Chain), tmp_path / "run"
+
+    def recipe(epochs=1, **settings):
+        return ck.Recipe(ck.Train(epochs=1), ck.Train(epochs=epochs), **settings)
+
+    assert [stage.does for stage in recipe().plan(model, task, out).stages] == ["run", "run"]
+    assert not out.exists()
+    recipe().run(model, task, out)
+    assert str(recipe().plan(model, task, out)) == (
+        "1-train  reuse   done, and nothing that it depends on has changed\n"
+        "2-train  reuse   done, and nothing that it depends on has changed"
+    )
+    plan = recipe(epochs=2).plan(model, task, out)
+    assert [(stage.does, stage.why) for stage in plan.stages][1] == ("run", "stage 2 has changed: epochs")
+    assert plan.stages[0].does == "reuse"
+    for settings, why in (({"seed": 1}, "seed has changed: 0 then, 1 now"), ({"dynamic": (0, 2, 3)}, "dynamic has changed: ")):
+        for stage in recipe(**settings).plan(model, task, out).stages:
+            assert stage.does == "run"
+            assert stage.why.startswith(why)
+
+
 def test_a_changed_stage_that_fails_loses_nothing(finished, tmp_path) -> None:
     out, task, _ = finished
     shutil.copytree(out, tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 
 import networks
@@ -269,6 +270,9 @@ def test_bad_input(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "c")
     info = tmp_path / "top" / "cache.json"
+    info.write_text(json.dumps({"format": 1}))
+    with pytest.raises(CheckpointError, match="has no digest; a cache of predictions was expected"):
+        Cached(tmp_path / "top")
     ck.checkpoint.write_json(info, {"format": 1})
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "top")

@@ -49,6 +49,16 @@ def run(tmp_path_factory):
     return out
 
 
+def test_a_checkpoint_under_the_name_of_another_step(run, tmp_path) -> None:
+    shutil.copytree(run, tmp_path / "out")
+    folder = tmp_path / "out" / "1-train" / "progress"
+    shutil.copy(folder / "2-2.safetensors", folder / "2-4.safetensors")
+    progress = ck.Progress(folder=folder, key="interrupted", writes=False)
+    progress.training("first")
+    with pytest.raises(CheckpointError, match=r"2-4\.safetensors: a checkpoint of another step; delete it"):
+        progress.training("second")._read(folder / "2-4.safetensors")
+
+
 def what_it_loads(path: Path, out: Path):
     """What the library makes of the file, as something that can be compared; it raises what the library raises."""
     name, stage = path.name, path.parent

@@ -350,6 +350,13 @@ def zoo() -> list[str]:
     return sorted(text["rows"])
 
 
+@pytest.mark.xfail(strict=True, reason="half of the models are measured; `python benchmarks/quantize_coverage.py` goes on")
+def test_the_committed_table_has_every_model() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
+    torchvision = pytest.importorskip("torchvision")
+    assert {name for name in torchvision.models.list_models() if "quantized" not in name} <= set(rows)
+
+
 def test_the_committed_table_says_why() -> None:
     rows = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
     torchvision = pytest.importorskip("torchvision")
