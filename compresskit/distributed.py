@@ -2,7 +2,8 @@
 
 Every process reads the same batches and trains on its own rows of each, so that a batch is as large as it is for one process and
 the result is the same. What is outside of training (calibration, scores, plans) every process computes alike, from the same data.
-Process 0 alone writes. Loaders that share out the samples themselves, by a DistributedSampler, are left to it.
+Process 0 alone writes. Loaders that share out the samples themselves, by a DistributedSampler, are left to it in training and
+are read whole outside of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ def joined(device: torch.device | str) -> Iterator[None]:
     cuda = torch.device(device).type == "cuda"
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    from torch.distributed.rendezvous import rendezvous  # cannot be imported where torch was built without processes
+
+    store, number, count = next(rendezvous("env://"))
+    # After a restart torchrun hands out the same store, which still holds the addresses of the processes that are gone.
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=number, world_size=count)
     try:
         yield
     finally:
@@ -70,6 +77,27 @@ def shares_itself(loader: Any) -> bool:
     kind = torch.utils.data.distributed.DistributedSampler
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     return any(isinstance(sampler, kind) for sampler in samplers)
+
+
+def whole(loader: Any) -> Any:
+    """A loader of all samples, in an order that all processes share, in the place of one that gives each its own.
+
+    Raises DataError where it is batched in a way that cannot be done again.
+    """
+    if ranks() == 1 or not shares_itself(loader):
+        return loader
+    sampler, data = loader.sampler, loader.dataset
+    if not isinstance(sampler, torch.utils.data.distributed.DistributedSampler) or loader.batch_size is None:
+        raise DataError(
+            "several processes: calibration and validation need all samples in every process, and a batch_sampler shares them"
+            " out; give Task(val=..., calibration=...) loaders of all samples"
+        )
+    order = None
+    if sampler.shuffle:
+        drawn = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+        order = torch.utils.data.RandomSampler(data, generator=drawn)
+    same = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn")
+    return torch.utils.data.DataLoader(data, sampler=order, **{name: getattr(loader, name) for name in same})
 
 
 def part_of(batch: Any, loader: Any) -> tuple[Any, float]:

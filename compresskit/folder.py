@@ -96,11 +96,9 @@ def finished(folder: Path, key: str, *, wanted: bool, snapshots: bool) -> dict[s
     return record
 
 
-def make_room(folder: Path) -> Path:
-    """An empty folder but for checkpoints of the stage. What a changed stage replaces is kept, until the new one is done, in the
-    folder that is returned.
-    """
-    old = folder.with_name(f".{folder.name}.replaced")
+def make_room(folder: Path) -> None:
+    """An empty folder but for checkpoints of the stage. What a changed stage replaces is kept until the new one is done."""
+    old = _replaced(folder)
     try:
         if (folder / ROW).exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -115,7 +113,16 @@ def make_room(folder: Path) -> Path:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(unwritable(folder, error)) from error
-    return old
+
+
+def tidy(folder: Path) -> None:
+    """Drop what a finished stage no longer needs: its checkpoints, and what it replaced."""
+    for part in (folder / PROGRESS, _replaced(folder)):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +35,7 @@ from compresskit.folder import (
     look_ahead,
     make_room,
     stage_keys,
+    tidy,
     versions,
 )
 from compresskit.graph import Dynamic
@@ -248,11 +248,12 @@ class Recipe:
         if (record := distributed.first_of(asked)) is not None:
             make = getattr(stage, "skeleton", None)
             skeleton = model if make is None else make(model)
+            distributed.first_of(partial(tidy, folder))  # killed right after it wrote its row
             log.info("%s: done, loaded from %s", folder.name, folder)
             if fills is not None:
                 load_snapshots_(fills, folder)
             return load(copy.deepcopy(skeleton), folder).to(task.device).eval(), read_row(record["row"], done)
-        old = distributed.first_of(partial(make_room, folder))
+        distributed.first_of(partial(make_room, folder))
         seed_everything(self.seed + index, task)
         begin = time.perf_counter()
         log.info("%s: %s", folder.name, stage)
@@ -266,8 +267,7 @@ class Recipe:
                 save_snapshots(fills, folder)
             row = measure(model, task, folder, stage=describe(stage), seconds=seconds, wanted=wanted, dynamic=self.dynamic)
             write_json(done, {"format": FORMAT, "key": key, "row": asdict(row), "files": digests(folder)})
-            shutil.rmtree(folder / PROGRESS, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
+            tidy(folder)
             return row
 
         return model, distributed.first_of(keep)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit import distributed
 from compresskit.errors import CompressError, DataError, SettingError
 
 Inputs = tuple[Any, ...] | dict[str, Any]
@@ -214,11 +215,11 @@ class Task:
         return to_device(inputs, self.device), to_device(target, self.device)
 
     def batches(self, which: str) -> Iterable[Any]:
-        """The loader called `train`, `val` or `calibration`, after a check that there is one."""
+        """The loader called `train`, `val` or `calibration`, after a check that there is one; of all samples, but in training."""
         loader = self.train if which == "calibration" and self.calibration is None else getattr(self, which)
         if loader is None:
             raise SettingError(f"this stage needs Task({which}=...), which was not given")
-        return loader  # type: ignore[no-any-return]
+        return loader if which == "train" else distributed.whole(loader)  # type: ignore[no-any-return]
 
     def length(self, which: str) -> int:
         """Number of batches, at least 1; `DataError` where it is zero or not known beforehand."""

@@ -19,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
     {"errors", "version"},
-    {"settings"},
-    {"task", "randomness", "packing", "tensorfile", "distributed"},
+    {"settings", "distributed"},
+    {"task", "randomness", "packing", "tensorfile"},
     {"inputs", "samples", "surgery", "normalize", "recurrent", "feed"},
     {"graph", "masks", "snapshots"},
     {"mixed", "measure", "checkpoint"},

@@ -372,6 +372,16 @@ def test_a_changed_stage_that_fails_loses_nothing(finished, tmp_path) -> None:
     assert (kept / "model.onnx").read_bytes() == (out / "1-train" / "model.onnx").read_bytes()
 
 
+def test_what_a_kill_left_is_tidied(finished, tmp_path) -> None:
+    out, task, _ = finished
+    shutil.copytree(out, tmp_path / "run")
+    for left in ("2-prune/progress", ".2-prune.replaced"):
+        (tmp_path / "run" / left).mkdir()
+        (tmp_path / "run" / left / "1-end.safetensors").write_bytes(b"killed before it was deleted")
+    run(tmp_path / "run", task)
+    assert not list((tmp_path / "run").rglob("1-end.safetensors"))
+
+
 def test_the_export_setting_is_no_part_of_a_stage(finished, tmp_path, monkeypatch) -> None:
     _, task, _ = finished
     recipe = ck.Recipe(ck.Train(epochs=1), ck.StaticQuant(), export="last")

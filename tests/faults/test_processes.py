@@ -85,6 +85,18 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(tmp_path) -> None:
     assert all(torch.equal(got[key], value) for key, value in wanted.items())
 
 
+@pytest.mark.slow
+def test_a_restart_by_torchrun_goes_on_by_itself(tmp_path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "died").mkdir()
+    assert launch(2, "half", tmp_path / "whole").returncode == 0
+    done = launch(2, "half", tmp_path / "died", 4, restarts=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exitcode: -9" in done.stderr
+    wanted, got = (load_file(tmp_path / where / "1.safetensors") for where in ("whole", "died"))
+    assert all(torch.equal(got[key], value) for key, value in wanted.items())
+
+
 def test_parts_of_a_batch(monkeypatch) -> None:
     x, y = torch.arange(7.0), torch.arange(7)
     for count in (2, 3, 9):
@@ -103,3 +115,21 @@ def test_parts_of_a_batch(monkeypatch) -> None:
     sampler = torch.utils.data.distributed.DistributedSampler(list(range(8)), num_replicas=2, rank=0)
     loader = torch.utils.data.DataLoader(list(range(8)), 2, sampler=sampler)
     assert distributed.part_of((x, y), loader) == ((x, y), 1.0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_is_sharded_is_read_whole_outside_of_training(shuffle, monkeypatch) -> None:
+    monkeypatch.setattr(distributed, "ranks", lambda: 2)
+    data = [(torch.full((1,), float(i)), i) for i in range(11)]
+    seen = []
+    for number in range(2):
+        sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=2, rank=number, shuffle=shuffle)
+        task = ck.Task(train=None, val=torch.utils.data.DataLoader(data, 4, sampler=sampler))
+        assert task.length("val") == 3
+        seen.append([label for _, labels in task.batches("val") for label in labels.tolist()])
+    assert seen[0] == seen[1]
+    assert sorted(seen[0]) == list(range(11))
+    assert (seen[0] != list(range(11))) == shuffle
+    batches = torch.utils.data.BatchSampler(sampler, 4, drop_last=False)
+    with pytest.raises(ck.DataError, match="calibration and validation need all samples in every process"):
+        ck.Task(val=torch.utils.data.DataLoader(data, batch_sampler=batches)).batches("val")
