@@ -139,7 +139,7 @@ def inputs(name: str, rows: int, length: int, sentences: list[list[int]]) -> dic
 def variants(name: str) -> dict[str, dict[str, Any]]:
     """Settings of ours: all of it, and what each model may rather want."""
     if name == "lstm":
-        return {"ours": {}, "ours, per tensor": {"weights": ck.quant.Scheme(signed=True, symmetric=True)}}
+        return {"ours": {}, "ours, per channel": {"weights": ck.quant.X86.weights}}
     return {"ours": {}, "ours, words in float": {"operators": ("linear", "matmul")}}
 
 

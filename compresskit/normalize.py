@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,8 @@ def normalize_(module: fx.GraphModule) -> None:
             node.target = aten.reshape.default  # a view may need the copy that an identity made
         elif node.target is aten._native_batch_norm_legit_no_training.default:
             _restore_batch_norm(graph, node)
+        elif node.target is aten.chunk.default:
+            cut_by_slices_(node)
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
@@ -93,6 +96,34 @@ def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
             plain.meta = dict(user.meta)
             user.replace_all_uses_with(plain)
         graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def cut_by_slices_(node: Node) -> None:
+    """`chunk` of a dimension that varies as slices: ONNX's exporter makes a sequence of them, on which its optimizer fails."""
+    graph = node.graph
+    x, count, dim = (*node.args, 0)[:3]
+    size, last = x.meta["val"].shape[dim], len(node.meta["val"]) - 1
+    readers = list(node.users)
+    if isinstance(size, int) or any(user.target is not operator.getitem for user in readers):
+        return
+
+    def number(target: Any, args: tuple[Any, ...], value: Any) -> Node:
+        made = graph.call_function(target, args)
+        made.meta["val"] = value
+        return made
+
+    with graph.inserting_before(node):
+        whole = number(aten.sym_size.int, (x, dim), size)
+        rounded = number(operator.add, (whole, count - 1), size + count - 1)
+        each = number(operator.floordiv, (rounded, count), (size + count - 1) // count)
+        bounds = [0, *(number(operator.mul, (each, i), each.meta["val"] * i) for i in range(1, last + 1)), sys.maxsize]
+        for user in readers:
+            i = user.args[1]
+            part = graph.call_function(aten.slice.Tensor, (x, dim, bounds[i], bounds[i + 1]))
+            part.meta = dict(user.meta)
+            user.replace_all_uses_with(part)
+            graph.erase_node(user)
     graph.erase_node(node)
 
 

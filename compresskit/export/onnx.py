@@ -19,6 +19,7 @@ from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
 from compresskit.export.translations import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
+from compresskit.normalize import cut_by_slices_
 from compresskit.inputs import AnyInputs, as_inputs
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
@@ -111,6 +112,10 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
+        for node in list(program.graph.nodes):
+            if node.target is torch.ops.aten.chunk.default:
+                cut_by_slices_(node)
+        program.graph_module.recompile()
     from compresskit.export.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
 
     nodes = [

@@ -34,9 +34,9 @@ def quantize_dynamic(
         model: any float module; it is left as it was.
         example: inputs to capture it with, a tuple or a dict; their values do not matter.
         target: where it will run. `X86_NO_VNNI` has 7-bit weights, whose sums do not saturate there.
-        weights: grid of the weights: `Scheme(signed=True, symmetric=True, per_channel=True)` where nothing is given. A scale for
-            each channel costs nothing; a symmetric grid is a little faster than one with zero points,
-            and what an LSTM or a convolution gets whatever is said: their kernels know no other.
+        weights: grid of the weights. Where nothing is given it is symmetric, with a scale for each channel, which costs nothing;
+            LSTMs get one for each matrix, with which ONNX Runtime's kernel is faster. A symmetric grid is a little faster than
+            one with zero points, and what an LSTM or a convolution gets whatever is said: their kernels know no other.
         operators: kinds that are quantized: "linear", "matmul", "embedding", "lstm", "gru", "rnn"; "conv" only if it is named.
         skip: dotted names of modules that stay float.
         dynamic: dimensions of the inputs that may vary: `(0, 1)` for batch and length of sequences; see `graph.Dynamic`.

@@ -114,7 +114,7 @@ def build_mixed(
     """A quantized copy of a model with the given form for each product, by node of its graph; other operators dynamically."""
     captured, origin, _ = lower(model, example, replace(target, operators={}), skip, dynamic)
     named = {name: asdict(form) for name, form in forms.items()}
-    origin |= {"mixed": named, "floating": {}, "dynamically": {"weights": asdict(target.weights), "operators": list(operators)}}
+    origin |= {"mixed": named, "floating": {}, "dynamically": {"operators": list(operators)}}
     return _assembled(captured, origin, target, forms, operators, skip).train(model.training)
 
 
@@ -132,7 +132,7 @@ def _assembled(
         raise CheckpointError(f"the record names {odd[0]}, which is no product by a constant in this model's graph")
     kept = {name: f"in the form {form}" for name, form in forms.items() if not form.dynamic}
     placement = place_dynamic(body, target, operators=operators, skip=skip, floating=kept)
-    insert_dynamic_(captured, placement, target.weights)
+    insert_dynamic_(captured, placement, target)
     chosen = {}
     for name, form in forms.items():
         found = weight_of(nodes[name])

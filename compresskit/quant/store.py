@@ -65,7 +65,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     elif how is None:
         quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
     else:
-        operators, weights = tuple(map(str, how["operators"])), Scheme(**how["weights"])
+        operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
         quantized = build_dynamic(
             model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
         )
