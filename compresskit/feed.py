@@ -16,7 +16,7 @@ import torch
 
 from compresskit import randomness
 from compresskit.errors import CompressError, DataError
-from compresskit.task import fingerprint
+from compresskit.records import fingerprint
 
 _END = object()
 

@@ -19,9 +19,10 @@ from torch import nn
 from compresskit.checkpoint import read_json, unwritable, write_json
 from compresskit.distributed import rank
 from compresskit.errors import CheckpointError
+from compresskit.records import describe, fingerprint
 from compresskit.snapshots import SNAPSHOTS
 from compresskit.surgery import structure
-from compresskit.task import PROPERTIES, Stage, Task, describe, fingerprint
+from compresskit.task import PROPERTIES, Stage, Task
 from compresskit.version import __version__
 
 try:

@@ -43,12 +43,13 @@ from compresskit.masks import masks_of
 from compresskit.measure import Row, latency
 from compresskit.progress import Every, Progress, Stop, stoppable
 from compresskit.prune.rewind import Rewind
+from compresskit.records import describe
 from compresskit.rehearse import held, measure, rehearse, seed_everything
 from compresskit.report import read_row, table, write_report
 from compresskit.snapshots import Snapshots
 from compresskit.store import load, load_snapshots_, save, save_snapshots
 from compresskit.surgery import frozen_copy
-from compresskit.task import PROPERTIES, Stage, Task, describe, first_rows
+from compresskit.task import PROPERTIES, Stage, Task, first_rows
 from compresskit.train import Train
 
 log = logging.getLogger(__name__)

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 class BiLSTM(nn.Module):
     """The same, smaller; the largest answer of each unit over the sentence is what is judged."""
 
-    def __init__(self, words: int, width: int = 48, hidden: int = 48, layers: int = 1) -> None:
+    def __init__(self, words: int, width: int = 128, hidden: int = 128, layers: int = 1) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width, padding_idx=PAD)
         self.drop = nn.Dropout(0.5)

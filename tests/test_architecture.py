@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A file imports only from layers above its own (and, inside a package, from its neighbours).
 LAYERS = [
     {"errors", "version"},
-    {"settings", "distributed"},
+    {"settings", "distributed", "records"},
     {"task", "randomness", "packing", "tensorfile"},
     {"inputs", "samples", "surgery", "normalize", "recurrent", "feed"},
     {"graph", "masks", "snapshots"},

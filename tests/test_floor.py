@@ -19,7 +19,8 @@ import compresskit as ck
 from compresskit import measure, surgery
 from compresskit.errors import CheckpointError, DataError, ModelError, SettingError, TrainingError
 from compresskit.graph import capture
-from compresskit.task import describe, first_tensor
+from compresskit.records import describe
+from compresskit.task import first_tensor
 
 # -- task
 

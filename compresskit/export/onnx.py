@@ -19,8 +19,8 @@ from compresskit.export.dtypes import coarsest, store_bf16_, widened
 from compresskit.export.files import KEY, write_model
 from compresskit.export.translations import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
-from compresskit.normalize import cut_by_slices_
 from compresskit.inputs import AnyInputs, as_inputs
+from compresskit.normalize import cut_by_slices_
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
 from compresskit.version import __version__

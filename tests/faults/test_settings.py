@@ -14,7 +14,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.errors import SettingError
-from compresskit.task import describe
+from compresskit.records import describe
 
 NET = nn.Linear(2, 2).eval()
 STAGES = {
