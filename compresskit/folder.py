@@ -174,6 +174,11 @@ def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: list[A
     return keys
 
 
+def shape_of(model: nn.Module) -> str:
+    """A short hash of a model's structure."""
+    return hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
+
+
 def versions() -> list[str]:
     """Of what results depend on: a patch of torch is held to change none."""
     return [__version__, ".".join(torch.__version__.split(".")[:2])]
@@ -239,8 +244,7 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
 
     Other initial weights of a chain that begins with training are only warned of: what is finished no longer depends on them.
     """
-    shape = hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
-    record = record | {"model": type(model).__name__, "structure": shape, "weights": fingerprint(model)}
+    record = record | {"model": type(model).__name__, "structure": shape_of(model), "weights": fingerprint(model)}
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):

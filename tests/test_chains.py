@@ -372,6 +372,25 @@ def test_a_changed_stage_that_fails_loses_nothing(finished, tmp_path) -> None:
     assert (kept / "model.onnx").read_bytes() == (out / "1-train" / "model.onnx").read_bytes()
 
 
+def test_a_student_or_a_loss_that_is_written_otherwise_runs_again(tmp_path) -> None:
+    task, model, out = images_task(ck, samples=64), networks.build(networks.Chain), tmp_path / "run"
+
+    def recipe(width):
+        def make():  # the name stays, the network does not
+            return nn.Sequential(nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+        return ck.Recipe(ck.Train(epochs=1), ck.Distill(epochs=1, student=make), export="last")
+
+    def loss(factor):
+        return lambda predictions, target: factor * nn.functional.cross_entropy(predictions, target)
+
+    one, other = replace(task, loss=loss(1.0)), replace(task, loss=loss(2.0))
+    recipe(8).run(model, one, out)
+    does = [[stage.does for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
+    assert does == [["reuse", "reuse"], ["reuse", "run"], ["run", "run"]]
+    assert recipe(6).plan(model, one, out).stages[1].why == "stage 2 has changed: student"
+
+
 def test_what_a_kill_left_is_tidied(finished, tmp_path) -> None:
     out, task, _ = finished
     shutil.copytree(out, tmp_path / "run")

@@ -144,6 +144,20 @@ def test_descriptions_hold_no_addresses() -> None:
     assert describe(stage) == describe(copy.deepcopy(stage))
 
 
+def test_functions_are_described_by_what_they_do() -> None:
+    def make(factor, names=frozenset({"a", "b", "c"})):
+        return lambda x: x * factor if x in {"a", "b", "c"} else names
+
+    assert describe(make(1)) == describe(make(1)) != describe(make(2))
+    assert describe(make(1)).startswith("test_floor.test_functions_are_described_by_what_they_do.<locals>.make.<locals>.<lambda> ")
+    assert describe(nn.functional.relu) == "torch.nn.functional.relu"
+
+    def endless(x):
+        return endless(x)
+
+    assert describe(endless) == describe(endless)
+
+
 # -- graph
 
 
