@@ -46,7 +46,7 @@ FAMILIES = {
 }
 #: Convolutions and matrix products, as `audit` counts them.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-LIMIT = 8 * 2**30  # bytes a process may hold
+LIMIT = 14 * 2**30  # bytes a process may hold
 
 
 @dataclass(frozen=True, kw_only=True)
