@@ -49,7 +49,7 @@ def one_shot(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train)
 
 
 def gradual(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, schedule=cubic, until=0.6, updates=20, finetune=how)(model, task)
+    return Sparsify(ratio=ratio, schedule=cubic, until=0.3, updates=20, finetune=how)(model, task)
 
 
 def rigl(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
@@ -57,7 +57,7 @@ def rigl(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> 
 
 
 def moving(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, criterion=movement, schedule=cubic, until=0.6, updates=20, finetune=how)(model, task)
+    return Sparsify(ratio=ratio, criterion=movement, schedule=cubic, until=0.3, updates=20, finetune=how)(model, task)
 
 
 def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:

@@ -23,6 +23,7 @@ from compresskit.graph import Dynamic, capture, check_runs
 from compresskit.masks import masks_of
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
 from compresskit.randomness import held_by, seed_
+from compresskit.samples import ValidationInputs
 from compresskit.surgery import quantized_parts
 from compresskit.task import Inputs, Stage, Task, call, first_rows, shapes_of
 from compresskit.train import supervised_loss
@@ -112,7 +113,7 @@ def measure(
     executed = None
     if wanted:
         export_onnx(model, path, task.example(), dynamic=None if quantized_parts(model) else dynamic)
-        proof = verify_onnx(path, model, (task.split(batch)[0] for batch in task.batches("val")))
+        proof = verify_onnx(path, model, ValidationInputs(task))
         write_json(folder / "verify.json", {"format": FORMAT, **proof.to_json()})
         if not proof.passed:
             path.replace(folder / "model.rejected.onnx")

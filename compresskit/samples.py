@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -26,3 +27,16 @@ def some_batches(task: Task, which: str, samples: int, label: str) -> Iterator[A
 def calibration_inputs(task: Task, samples: int, label: str = "calibrate") -> Iterator[Inputs]:
     """Inputs of calibration batches, without labels, until `samples` samples were seen."""
     return (task.split(batch)[0] for batch in some_batches(task, "calibration", samples, label))
+
+
+@dataclass(frozen=True)
+class ValidationInputs:
+    """Inputs of all validation batches, without labels; as long as their loader."""
+
+    task: Task
+
+    def __len__(self) -> int:
+        return self.task.length("val")
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return (self.task.split(batch)[0] for batch in self.task.batches("val"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -370,6 +372,22 @@ def test_a_changed_stage_that_fails_loses_nothing(finished, tmp_path) -> None:
         run(tmp_path / "run", replace(task, train=[(x, y), (x / 0, y)], metric=lambda p, t: 0.5))
     kept = tmp_path / "run" / ".1-train.replaced"
     assert (kept / "model.onnx").read_bytes() == (out / "1-train" / "model.onnx").read_bytes()
+
+
+def test_long_work_shows_itself_on_a_terminal(tmp_path, monkeypatch, capsys) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    recipe = ck.Recipe(ck.Train(epochs=1), ck.Prune(ratio=0.3, criterion=ck.prune.taylor), ck.StaticQuant(), export="last")
+    recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "quiet")
+    assert capsys.readouterr().err == ""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "seen")
+    bars = {line.partition(":")[0].strip(): line for line in re.split("[\r\n]", terminal.getvalue()) if "%|" in line}
+    assert {"train", "score", "calibrate", "export", "verify", "evaluate"} <= set(bars), set(bars)
+    assert all(re.search(r"\d/\d+ \[\d\d:\d\d<", line) for line in bars.values())  # how far, how long, how long yet
 
 
 def test_a_student_or_a_loss_that_is_written_otherwise_runs_again(tmp_path) -> None:

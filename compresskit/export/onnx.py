@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from tqdm import tqdm
 
 from compresskit.errors import ExportError, SettingError
 from compresskit.export.dtypes import coarsest, store_bf16_, widened
@@ -66,27 +67,31 @@ def export_onnx(
     from compresskit.export.kernels import TUNED
     from compresskit.export.passes import optimize_
 
-    try:
-        if inside:
-            with torch.no_grad(), mode(model, training=False):
-                model, example = inputs_inside(model, example, inside)
-        dynamic = _dynamic_of(model) if dynamic is None else dynamic
-        program = to_program(model, example, opset=opset, dynamic=dynamic)
-    except ExportError as error:
-        raise ExportError(f"{path.name}: {error}") from error.__cause__
-    file = program.model
-    tuned = any(part.target.tuned for part in quantized_parts(model).values())
-    optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
-    pack_nibbles(file)
-    _name_dimensions(file, dynamic)
-    if coarsest(model) is torch.bfloat16:
-        store_bf16_(file)
-    file.producer_name, file.producer_version = "compresskit", __version__
-    file.metadata_props.update({KEY: json.dumps(_about(model)), **(metadata or {})})
-    try:
-        write_model(file, path)
-    except OSError as error:
-        raise ExportError(f"{path}: cannot be written ({error})") from error
+    with tqdm(total=3, desc="export", disable=None, leave=False, unit="step") as bar:
+        try:
+            if inside:
+                with torch.no_grad(), mode(model, training=False):
+                    model, example = inputs_inside(model, example, inside)
+            dynamic = _dynamic_of(model) if dynamic is None else dynamic
+            program = to_program(model, example, opset=opset, dynamic=dynamic)
+        except ExportError as error:
+            raise ExportError(f"{path.name}: {error}") from error.__cause__
+        file = program.model
+        bar.update()
+        tuned = any(part.target.tuned for part in quantized_parts(model).values())
+        optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
+        pack_nibbles(file)
+        _name_dimensions(file, dynamic)
+        if coarsest(model) is torch.bfloat16:
+            store_bf16_(file)
+        file.producer_name, file.producer_version = "compresskit", __version__
+        file.metadata_props.update({KEY: json.dumps(_about(model)), **(metadata or {})})
+        bar.update()
+        try:
+            write_model(file, path)
+        except OSError as error:
+            raise ExportError(f"{path}: cannot be written ({error})") from error
+        bar.update()
     return path
 
 

@@ -13,7 +13,7 @@ written, a file of which only weights are rounded.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ def verify_onnx(
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     read_proto(path)  # refuses weights outside its folder
+    total = len(batches) if isinstance(batches, Sized) else None
     batches = each_inputs(batches, "verify_onnx")
     try:
         sessions = [session(path, optimize=False), session(path)]
@@ -117,7 +118,7 @@ def verify_onnx(
     rounding: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first = 0, None
     with torch.no_grad(), mode(model, training=False):
-        for inputs in tqdm(batches, desc=label, disable=None, leave=False):
+        for inputs in tqdm(batches, total=total, desc=label, disable=None, leave=False, unit="batch"):
             first = inputs if first is None else first
             kept[0].append(_arrays(call_checked(model, inputs, "verification data")))
             if quantized:
