@@ -2,12 +2,14 @@
 
     python benchmarks/quantize_zoo.py --folder /tmp/zoo              build, compare and time everything
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --latency    time the files of that folder again, on a quiet machine
+    python benchmarks/quantize_zoo.py --folder /tmp/zoo --nncf       NNCF's ONNX backend (`pip install nncf`) against both
 
 onnxruntime: pre-processed, per channel, uint8 activations; for transformers Conv, Gemm and MatMul only, which is the strongest
 there. Ours: no option set. Both calibrate on the same 8 inputs. Latency: the three files measured in turn, medians, as ratios
 to the fp32 file, for batch 1 and 32 on one thread and batch 1 on two. SQNR: of the outputs, against fp32, in dB. The weights are
 random (no hub can be reached), BatchNorm statistics those of random images: such networks amplify noise with depth, so SQNR
-compares the rows of one network and says nothing about trained ones.
+compares the rows of one network and says nothing about trained ones. NNCF: its defaults, `model_type=TRANSFORMER` for those,
+timed at batch 1 in turn with fp32 and ours.
 
 Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that are there already are kept.
 """
@@ -15,6 +17,7 @@ Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import tempfile
@@ -130,6 +133,29 @@ def quantize_by_onnxruntime(source: Path, target: Path, x: Tensor, *, transforme
         )
 
 
+def against_nncf(name: str, folder: Path, samples: int, seconds: float) -> dict[str, Any]:
+    """NNCF's file, where it can make one: its SQNR and seconds, and milliseconds of fp32, ours and it."""
+    nncf: Any = importlib.import_module("nncf")
+    onnx: Any = importlib.import_module("onnx")
+    x, (float_file, ours, _), file = example(name, samples), files_of(name, folder), folder / f"{name}.nncf.onnx"
+    row: dict[str, Any] = {}
+    if not file.exists():
+        source = onnx.load(float_file)
+        feed = {source.graph.input[0].name: x.numpy()}
+        kind = nncf.ModelType.TRANSFORMER if any(t in name for t in TRANSFORMERS) else None
+        begin = time.perf_counter()
+        try:
+            made = nncf.quantize(source, nncf.Dataset([feed]), model_type=kind, subset_size=1)
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+        onnx.save(made, file)
+        row["seconds"] = time.perf_counter() - begin
+    with torch.no_grad():
+        wanted = network(name, x)(x)
+    row["db"] = sqnr(file, wanted["out"] if isinstance(wanted, dict) else wanted, x)
+    return row | ({"ms": ck.latency([float_file, ours, file], (x[:1],), seconds=seconds)} if seconds else {})
+
+
 def times(name: str, folder: Path, seconds: float) -> dict[str, Any]:
     """Milliseconds of the three files: fp32, ours, onnxruntime's."""
     x, files = example(name, 32), files_of(name, folder)
@@ -143,14 +169,19 @@ def times(name: str, folder: Path, seconds: float) -> dict[str, Any]:
 def write(rows: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "torchvision": torchvision.__version__, "onnxruntime": onnxruntime.__version__}
     (HERE / "quantize_zoo.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-    head = "network, fp32 ms, ours, onnxruntime, 2 threads, batch 32, our dB, onnxruntime dB, MB of each, integer MACs, verified"
+    head = "network, fp32 ms, ours, onnxruntime, NNCF (ours beside it), 2 threads, batch 32, our dB, onnxruntime dB, NNCF dB"
+    head += ", MB of each, integer MACs, verified"
     lines = [f"| {head.replace(', ', ' | ')} |", f"|{'---|' * len(head.split(', '))}"]
     for name, row in rows.items():
         both = [" / ".join(f"{ms / row[kind][0]:.3f}" for ms in row[kind][1:]) for kind in ("ms_2_threads", "ms_batch_32")]
         fp32, ours, theirs = row["ms"]
+        other = row.get("nncf", {})
+        beside = "{2:.3f} ({1:.3f})".format(*(ms / other["ms"][0] for ms in other["ms"])) if "ms" in other else "-"
+        db = f"{other['db']:.1f}" if "db" in other else "-"
+        sizes = ", ".join(f"{mb:.1f}" for mb in row["mb"])
         lines.append(
-            f"| {name} | {fp32:.2f} | {ours / fp32:.3f} | {theirs / fp32:.3f} | {' | '.join(both)} | {row['ours_db']:.1f}"
-            f" | {row['ort_db']:.1f} | {', '.join(f'{mb:.1f}' for mb in row['mb'])} | {row['integer_macs']:.1%}"
+            f"| {name} | {fp32:.2f} | {ours / fp32:.3f} | {theirs / fp32:.3f} | {beside} | {' | '.join(both)}"
+            f" | {row['ours_db']:.1f} | {row['ort_db']:.1f} | {db} | {sizes} | {row['integer_macs']:.1%}"
             f" | {'yes' if row['verified'] else 'no'} |"
         )
     said = []
@@ -158,6 +189,10 @@ def write(rows: dict[str, Any]) -> None:
         ratios = torch.tensor([row[kind][1] / row[kind][2] for row in rows.values()])
         said.append(f"{ratios.log().mean().exp():.3f} (largest {ratios.max():.3f}) at {label}")
     lines += ["", f"Ours / onnxruntime, geometric means over {len(rows)} networks: {', '.join(said)}. {versions}"]
+    pairs = [row["nncf"]["ms"] for row in rows.values() if "ms" in row.get("nncf", {})]
+    if pairs:
+        ratios = torch.tensor([ours / theirs for _, ours, theirs in pairs])
+        lines.append(f"Ours / NNCF, over {len(pairs)} networks: {ratios.log().mean().exp():.3f} (largest {ratios.max():.3f}).")
     (HERE / "quantize_zoo.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
@@ -168,6 +203,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the files are kept")
     parser.add_argument("--latency", action="store_true", help="only time files that are there")
     parser.add_argument("--build", action="store_true", help="only build and compare")
+    parser.add_argument("--nncf", action="store_true", help="only build and time NNCF's files, beside those that are there")
     parser.add_argument("--samples", type=int, default=8, help="calibration images, which are also those of the SQNR")
     parser.add_argument("--seconds", type=float, default=4, help="timing of each file")
     args = parser.parse_args()
@@ -177,9 +213,12 @@ def main() -> None:
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     for name in args.networks:
         row = rows.setdefault(name, {})
-        if not args.latency:
+        if args.nncf:
+            found = against_nncf(name, args.folder, args.samples, 0 if args.build else args.seconds)
+            row["nncf"] = row.get("nncf", {}) | found
+        elif not args.latency:
             row |= build(name, args.folder, args.samples)
-        if not args.build:
+        if not args.build and not args.nncf:
             row |= times(name, args.folder, args.seconds)
         path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         print(name, row, flush=True)
