@@ -257,11 +257,13 @@ def main() -> None:
                 train_(model, trained[0], args.train)
             if args.weights:
                 safetensors.torch.save_file(model.state_dict(), args.weights)
+        weights = f"trained on SST-2, {args.train} epochs" if name == "minilm" and trained else "random"
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(name, model, trained[1][0] if trained else [], Path(folder), args.seconds)
+            found = measure(name, model, trained[1][0] if trained else [], Path(folder), args.seconds)
+            rows += [row | {"weights": weights} for row in found]
     versions = f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}"
-    weights = "minilm is trained on SST-2" if trained else "all weights are random"
-    how = f"Written by `benchmarks/quantize_dynamic.py`; one thread, CPU time, medians of runs in turn; {weights}."
+    how = "Written by `benchmarks/quantize_dynamic.py`; one thread, CPU time, medians of runs in turn. Weights: "
+    how += ", ".join(f"{name} {weights}" for name, weights in {row["model"]: row["weights"] for row in rows}.items()) + "."
     record = {"how": how, "versions": versions, "rows": rows}
     Path(f"{args.out}.json").write_text(json.dumps(record, indent=1) + "\n")
     Path(f"{args.out}.md").write_text(table(record))

@@ -160,6 +160,22 @@ def test_lstm_runs_in_integers(how, grid, tmp_path) -> None:
     assert quantized.placement.coverage.macs[0] == quantized.placement.coverage.macs[1] > 0
 
 
+def test_an_lstm_has_a_scale_for_each_matrix_unless_more_are_asked_for(tmp_path) -> None:
+    model, example = Words().eval(), (torch.randint(40, (2, 5)),)
+    sizes = []
+    for weights in (None, ck.quant.X86.weights):
+        quantized = quantize_dynamic(model, example, weights=weights)
+        ck.save(quantized, tmp_path / "saved")
+        loaded = ck.load(Words().eval(), tmp_path / "saved")
+        assert torch.equal(quantized(*example)[0], loaded(*example)[0])
+        file = onnx.load(ck.export_onnx(loaded, tmp_path / "m.onnx", example))
+        (node,) = [node for node in file.graph.node if node.op_type == "DynamicQuantizeLSTM"]
+        stored = {t.name: t for t in file.graph.initializer}
+        sizes.append([int(np.prod(stored[node.input[i]].dims)) for i in (8, 10)])
+    hidden = model.layer.hidden_size
+    assert sizes == [[1, 1], [4 * hidden, 4 * hidden]]
+
+
 @pytest.mark.parametrize(("kind", "name"), [(nn.GRU, "GRU"), (nn.RNN, "RNN")])
 def test_gru_and_rnn_store_integers_and_say_that_they_compute_in_float(kind, name, tmp_path) -> None:
     model = Words(kind, num_layers=2, batch_first=True).eval()
