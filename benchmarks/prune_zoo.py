@@ -61,7 +61,8 @@ def network(name: str) -> tuple[nn.Module, Any]:
     for module in model.modules():
         if type(module).__name__ == "CNBlock":
             nn.init.constant_(module.layer_scale, 0.3)  # 1e-6 would, too
-    size = 224 if re.match("vit|maxvit|mvit", name) else 128 if re.match("swin|raft|inception", name) else 64
+    size = 224 if re.match("vit|maxvit|mvit", name) else 128 if re.match("swin|raft", name) else 64
+    size = 299 if name == "inception_v3" else size  # its auxiliary head wants it
     if kind == "video":
         frames, size = (16, 224) if name.startswith(("mvit", "s3d")) else (8, 64)
         return model.eval(), (torch.randn(2, 3, frames, size, size),)

@@ -33,11 +33,15 @@ def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.
 
 @dataclass(frozen=True, kw_only=True)
 class Faithful:
-    """weight * `faithfulness` to the float model + task_weight * the task's loss."""
+    """weight * `faithfulness` to the float model + task_weight * the task's loss.
+
+    At temperature 1 that is the cross-entropy to labels half of which are the float model's answers. With less of the task's
+    loss a network that is trained further would stay where the float model was (benchmarks/quantize_cifar.md).
+    """
 
     teacher: nn.Module
-    weight: float = 0.9
-    task_weight: float = 0.1
+    weight: float = 0.5
+    task_weight: float = 0.5
     temperature: float = 1.0
     task: Task | None = None
 

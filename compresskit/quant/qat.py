@@ -80,7 +80,7 @@ def zeros_kept(model: nn.Module) -> Iterator[None]:
 class QAT(Train):
     """Quantize, then train with the rounding in place.
 
-    objective: what the float model says (soft targets, and a tenth of the task's loss), where nothing is given.
+    objective: what the float model says (soft targets) and the task's loss, half of each, where nothing is given.
     target, observer, samples, skip, dynamic, strict, inside: as in `StaticQuant`; the observer follows the ranges while training.
     learned: the scales are parameters (LSQ) and no observer follows.
     freeze: share of the training after which ranges and BatchNorm statistics hold still.
