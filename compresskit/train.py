@@ -23,7 +23,7 @@ from compresskit import mixed
 from compresskit.errors import ModelError, SettingError, TrainingError
 from compresskit.loop import Left, Loop, begin_alike_
 from compresskit.masks import hold_
-from compresskit.mixed.parallel import is_sharded
+from compresskit.mixed.parallel import is_sharded, reshard_
 from compresskit.settings import check_kinds
 from compresskit.snapshots import take_
 from compresskit.task import PROPERTIES, Losses, Objective, Task, call, check_labels
@@ -167,6 +167,7 @@ def fit_(
         left.take_(end)
         return model.eval()
     goal = bound(objective or how.objective, model, task)
+    reshard_(model)
     optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
     steps = how.epochs * math.ceil(batches / how.accumulate)

@@ -66,6 +66,24 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
 
 
+def reshard_(model: nn.Module) -> None:
+    """Give a model under FSDP2 its shards back: after a forward pass it holds whole tensors, which no optimizer may be given."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            module.reshard()  # type: ignore[operator]
+
+
+def check_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that was made after a forward pass, of whole tensors: it would change nothing of the model."""
+    reshard_(model)
+    own = {id(p) for p in model.parameters()}
+    if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise SettingError(
+            "prepare: the optimizer holds tensors that FSDP2 has put together for a forward pass, not the model's shards; make it"
+            " right after fully_shard, before the model runs"
+        )
+
+
 def check_casts(model: nn.Module, policy: Policy) -> None:
     """Refuse a model that was sharded without the casts that its policy asks for: it would train in fp32 and say nothing."""
     found = set()

@@ -26,7 +26,7 @@ from compresskit.mixed.compiled import Compiled
 from compresskit.mixed.flat import Flat
 from compresskit.mixed.fp8 import Converted, to_float8
 from compresskit.mixed.groups import add_group_
-from compresskit.mixed.parallel import check_casts, check_sharded, check_sync, is_sharded
+from compresskit.mixed.parallel import check_casts, check_sharded, check_shards, check_sync, is_sharded
 from compresskit.mixed.policy import FP32, Policy
 from compresskit.mixed.scaler import LossScaler, make_scalers
 from compresskit.mixed.schedule import Scheduled
@@ -92,6 +92,7 @@ class Run:
         self.scalers = make_scalers(policy, losses, scaler, self.device)
         self.float8 = _to_float8(model, policy)
         if is_sharded(model):
+            check_shards(model, optimizer)
             policy = _sharded(model, policy, flat=flat, one_pass=one_pass)
         self.optimizer, self.policy, self.clip = optimizer, policy, clip
         self.grad_norm: Tensor | None = None

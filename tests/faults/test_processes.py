@@ -66,6 +66,7 @@ def test_fit_on_shards(tmp_path) -> None:
     done = launch(2, "sharded", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = load_file(tmp_path / "0.safetensors")
+    assert sum(name.startswith("shards taught ") for name in found) == sum(name.startswith("whole taught ") for name in found) > 0
     for name, value in found.items():
         if name.startswith("shards "):
             torch.testing.assert_close(value, found[name.replace("shards", "whole")], atol=1e-5, rtol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -56,19 +57,21 @@ def stages(name):
 
 
 def sharded(number, out):
-    """`fit_` on a model that FSDP2 shards, and on one that is whole."""
+    """`fit_` on a model that FSDP2 shards, and on one that is whole; on labels, and taught."""
     from torch.distributed.fsdp import fully_shard
 
     found = {}
     with distributed.joined("cpu"):
-        for kind in ("whole", "shards"):
+        for kind, taught in itertools.product(("whole", "shards"), (False, True)):
             torch.manual_seed(0)
-            model = Net()
+            teacher, model = Net().eval(), Net()
             if kind == "shards":
                 fully_shard(model, mp_policy=mixed.fsdp_policy(mixed.FP32))
-            ck.fit_(model, task(), ck.Train(epochs=2, optimizer=sgd, clip=1.0))
+            objective = ck.imitate(teacher) if taught else None
+            ck.fit_(model, task(), ck.Train(epochs=2, optimizer=sgd, clip=1.0), objective=objective)
             for name, value in model.state_dict().items():
-                found[f"{kind} {name}"] = getattr(value, "full_tensor", lambda value=value: value)().float().contiguous()
+                full = getattr(value, "full_tensor", lambda value=value: value)()
+                found[f"{kind} {'taught ' * taught}{name}"] = full.float().contiguous()
     save_file(found, Path(out) / f"{number}.safetensors")
 
 

@@ -151,6 +151,13 @@ def fsdp_refused(rank):
             mixed.prepare(model, torch.optim.AdamW(model.parameters()), policy, **settings)
         except SettingError as error:
             found.append(str(error))
+    model = net()
+    fully_shard(model)
+    model(torch.randn(2, model[0].in_features))  # the shards are put together, and stay so
+    try:
+        mixed.prepare(model, torch.optim.AdamW(model.parameters()), mixed.FP32)
+    except SettingError as error:
+        found.append(str(error))
     return found
 
 

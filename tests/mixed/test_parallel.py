@@ -110,6 +110,7 @@ def test_fsdp2_without_the_policys_casts_is_refused(two) -> None:
             "MASTER_BF16 computes in torch.bfloat16, the model was sharded for torch.float32; give fully_shard(mp_policy=",
             "SPLIT_BF16: FSDP2 keeps fp32 shards, which are masters already; use MASTER_BF16",
             "FSDP2 lays its shards out itself; leave flat=True and backend='compiled' out",
+            "the optimizer holds tensors that FSDP2 has put together for a forward pass, not the model's shards; make it right",
         ),
         two[0]["fsdp_refused"],
         strict=True,
