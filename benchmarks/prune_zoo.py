@@ -195,11 +195,14 @@ def main() -> None:
         print("ROW " + json.dumps(measure(args.row, args.export)))
         return
     path = HERE / "prune_zoo.json"
+
+    def known() -> dict[str, Any]:
+        return json.loads(path.read_text())["rows"] if path.exists() else {}
+
     for name in args.models or names_by_size():
-        rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-        if args.again or "error" in rows.get(name, {"error": ""}):
-            rows[name] = in_a_process(name, args)
-            write(rows)
+        if args.again or "error" in known().get(name, {"error": ""}):
+            row = in_a_process(name, args)
+            write(known() | {name: row})  # another sweep may have added rows meanwhile
 
 
 if __name__ == "__main__":
