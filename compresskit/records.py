@@ -53,6 +53,7 @@ def describe(value: Any) -> Any:
         return {"module": name, "parameters": weights, "state": fingerprint(value)}
     if hasattr(value, "__qualname__"):
         name = f"{value.__module__}.{value.__qualname__}"
+        value = getattr(value, "__func__", value)  # of a method
         if not isinstance(value, FunctionType) or name.startswith(("torch.", "compresskit.")):
             return name
         return f"{name} {hashlib.sha256(repr(_body(value)).encode()).hexdigest()[:8]}"

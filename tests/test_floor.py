@@ -152,6 +152,16 @@ def test_functions_are_described_by_what_they_do() -> None:
     assert describe(make(1)).partition(" ")[0].endswith(".make.<locals>.<lambda>")
     assert describe(nn.functional.relu) == "torch.nn.functional.relu"
 
+    class Metric:
+        def measure(self, x):
+            return x
+
+        def double(self, x):
+            return 2 * x
+
+    bodies = {describe(method).rpartition(" ")[2] for method in (Metric().measure, Metric().measure, Metric().double)}
+    assert len(bodies) == 2
+
     def endless(x):
         return endless(x)
 
