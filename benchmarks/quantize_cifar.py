@@ -203,6 +203,7 @@ def training(
     arms: dict[str, Any] = {
         "float": ck.Train(**settings),
         "qat": ck.QAT(**settings),
+        "qat, held at 0.8, no clip": ck.QAT(**settings, clip=None, freeze=0.8),
         "qat, nine tenths imitation": ck.QAT(**settings, objective=ck.imitate(temperature=1.0, weight=0.9, task_weight=0.1)),
         "qat, task loss": ck.QAT(**settings, objective=ck.train.Supervised()),
         "qat, learned": ck.QAT(**settings, learned=True),
