@@ -91,7 +91,6 @@ class QAT(Train):
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
     optimizer: Callable[..., torch.optim.Optimizer] = field(default=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
-    clip: float | None = 1.0
     target: Target = X86
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01)
     learned: bool = False
@@ -100,7 +99,7 @@ class QAT(Train):
     dynamic: Dynamic = (0,)
     strict: bool = False
     inside: str | None = None
-    freeze: float = 0.5
+    freeze: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
