@@ -151,18 +151,16 @@ class Recipe:
         if not isinstance(save, Every):
             raise SettingError(f"Recipe(save=...): wanted Every(seconds=...), got {save!r}")
         self.stages, self.seed, self.export, self.save, self.dynamic = stages, seed, export, save, dynamic
-        self._described: list[Any] | None = None
 
     def describe(self) -> list[Any]:
         """The settings of all stages, JSON-ready; a student that is to be made, also by its structure."""
-        if self._described is None:
-            self._described = [describe(stage) for stage in self.stages]
-            for record, stage in zip(self._described, self.stages, strict=True):
-                if getattr(stage, "student", None) is not None:
-                    with torch.random.fork_rng(devices=[]):
-                        shape = shape_of(stage.skeleton(nn.Module()))  # type: ignore[attr-defined]
-                    record["student"] = {"made by": record["student"], "structure": shape}
-        return self._described
+        records = [describe(stage) for stage in self.stages]
+        for record, stage in zip(records, self.stages, strict=True):
+            if getattr(stage, "student", None) is not None:
+                with torch.random.fork_rng(devices=[]):
+                    shape = shape_of(stage.skeleton(nn.Module()))  # type: ignore[attr-defined]
+                record["student"] = {"made by": record["student"], "structure": shape}
+        return records
 
     def run(self, model: nn.Module, task: Task, out: str | Path) -> Result:
         """Run all stages that are not done yet.
