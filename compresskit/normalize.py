@@ -103,10 +103,11 @@ def cut_by_slices_(node: Node) -> None:
     """`chunk` of a dimension that varies as slices: ONNX's exporter makes a sequence of them, on which its optimizer fails."""
     graph = node.graph
     x, count, dim = (*node.args, 0)[:3]
-    size, last = x.meta["val"].shape[dim], len(node.meta["val"]) - 1
+    size = x.meta["val"].shape[dim] if "val" in x.meta else 0  # a parameter, whose sizes are known
     readers = list(node.users)
     if isinstance(size, int) or any(user.target is not operator.getitem for user in readers):
         return
+    last = len(node.meta["val"]) - 1
 
     def number(target: Any, args: tuple[Any, ...], value: Any) -> Node:
         made = graph.call_function(target, args)
