@@ -126,7 +126,9 @@ def bound(objective: Objective | None, model: nn.Module, task: Task) -> Objectiv
     """The objective, ready for use: given the task where it asks for it."""
     objective = Supervised() if objective is None else objective
     bind = getattr(objective, "bind", None)
-    return objective if bind is None else bind(model, task)  # type: ignore[no-any-return]
+    objective = objective if bind is None else bind(model, task)
+    reshard_(model)  # the objective may have run it
+    return objective
 
 
 def fit_(
@@ -167,7 +169,6 @@ def fit_(
         left.take_(end)
         return model.eval()
     goal = bound(objective or how.objective, model, task)
-    reshard_(model)
     optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
     steps = how.epochs * math.ceil(batches / how.accumulate)

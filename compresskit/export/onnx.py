@@ -61,12 +61,6 @@ def export_onnx(
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    # They load onnx_ir, which only exporting needs.
-    from compresskit.export.attention import whole_masks
-    from compresskit.export.blocks import pack_nibbles
-    from compresskit.export.kernels import TUNED
-    from compresskit.export.passes import optimize_
-
     with tqdm(total=3, desc="export", disable=None, leave=False, unit="step") as bar:
         try:
             if inside:
@@ -76,16 +70,8 @@ def export_onnx(
             program = to_program(model, example, opset=opset, dynamic=dynamic)
         except ExportError as error:
             raise ExportError(f"{path.name}: {error}") from error.__cause__
-        file = program.model
         bar.update()
-        tuned = any(part.target.tuned for part in quantized_parts(model).values())
-        optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
-        pack_nibbles(file)
-        _name_dimensions(file, dynamic)
-        if coarsest(model) is torch.bfloat16:
-            store_bf16_(file)
-        file.producer_name, file.producer_version = "compresskit", __version__
-        file.metadata_props.update({KEY: json.dumps(_about(model)), **(metadata or {})})
+        file = _finished(program.model, model, dynamic, metadata or {})
         bar.update()
         try:
             write_model(file, path)
@@ -93,6 +79,25 @@ def export_onnx(
             raise ExportError(f"{path}: cannot be written ({error})") from error
         bar.update()
     return path
+
+
+def _finished(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
+    """The file as the runtime likes it, with what it is written into it."""
+    # They load onnx_ir, which only exporting needs.
+    from compresskit.export.attention import whole_masks
+    from compresskit.export.blocks import pack_nibbles
+    from compresskit.export.kernels import TUNED
+    from compresskit.export.passes import optimize_
+
+    tuned = any(part.target.tuned for part in quantized_parts(model).values())
+    optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
+    pack_nibbles(file)
+    _name_dimensions(file, dynamic)
+    if coarsest(model) is torch.bfloat16:
+        store_bf16_(file)
+    file.producer_name, file.producer_version = "compresskit", __version__
+    file.metadata_props.update({KEY: json.dumps(_about(model)), **metadata})
+    return file
 
 
 def _about(model: nn.Module) -> dict[str, Any]:

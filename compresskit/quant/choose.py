@@ -45,7 +45,8 @@ def slower_in_integers(
 
     Every part (see `parts`) is timed in float for `seconds`, at batch 1 on one thread, in turn with the whole in integers; those
     that make the file at least 2 % faster go back to float together, or the best of them alone where that is faster still. Logs a
-    warning where the result is no faster than the float model's own file. Writes to a temporary folder only.
+    warning where the result is no faster than the float model's own file; where nothing is worth it in integers all stays in
+    integers. Writes to a temporary folder only.
     """
     captured, origin, _ = lower(model, example, target, skip, dynamic)
     placement = place(captured.module.graph, target, skip=skip)
@@ -71,6 +72,8 @@ def slower_in_integers(
             alone, best = files[1 + list(choices).index(helpful[0][1])], helpful[0][0]
             together, again = latency([write(len(files), several), alone], row, seconds=seconds)
             chosen, best = (several, together) if together <= again else (chosen, again)
+        if not place(captured.module.graph, target, skip=skip, floating=chosen).integer:
+            chosen, best = {}, whole  # nothing of it would be quantized; the warning below says that it does not pay
         floats = latency([export_onnx(captured.module, Path(folder) / "float.onnx", captured.example)], row, seconds=seconds)[0]
     if best >= WORTH * floats:
         log.warning(

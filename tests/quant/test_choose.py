@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 import pytest
@@ -67,6 +68,18 @@ def test_for_real(tmp_path) -> None:
     assert again.placement.floating == quantized.placement.floating
     x = image(4)
     assert torch.equal(again(*x), quantized(*x))
+
+
+def test_where_nothing_pays_all_stays_in_integers_and_it_says_so(monkeypatch, caplog) -> None:
+    module = importlib.import_module("compresskit.quant.choose")
+
+    def latency(files, *_, **__):  # the whole in integers is slowest; all in float fastest
+        return [1.0, *[0.5] * (len(files) - 1)] if len(files) > 2 else [0.4] * len(files)
+
+    monkeypatch.setattr(module, "latency", latency)
+    quantized = quantize_static(build(Residual), [image(8)], choose="measure")
+    assert quantized.placement.integer == quantize_static(build(Residual), [image(8)]).placement.integer
+    assert "int8 is no faster than float here (1.000 ms against 0.400 ms" in caplog.text
 
 
 def test_a_third_way_is_refused() -> None:
