@@ -157,7 +157,7 @@ def comes_trained(stage: Stage) -> bool:
     return not trains or getattr(stage, "student", None) is not None
 
 
-def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: list[Any], *, trained: bool) -> list[str]:
+def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: dict[str, Any], *, trained: bool) -> list[str]:
     """A key for each stage: the recipe's settings, the stage's and those of all before it, the model's structure, the data
     (lengths, first validation batch), the loss and the metric, the versions of this library and of torch; and the model's
     weights, where the chain starts from trained ones.

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.errors import CompressError, ModelError, SettingError
 from compresskit.inputs import AnyInputs, as_inputs
-from compresskit.normalize import Node, is_inplace, normalize_
+from compresskit.normalize import Node, cut_chunks_, is_inplace, normalize_
 from compresskit.recurrent import opaque, restore_
 from compresskit.surgery import mode
 from compresskit.task import Inputs, call, shapes_of
@@ -127,6 +127,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
             "  Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
             " inside='backbone' (the dotted name of a submodule), or rewrite that line."
         ) from error
+    cut_chunks_(program.graph_module)
     return program, example
 
 

@@ -61,8 +61,6 @@ def normalize_(module: fx.GraphModule) -> None:
             node.target = aten.reshape.default  # a view may need the copy that an identity made
         elif node.target is aten._native_batch_norm_legit_no_training.default:
             _restore_batch_norm(graph, node)
-        elif node.target is aten.chunk.default:
-            cut_by_slices_(node)
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
@@ -99,9 +97,15 @@ def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def cut_by_slices_(node: Node) -> None:
+def cut_chunks_(module: fx.GraphModule) -> None:
     """`chunk` of a dimension that varies as slices: ONNX's exporter makes a sequence of them, on which its optimizer fails."""
-    graph = node.graph
+    for node in list(module.graph.nodes):
+        if node.target is aten.chunk.default:
+            _cut_by_slices(module.graph, node)
+    module.recompile()
+
+
+def _cut_by_slices(graph: fx.Graph, node: Node) -> None:
     x, count, dim = (*node.args, 0)[:3]
     size = x.meta["val"].shape[dim] if "val" in x.meta else 0  # a parameter, whose sizes are known
     readers = list(node.users)

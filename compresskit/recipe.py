@@ -192,10 +192,13 @@ class Recipe:
         return {
             "format": FORMAT,
             "stages": self.describe(),
-            "seed": self.seed,
-            "dynamic": describe(self.dynamic),
+            **self._settings(),
             "versions": versions(),
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """What of the recipe itself all results depend on."""
+        return {"seed": self.seed, "dynamic": describe(self.dynamic)}
 
     def _check_model(self, model: nn.Module) -> None:
         if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
@@ -205,9 +208,7 @@ class Recipe:
 
     def _steps(self, model: nn.Module, task: Task) -> list[tuple[str, str, Stage | None]]:
         """(name, key, stage) of each folder of a run; the first may be the model as it came."""
-        keys = stage_keys(
-            model, task, self.describe(), [self.seed, describe(self.dynamic)], trained=comes_trained(self.stages[0])
-        )
+        keys = stage_keys(model, task, self.describe(), self._settings(), trained=comes_trained(self.stages[0]))
         steps: list[tuple[str, str, Stage | None]] = list(zip(self._names(), keys, self.stages, strict=True))
         if comes_trained(self.stages[0]):
             # The model comes trained: it is the row that all others are compared with.

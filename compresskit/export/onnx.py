@@ -21,7 +21,6 @@ from compresskit.export.files import KEY, write_model
 from compresskit.export.translations import translations
 from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
 from compresskit.inputs import AnyInputs, as_inputs
-from compresskit.normalize import cut_by_slices_
 from compresskit.surgery import mode, quantized_parts
 from compresskit.task import Inputs, call
 from compresskit.version import __version__
@@ -122,10 +121,6 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
-        for node in list(program.graph.nodes):
-            if node.target is torch.ops.aten.chunk.default:
-                cut_by_slices_(node)
-        program.graph_module.recompile()
     from compresskit.export.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
 
     nodes = [

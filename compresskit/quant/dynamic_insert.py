@@ -81,7 +81,7 @@ def build_dynamic(
 def insert_dynamic_(captured: Captured, placement: Placement, target: Target, weights: Scheme | None = None) -> None:
     """Add what rounds to a captured graph: weights by the scheme, or as the target wants them."""
     body, scheme = captured.module, target.weights if weights is None else weights
-    # ONNX Runtime's kernel takes 8 % longer with a scale for each channel, which gains 0.4 dB (benchmarks/quantize_dynamic.md).
+    # A scale for each channel costs up to 5 % of the latency and gains at most 0.4 dB (benchmarks/quantize_dynamic.md).
     recurrent = replace(scheme, per_channel=False) if weights is None else weights
     body.add_submodule("quantizers", nn.Module())
     nodes = {node.name: node for node in body.graph.nodes}

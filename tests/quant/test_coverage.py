@@ -379,6 +379,17 @@ def test_the_committed_table_has_every_model() -> None:
     assert all(row["verified"] for row in rows.values())
 
 
+def test_the_committed_table_of_pruning_has_every_model() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "prune_zoo.json").read_text())["rows"]
+    torchvision = pytest.importorskip("torchvision")
+    assert {name for name in torchvision.models.list_models() if "quantized" not in name} <= set(rows)
+    for name, row in rows.items():
+        assert row["left"] <= 0.51 * row["macs"], name
+        assert row["eval"], name
+        assert row["train"], name
+        assert row["kind"] == "detection" or row["export"] == "yes", name
+
+
 def test_the_committed_table_says_why() -> None:
     rows = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
     torchvision = pytest.importorskip("torchvision")
