@@ -8,6 +8,9 @@ everything runs under bf16 autocast.
     raw     right after the cut
     +BN     after label-free re-estimation of BatchNorm from 3072 shuffled training images
     tuned   after 2 short epochs of 39 batches of 128, one cycle to a learning rate of 0.02
+
+ResNet-56 is also trained for whole epochs, one cycle to 0.05 as its checkpoint was: dense; pruned; and pruned and taught by the
+dense one that was trained as long.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class Setup:
 
     depth: int
     start: Path
+    folder: Path
     data: dict[str, tuple[Tensor, Tensor]]
 
     def model(self) -> nn.Module:
@@ -100,11 +104,13 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
     return 100 * ck.evaluate(run, setup.task(None))
 
 
-def train(setup: Setup, model: nn.Module, seed: int, *, epochs: int, batches: int | None) -> float:
-    """Fine-tune in place, under bf16 autocast; the accuracy after the last step."""
+def train(setup: Setup, model: nn.Module, seed: int, epochs: int, teacher: nn.Module | None = None) -> float:
+    """Fine-tune in place, under bf16 autocast, for whole epochs (0: the 78 steps); the accuracy after the last step."""
     torch.manual_seed(seed)
-    how = ck.Train(epochs=epochs, optimizer=SGD, schedule=ck.one_cycle, precision=ck.mixed.AMP_BF16)
-    how(model, setup.task(batches))
+    settings: dict[str, Any] = {"schedule": ck.one_cycle, "precision": ck.mixed.AMP_BF16}
+    settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
+    how = ck.Train(**settings) if teacher is None else ck.Distill(teacher=teacher, **settings)
+    how(model, setup.task(None if epochs else 39))
     return accuracy(setup, model)
 
 
@@ -121,7 +127,7 @@ def columns(setup: Setup, model: nn.Module, seed: int) -> dict[str, Any]:
     row["raw"] = accuracy(setup, model)
     rebatched(setup, model, seed)
     row["bn"] = accuracy(setup, model)
-    row["tuned"] = train(setup, model, seed, epochs=2, batches=39)
+    row["tuned"] = train(setup, model, seed, epochs=0)
     return row
 
 
@@ -189,7 +195,7 @@ def our_cut(setup: Setup, share: float, seed: int) -> nn.Module:
 
 
 def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dict[str, Any]:
-    """ResNet-56: dense or pruned, trained for whole epochs (0: the 78 steps)."""
+    """ResNet-56: dense, pruned, or pruned and then taught by the dense one, which is kept beside the decoded images."""
     model = setup.model() if kind == "dense" else our_cut(setup, share, seed)
     row: dict[str, Any] = {"macs": ck.count_macs(model, EXAMPLE)}
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -197,8 +203,16 @@ def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dic
     if kind != "dense":
         rebatched(setup, model, seed)
         row["bn"] = accuracy(setup, model)
-    how: dict[str, Any] = {"epochs": epochs, "batches": None} if epochs else {"epochs": 2, "batches": 39}
-    return row | {"epochs": epochs, "tuned": train(setup, model, seed, **how)}
+    kept = setup.folder / f"resnet{setup.depth}-dense-{epochs}-epochs-{seed}.safetensors"
+    teacher = None
+    if kind == "taught":
+        teacher = setup.model()
+        teacher.load_state_dict(load_file(kept))
+        teacher = teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, teacher)}
+    if kind == "dense":
+        save_file({name: value.contiguous() for name, value in model.state_dict().items()}, kept)
+    return row
 
 
 # -- speed
@@ -254,8 +268,9 @@ def installed() -> bool:
 def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """(key, what makes its row), in the order in which they are worth having."""
     data = load(args.data, args.cache) if args.resnet20 or args.resnet56 else {}
+    folder = args.cache.parent if args.cache else Path(tempfile.gettempdir())
     if args.resnet20:
-        small = Setup(20, args.resnet20, data)
+        small = Setup(20, args.resnet20, folder, data)
         yield "resnet20 | dense | all channels", lambda: {"macs": ck.count_macs(small.model(), EXAMPLE),
                                                           "raw": accuracy(small, small.model())}  # fmt: skip
         for seed in range(args.seeds):
@@ -268,9 +283,9 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str,
         for name in ("resnet18", "mobilenet_v2"):
             yield f"speed | {name}", partial(zoo_speed, name, args.seconds)
     if args.resnet56:
-        large = Setup(56, args.resnet56, data)
+        large = Setup(56, args.resnet56, folder, data)
         for epochs in (0, *args.epochs):
-            for kind in ("dense", "pruned"):
+            for kind in ("dense", "pruned", "taught"):
                 name = f"resnet56 | compresskit | {kind}, {f'{epochs} epochs' if epochs else '78 steps'} | 0"
                 yield name, partial(longer, large, kind, 1 / 2.1, epochs, 0)
 

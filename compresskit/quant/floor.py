@@ -114,7 +114,8 @@ def meet_floor(
         target, skip, dynamic: as in `quantize_dynamic`.
         seconds: to time each form of each shape of product.
 
-    Raises SettingError for a floor that is none, DataError without batches, ModelError where nothing that is rounded meets it.
+    Raises SettingError for a floor that is none, DataError without batches, ModelError where nothing that is rounded meets it or
+    is faster than float.
     """
     floor = _floor(floor, cosine)
     data = list(batches)
@@ -126,6 +127,9 @@ def meet_floor(
         raise ModelError(f"{type(model).__name__}: it has no product by a stored matrix whose form could be chosen")
     work.time_forms(seconds)
     work.measure_damage()
+    if all(form == FLOAT for form in work.choose(math.inf).values()):
+        name = type(model).__name__
+        raise ModelError(f"{name}: float is the fastest form of its products here; quantize_dynamic makes it smaller")
     operators = _others(model, work, floor, skip, dynamic)
     budget = 10 ** (-floor / 10)
     for _ in range(ROUNDS):

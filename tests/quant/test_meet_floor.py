@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from compresskit.measure import numpy_inputs, session
 from compresskit.quant import meet_floor
 from compresskit.quant.floor import _Work
 from compresskit.quant.floorforms import FLOAT, FORMS, INT8, MatrixForm, build_mixed
+from compresskit.quant.insert import lower
 from compresskit.quant.targets import X86
 
 
@@ -42,8 +44,42 @@ def decibels(wanted, got) -> float:
     return float(10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()))
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """Products this small take microseconds, so which form is fastest is luck: here the test says it."""
+
+    def say(order=FORMS) -> None:
+        def time_forms(work, seconds) -> None:
+            work.ms = {(name, form): 1 / (1 + i) for name in work.products for i, form in enumerate(order)}
+
+        monkeypatch.setattr(_Work, "time_forms", time_forms)
+
+    return say
+
+
+def test_each_form_of_each_product_is_timed() -> None:
+    captured, _, _ = lower(Words().eval(), ids(), replace(X86, operators={}), (), (0,))
+    work = _Work(captured, [ids()], X86, ())
+    work.time_forms(0.01)
+    assert set(work.ms) == {(name, form) for name in ("linear", "linear_1", "linear_2") for form in FORMS}
+    assert all(0 < ms < 100 for ms in work.ms.values())
+
+
+def test_float_is_fastest(timed) -> None:
+    timed(FORMS[::-1])
+    with pytest.raises(ModelError, match="Words: float is the fastest form of its products here"):
+        meet_floor(Words().eval(), [ids()], floor=20)
+
+
+def test_nothing_meets_the_floor(timed) -> None:
+    timed()
+    with pytest.raises(ModelError, match=r"Words: nothing that is rounded meets 200\.0 dB"):
+        meet_floor(Words().eval(), [ids()], floor=200)
+
+
 @pytest.mark.parametrize("wish", [{"floor": 18.0}, {"cosine": 0.9999}], ids=str)
-def test_the_file_meets_the_floor(wish, tmp_path) -> None:
+def test_the_file_meets_the_floor(wish, timed, tmp_path) -> None:
+    timed()
     model, data = Words().eval(), [ids() for _ in range(4)]
     mixed, met = meet_floor(model, data, **wish, dynamic=(0, 1), seconds=0.02)
     floor = wish.get("floor", 36.99)
