@@ -32,6 +32,7 @@ from compresskit.quant.quantizer import (
 from compresskit.quant.rewrite import rewrite_
 from compresskit.quant.smooth import smooth_tensors_
 from compresskit.quant.targets import Target
+from compresskit.quant.ties import grid_behind
 from compresskit.quant.trainable import Trainable
 from compresskit.surgery import get_tensor, mode, structure
 from compresskit.task import Inputs, batch_size, call_checked, shapes_of
@@ -267,19 +268,9 @@ def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target, 
         rounded = body.graph.call_module(name, (weight,))
     node.replace_input_with(weight, rounded)
     bias = node.args[2] if len(node.args) > 2 else None
-    source = _quantizer_of(node.args[0], behind)
+    source = grid_behind(node.args[0], behind)
     if bias is not None and parameter_name(bias) is not None and source is not None:
         name = f"quantizers.bias_{node.name}"
         body.add_submodule(name, BiasQuantizer(source, quantizer))  # type: ignore[arg-type]
         with body.graph.inserting_before(node):
             node.replace_input_with(bias, body.graph.call_module(name, (bias, weight)))
-
-
-def _quantizer_of(value: Node, behind: dict[Node, ActivationQuantizer]) -> ActivationQuantizer | None:
-    """The quantizer whose numbers a value has, looking back through what only moves it."""
-    while value not in behind:
-        first = value.args[0] if value.args else None
-        value = first[0] if isinstance(first, list | tuple) else first  # type: ignore[assignment]
-        if not isinstance(value, fx.Node):
-            return None
-    return behind[value]

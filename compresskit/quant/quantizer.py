@@ -147,16 +147,18 @@ class WeightQuantizer(Quantizer):
     scale: of each channel, or one; 0 where it follows the weight. `learn_` makes it a parameter, `hold_` fixes it.
     floor: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
         their grid than int32 can hold.
+    stretch: factor of each scale, 1 or next to it, that keeps results off ties (see `ties`).
     """
 
     scale: Tensor
     floor: Tensor
+    stretch: Tensor
 
     def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
         super().__init__()
         self.scheme, self.axis = scheme, axis
-        for name in ("scale", "floor"):
-            self.register_buffer(name, torch.zeros(channels) if scheme.per_channel else torch.tensor(0.0))
+        for name, value in (("scale", 0.0), ("floor", 0.0), ("stretch", 1.0)):
+            self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
 
     def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) for a weight, each (channels,) or a scalar."""
@@ -166,12 +168,13 @@ class WeightQuantizer(Quantizer):
         low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
         scale, zero_point = affine(low, high, self.scheme)
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST).maximum(self.floor), zero_point
-        return torch.where(self.scale > 0, self.scale, scale).maximum(self.floor), zero_point
+            return self.scale.clamp(min=LEAST).maximum(self.floor) * self.stretch, zero_point
+        return torch.where(self.scale > 0, self.scale, scale).maximum(self.floor) * self.stretch, zero_point
 
     def hold_(self, scale: Tensor) -> None:
         """Fix the scale from now on, whatever the weight does."""
         self.scale.copy_(scale)
+        self.stretch.fill_(1)
 
     def learn_(self, weight: Tensor, on: bool = True) -> None:
         """Make the scale a parameter, or a fixed number again.
@@ -186,6 +189,7 @@ class WeightQuantizer(Quantizer):
             first = 2 * mean / self.scheme.high**0.5
             scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
         _turn(self, "scale", scale)
+        self.stretch.fill_(1)
 
     def keep_(self, weight: Tensor, mask: Tensor) -> None:
         """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""

@@ -112,7 +112,7 @@ class _Rounding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, share: float) -> Tensor:
-        y = x.float() * scale.reciprocal()  # as torch's kernel: a tie of two steps falls to the same side
+        y = x.float() / scale  # as ONNX says: times the reciprocal, a tie of two steps may fall to the other side
         y.round_()
         torch.maximum(y, low, out=y)
         torch.minimum(y, high, out=y)
@@ -147,5 +147,4 @@ def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, ax
     """The integers of the grid points that `fake_quantize` maps to, in `scheme.dtype`."""
     shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
     s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
-    # Times the reciprocal, as torch's kernel does, so that a value on the edge of two steps falls to the same side.
-    return (torch.round(x * s.reciprocal()) + z).clamp(scheme.low, scheme.high).to(scheme.dtype)
+    return (torch.round(x / s) + z).clamp(scheme.low, scheme.high).to(scheme.dtype)

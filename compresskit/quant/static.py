@@ -18,6 +18,7 @@ from compresskit.quant.choose import slower_in_integers
 from compresskit.quant.insert import Quantized, build
 from compresskit.quant.observers import Observer
 from compresskit.quant.targets import X86, Target
+from compresskit.quant.ties import avoid_ties_
 from compresskit.samples import calibration_inputs
 from compresskit.settings import check_kinds
 from compresskit.surgery import mode
@@ -102,6 +103,7 @@ def quantize_static(
         smooth=example if smooth else None,
     )  # fmt: skip
     whole = calibrated_in(model, quantized, everything, inside)
+    avoid_ties_(quantized.body)
     quantized.keep_masked_()
     return whole
 

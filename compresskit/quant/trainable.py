@@ -15,6 +15,7 @@ from compresskit.quant.fold import Folded
 from compresskit.quant.live import LiveLayer, live_, live_layers, settle_
 from compresskit.quant.observers import Observer
 from compresskit.quant.quantizer import ActivationQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.ties import avoid_ties_
 from compresskit.surgery import get_tensor
 
 
@@ -69,7 +70,13 @@ class Trainable(nn.Module):
             layer.following = False
 
     def settle_(self) -> None:
-        """End of the training: fold what is alive, fix what was learned, hold everything still."""
+        """End of the training: fold what is alive, fix what was learned, hold everything still, off ties (see `ties`)."""
+        self._fold_()
+        avoid_ties_(self.body)
+        self.keep_masked_()
+
+    def _fold_(self) -> None:
+        """What computes the same in eval mode, bit for bit."""
         self.hold_()
         learned = [(q, w) for q, w in self._weights() if isinstance(q.scale, nn.Parameter)]
         for quantizer, weight in learned:
@@ -78,7 +85,6 @@ class Trainable(nn.Module):
             if isinstance(activation.scale, nn.Parameter):
                 activation.learn_(on=False)
         settle_(self.body)
-        self.keep_masked_()
 
     def keep_masked_(self) -> None:
         """Let no weight that a mask keeps round to zero: it becomes one step of its grid, so that the zeros that are stored are
@@ -92,11 +98,12 @@ class Trainable(nn.Module):
                     rounding.keep_(get_tensor(self.body, node.args[0].target), masks.masks[str(node.args[0].target)])
 
     def settled(self) -> Self:
-        """The model itself, or a settled copy where it is still being trained."""
+        """The model itself, or, where it is still being trained, a copy that computes the same without what training needs."""
         if not live_layers(self.body) and not any(name.startswith("body.quantizers.") for name, _ in self.named_parameters()):
             return self
         other = copy.deepcopy(self)
-        other.settle_()
+        other._fold_()
+        other.keep_masked_()
         return other
 
     def resume_state(self) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""Grids on which no result lies next to a tie, so that every kernel rounds every value to the same side.
+
+What a layer computes is a whole number times M = (scale of the input) * (scale of the weight) / (scale of the output); an
+addition is two whole numbers times two such factors. The simulation, the file as it is written (float kernels between
+DequantizeLinear and QuantizeLinear) and the file as a runtime rewrites it (integer kernels) differ only in the last bits of fp32.
+Where a result lies that near to a tie between two steps, one falls to one side and another to the other, and each such value
+moves hundreds in the next layer: three in a million behind the first layer of ResNet-20 are one in a hundred behind its last.
+
+But whole numbers are countable: which of them land next to a tie is known before anything runs. So each scale is made larger by
+as little as leaves none there; by no more than `TRIES * NUDGE`, which no accuracy notices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx, nn
+
+from compresskit.normalize import Node
+from compresskit.quant.kinds import KINDS, is_global, keeps_grid
+from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
+from compresskit.surgery import get_tensor
+
+NUDGE = 4e-6  # one try; a result half a step from zero moves by 2e-6 steps
+TRIES = 128
+PIECE = 64  # channels at once: what is computed for them stays in the cache
+FP32 = 2.0**-24  # half a unit in the last place, as a share of the value
+#: How far from a tie a result of a product must stay, in output steps. Sums of some hundreds of products in fp32 are off by
+#: 1e-6 to 1e-5 steps (by what is added up on the way, which is larger than the result), and a rounded M by a share of the result.
+NEAR, SLOPE = 2.0**-15, 2.0**-23
+
+Grids = dict[Node, ActivationQuantizer]
+
+
+def avoid_ties_(body: fx.GraphModule) -> None:
+    """Enlarge the scales of a graph with quantizers, by at most 0.05 %, so that as few results as possible lie next to a tie.
+
+    Scales of activations move for additions, multiplications, pools and products of two activations; those of weights for
+    convolutions and linear layers, each channel by itself. A grid with an anchor stays where it is.
+    """
+    grids = {n: q for n in body.graph.nodes if isinstance(q := _module(body, n), ActivationQuantizer)}
+    makers: dict[ActivationQuantizer, list[Node]] = {}
+    for node, quantizer in grids.items():
+        makers.setdefault(quantizer, []).append(_maker(node))
+    with torch.no_grad():
+        for out, nodes in makers.items():
+            costs = [cost for node in nodes if (cost := _cost(node, out, grids)) is not None]
+            if costs and out.anchor is None:
+                _move_scale_(out, costs)
+        for out, nodes in makers.items():
+            for node in nodes:
+                _move_weight_(body, node, out, grids)
+
+
+def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
+    return body.get_submodule(str(node.target)) if isinstance(node, fx.Node) and node.op == "call_module" else None
+
+
+def _maker(node: Node) -> Node:
+    """The operator whose result is rounded; a clamp before the rounding moves no tie."""
+    made = node.args[0]
+    return made.args[0] if KINDS.get(made.target) == "clamp" else made
+
+
+def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:
+    """The quantizer whose numbers a value has, looking back through what only moves it."""
+    while value not in grids:
+        if not isinstance(value, fx.Node) or KINDS.get(value.target) not in ("move", "concat") or not keeps_grid(value):
+            return None
+        first = value.args[0]
+        value = first[0] if isinstance(first, list | tuple) else first
+    return grids[value]
+
+
+# -- scales of activations
+
+Cost = Callable[[float], float]  # of a scale of the output: how much of what is often computed lies next to a tie
+
+
+def _cost(node: Node, out: ActivationQuantizer, grids: Grids) -> Cost | None:
+    """What ties cost the result of an operator between activations; None for any other."""
+    kind = KINDS.get(node.target)
+    inputs = [grid_behind(a, grids) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
+    found = [q for q in inputs if q is not None]
+    if len(found) < len(inputs):
+        return None
+    if kind in ("add", "mul") and len(found) == 2 and len(node.args) == 2:
+        return None if kind == "add" and all(q is out for q in found) else _pairs(kind, found[0], found[1], out)
+    if kind == "matmul" and len(found) == 2:
+        return _sums(out, found, 1)
+    count = _pooled(node, kind) if kind in ("mean", "avg_pool") else 0
+    return _sums(out, found, count) if count else None
+
+
+def _pooled(node: Node, kind: str | None) -> int:
+    """How many values a pool averages; 0 where that varies."""
+    shape = node.args[0].meta["val"].shape
+    if kind == "mean":
+        return math.prod(int(n) for n in shape[2:]) if is_global(node) else 0
+    kernel = node.args[1]
+    sizes = list(kernel) if isinstance(kernel, list | tuple) else [kernel]
+    return int(math.prod(sizes) ** (1 if len(sizes) > 1 else len(shape) - 2))
+
+
+def _pairs(kind: str | None, a: ActivationQuantizer, b: ActivationQuantizer, out: ActivationQuantizer) -> Cost:
+    """Of an addition or a multiplication: every pair of integers is looked at."""
+    p, q = _steps(a)[:, None], _steps(b)[None, :]
+    often = 1 / (1 + p.abs() + q.abs())
+    low, high = _steps(out)[[0, -1]].tolist()
+
+    def cost(scale: float) -> float:
+        # The same grid on both sides: its factor is 1, however it moves.
+        f, g = ((scale if one is out else float(one.scale)) for one in (a, b))
+        if kind == "add":
+            f, g = f / scale, g / scale
+            result = p * f + q * g
+            # Kernels take the zero points out of the sum, as one constant.
+            size = (p.abs() + abs(int(a.zero_point))) * f + (q.abs() + abs(int(b.zero_point))) * g + abs(low)
+        else:
+            result = p * q * (f * g / scale)
+            size = 2 * result.abs() + abs(low)
+        apart = (result - 0.5 - (result - 0.5).round()).abs()
+        return float((often * (apart < 2 * FP32 * size) * (result > low) * (result < high)).sum())
+
+    return cost
+
+
+def _sums(out: ActivationQuantizer, inputs: list[ActivationQuantizer], count: int) -> Cost:
+    """Of a sum of products of integers, divided by `count`."""
+
+    def cost(scale: float) -> float:
+        factor = math.prod(scale if q is out else float(q.scale) for q in inputs) / (count * scale)
+        return float(_near(torch.tensor([factor], dtype=torch.float64), _ties(out)))
+
+    return cost
+
+
+def _move_scale_(out: ActivationQuantizer, costs: list[Cost]) -> None:
+    """Take the first scale at which nothing lies next to a tie, or the one at which least does."""
+    start, least, best = float(out.scale), math.inf, float(out.scale)
+    for k in range(TRIES):
+        scale = _fp32(start * (1 + k * NUDGE))
+        if (total := sum(cost(scale) for cost in costs)) < least:
+            least, best = total, scale
+        if not least:
+            break
+    out.scale.fill_(best)
+
+
+# -- scales of weights
+
+
+def _move_weight_(body: fx.GraphModule, node: Node, out: ActivationQuantizer, grids: Grids) -> None:
+    """Enlarge the scales of a layer's weight, each channel's by itself."""
+    if len(node.args) < 2 or (source := grid_behind(node.args[0], grids)) is None:
+        return
+    rounding = _module(body, node.args[1])
+    if not isinstance(rounding, WeightQuantizer):
+        return
+    scales = rounding.numbers(get_tensor(body, node.args[1].args[0].target))[0].detach()
+    ratio, ties = float(source.scale) / float(out.scale), _ties(out)
+    stretch = torch.cat([_quietest(piece, ratio, ties) for piece in scales.cpu().reshape(-1).split(PIECE)])
+    rounding.stretch.mul_(stretch.view_as(scales).to(scales))  # so the scale goes on following a weight that is trained
+
+
+def _quietest(scales: Tensor, ratio: float, ties: Tensor) -> Tensor:
+    """For each scale (n,) the first factor that leaves no result next to a tie, or the one that leaves least there."""
+    best, least, left = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64), torch.arange(len(scales))
+    for k in range(TRIES):
+        factor = _fp32(1 + k * NUDGE)
+        found = _near((scales[left] * factor).double() * ratio, ties)
+        better = left[found < least[left]]
+        least[left] = least[left].minimum(found)
+        best[better] = factor
+        left = left[found > 0]
+        if not len(left):
+            break
+    return best
+
+
+def _near(factors: Tensor, ties: Tensor) -> Tensor:
+    """How much lies next to a tie, for each factor M (n,); ties: results (t,) halfway between two steps.
+
+    Of all whole numbers only the one nearest to tie / M counts.
+    """
+    exact = ties / factors[:, None]
+    apart = exact.round().sub_(exact).abs_().mul_(factors[:, None])
+    reach = NEAR + SLOPE * ties.abs()
+    return (1 - apart.div_(reach)).clamp_(min=0).div_(4 + ties.abs()).sum(1)  # results near zero are the most frequent
+
+
+def _steps(quantizer: ActivationQuantizer) -> Tensor:
+    """The grid, in steps from zero, float64."""
+    return torch.arange(quantizer.scheme.low, quantizer.scheme.high + 1, dtype=torch.float64) - int(quantizer.zero_point)
+
+
+def _ties(quantizer: ActivationQuantizer) -> Tensor:
+    return _steps(quantizer)[:-1] + 0.5
+
+
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))

@@ -1,0 +1,171 @@
+"""No result that a quantized layer can compute lies next to a tie, so that the simulation and both forms of the file agree."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from networks import image
+from torch import nn
+
+import compresskit as ck
+from compresskit.quant import X86, MinMax, prepare_qat, quantize_static, ties
+from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
+
+
+class Deep(nn.Module):
+    """Images to 10 classes through residual blocks, in which one value that falls to another side moves hundreds."""
+
+    def __init__(self, blocks: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.first = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(blocks))
+        self.second = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        for first, second in zip(self.first, self.second, strict=True):
+            x = (x + second(first(x).relu())).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def integers(path, x: np.ndarray, level: onnxruntime.GraphOptimizationLevel) -> list[np.ndarray]:
+    """What every QuantizeLinear of a file gives, run without or with the runtime's integer kernels."""
+    file = onnx.load(str(path))
+    names = [node.output[0] for node in file.graph.node if node.op_type == "QuantizeLinear"]
+    file.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.UINT8, None) for n in names)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level, options.intra_op_num_threads = level, 1
+    runtime = onnxruntime.InferenceSession(file.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return runtime.run(names, {runtime.get_inputs()[0].name: x})
+
+
+def unequal(quantized, tmp_path, x: torch.Tensor) -> tuple[int, float]:
+    """How many integers differ between the file's two forms, and the share of outputs that are not as simulated, bit for bit."""
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", (x[:2],))
+    levels = onnxruntime.GraphOptimizationLevel
+    written, optimized = (integers(path, x.numpy(), level) for level in (levels.ORT_DISABLE_ALL, levels.ORT_ENABLE_ALL))
+    assert len(written) > 8
+    runtime = ck.measure.session(path, optimize=False)
+    with torch.no_grad():
+        simulated = quantized.eval()(x).numpy()
+    executed = runtime.run(None, {runtime.get_inputs()[0].name: x.numpy()})[0]
+    apart = sum(int((a != b).sum()) for a, b in zip(written, optimized, strict=True))
+    return apart, float((np.abs(simulated - executed) > 1e-6 * np.abs(simulated).max()).mean())
+
+
+def test_every_kernel_gives_the_same_integers(tmp_path, monkeypatch) -> None:
+    model, x = Deep().eval(), torch.randn(96, 3, 32, 32)
+    moved, off = unequal(quantize_static(model, [(x,)]), tmp_path, x)
+    assert moved == 0
+    assert off == 0
+    monkeypatch.setattr("compresskit.quant.static.avoid_ties_", lambda body: None)
+    moved, off = unequal(quantize_static(model, [(x,)]), tmp_path, x)
+    assert moved > 20, "the network shows nothing"
+    assert off > 0
+
+
+def test_so_it_is_after_training(tmp_path) -> None:
+    x = torch.randn(32, 3, 16, 16)
+    quantized = prepare_qat(Deep(2), [(x,)])
+    optimizer = torch.optim.SGD(quantized.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        quantized(x).square().mean().backward()
+        optimizer.step()
+    quantized.settle_()
+    assert unequal(quantized, tmp_path, x) == (0, 0.0)
+
+
+@pytest.mark.parametrize("ratio", [1 / 64, 3 / 1024, 0.00123, 0.5], ids=str)
+def test_no_sum_is_next_to_a_tie(ratio) -> None:
+    """Checked in exact arithmetic over every whole number that lands on the grid."""
+    grid = torch.arange(-128, 127, dtype=torch.float64) + 0.5
+    (scale,) = ties._quietest(torch.tensor([1.0]), ratio, grid).tolist()
+    assert scale == float(np.float32(scale))
+    assert 1 <= scale <= 1 + ties.TRIES * ties.NUDGE
+
+    def nearest(scale: float) -> float:
+        factor = Fraction(ratio) * Fraction(scale)
+        sums = range(-int(20 / ratio), int(20 / ratio) + 1)  # results within 20 steps of zero, where most are
+        return float(min(abs((k * factor - Fraction(1, 2)) - round(k * factor - Fraction(1, 2))) for k in sums))
+
+    assert nearest(scale) > ties.NEAR / 2
+    assert nearest(scale) >= nearest(1.0)
+
+
+def grid(scale: float, zero_point: int = 0) -> ActivationQuantizer:
+    quantizer = ActivationQuantizer(X86.activations, MinMax())
+    quantizer.scale.fill_(scale)
+    quantizer.zero_point.fill_(zero_point)
+    return quantizer
+
+
+@pytest.mark.parametrize(("kind", "scales"), [("add", (0.5, 1.5, 1.0)), ("add", (0.25, 1.0, 1.0)), ("mul", (0.5, 1.0, 1.0))])
+def test_no_pair_is_next_to_a_tie(kind, scales) -> None:
+    a, b, out = grid(scales[0], 3), grid(scales[1], 128), grid(scales[2], 100)
+    p, q = np.arange(256)[:, None] - 3.0, np.arange(256)[None] - 128.0
+
+    def ties_of(scale: float) -> float:
+        """The share of all pairs that are within 1e-6 steps of a tie on the grid of the output."""
+        fa, fb = float(a.scale), float(b.scale)
+        result = (p * fa + q * fb if kind == "add" else p * fa * q * fb) / scale
+        result = result[np.abs(result) < 100]
+        return float((np.abs(result - 0.5 - np.round(result - 0.5)) < 1e-6).mean())
+
+    before = ties_of(float(out.scale))
+    assert before > 0.1
+    ties._move_scale_(out, [ties._pairs(kind, a, b, out)])
+    assert ties_of(float(out.scale)) < 1e-4
+    assert 1 < float(out.scale) / scales[2] <= 1 + ties.TRIES * ties.NUDGE
+
+
+def test_a_weight_that_grows_takes_its_scale_along() -> None:
+    quantized = quantize_static(Deep(1).eval(), [image(8)])
+    (rounding, weight), *_ = quantized._weights()
+    assert isinstance(rounding, WeightQuantizer)
+    moved, plain = rounding.numbers(weight)[0], weight.abs().amax((1, 2, 3)) / 127
+    assert bool((moved >= plain * (1 - 1e-6)).all())
+    assert bool((moved <= plain * (1 + ties.TRIES * ties.NUDGE + 1e-6)).all())
+    assert bool((moved > plain * (1 + 1e-7)).any())
+    torch.testing.assert_close(rounding.numbers(2 * weight)[0], 2 * moved)
+    rounding.hold_(plain)
+    assert torch.equal(rounding.numbers(weight)[0], plain)
+
+
+def test_grids_that_must_stay_do() -> None:
+    class Gate(nn.Module):
+        """An anchored grid: 3 must lie on it, for hardsigmoid."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.gate = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            x = self.conv(x).relu()
+            return x * nn.functional.hardsigmoid(self.gate(x))
+
+    quantized = quantize_static(Gate().eval(), [image(8)])
+    anchored = [q for q in quantized.activation_quantizers() if q.anchor is not None]
+    assert anchored
+    for quantizer in anchored:
+        steps = 3.0 / float(quantizer.scale)
+        assert abs(steps - round(steps)) < 1e-4
+
+
+def test_one_grid_on_both_sides_has_no_ties() -> None:
+    """x + x' on the grid of both: a sum of integers, whatever the scale."""
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x.flip(1) + x
+
+    shared = grid(0.1, 7)
+    body = torch.fx.symbolic_trace(Twice())
+    node = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    assert ties._cost(node, shared, dict.fromkeys(node.args, shared)) is None
