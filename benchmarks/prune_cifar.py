@@ -104,12 +104,23 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
     return 100 * ck.evaluate(run, setup.task(None))
 
 
-def train(setup: Setup, model: nn.Module, seed: int, epochs: int, teacher: nn.Module | None = None) -> float:
+#: Ways in which the dense network teaches the pruned one: soft targets; decoupled ones with the features of the residual stream,
+#: whose width the cut left alone; soft targets of mixed images with these features.
+HINTS = tuple(ck.distill.Term(ck.distill.hint, f"layer{i}") for i in (1, 2, 3))
+DKD = partial(ck.distill.dkd, alpha=1.0, beta=2.0, temperature=4.0)
+TAUGHT: dict[str, dict[str, Any]] = {
+    "taught": {},
+    "taught by DKD and hints": {"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS},
+    "taught on mixtures, and hints": {"weight": 1.0, "task_weight": 0.0, "mixup": 0.4, "terms": HINTS},
+}
+
+
+def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
     """Fine-tune in place, under bf16 autocast, for whole epochs (0: the 78 steps); the accuracy after the last step."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {"schedule": ck.one_cycle, "precision": ck.mixed.AMP_BF16}
     settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
-    how = ck.Train(**settings) if teacher is None else ck.Distill(teacher=teacher, **settings)
+    how = ck.Distill(**settings, **distill) if distill else ck.Train(**settings)
     how(model, setup.task(None if epochs else 39))
     return accuracy(setup, model)
 
@@ -204,12 +215,12 @@ def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dic
         rebatched(setup, model, seed)
         row["bn"] = accuracy(setup, model)
     kept = setup.folder / f"resnet{setup.depth}-dense-{epochs}-epochs-{seed}.safetensors"
-    teacher = None
-    if kind == "taught":
+    distill: dict[str, Any] = {}
+    if kind in TAUGHT:
         teacher = setup.model()
         teacher.load_state_dict(load_file(kept))
-        teacher = teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, teacher)}
+        distill = {"teacher": teacher.to(memory_format=torch.channels_last), **TAUGHT[kind]}  # type: ignore[call-overload]
+    row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, **distill)}
     if kind == "dense":
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, kept)
     return row
@@ -285,7 +296,7 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str,
     if args.resnet56:
         large = Setup(56, args.resnet56, folder, data)
         for epochs in (0, *args.epochs):
-            for kind in ("dense", "pruned", "taught"):
+            for kind in ("dense", "pruned", *TAUGHT):
                 name = f"resnet56 | compresskit | {kind}, {f'{epochs} epochs' if epochs else '78 steps'} | 0"
                 yield name, partial(longer, large, kind, 1 / 2.1, epochs, 0)
 
