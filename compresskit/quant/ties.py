@@ -4,7 +4,7 @@ What a layer computes is a whole number times M = (scale of the input) * (scale 
 addition is two whole numbers times two such factors. The simulation, the file as it is written (float kernels between
 DequantizeLinear and QuantizeLinear) and the file as a runtime rewrites it (integer kernels) differ only in the last bits of fp32.
 Where a result lies that near to a tie between two steps, one falls to one side and another to the other, and each such value
-moves hundreds in the next layer: three in a million behind the first layer of ResNet-20 are one in a hundred behind its last.
+moves hundreds in the next layer: what is three in a million behind the first layer may be a third of all behind the last.
 
 But whole numbers are countable: which of them land next to a tie is known before anything runs. So each scale is made larger by
 as little as leaves none there; by no more than `TRIES * NUDGE`, which no accuracy notices.
