@@ -126,7 +126,7 @@ class BlockQuantizer(Quantizer):
     def integers(self, weight: Tensor) -> Tensor:
         """The integers of the grid, (channels, inputs), int8 or uint8."""
         scheme, rows = self.blocks.scheme, self.blocks.cut(self.rows(weight.detach()).float())
-        steps = torch.round(rows * self.scale.reciprocal()[..., None]) + self.zero_point[..., None]
+        steps = torch.round(rows / self.scale[..., None]) + self.zero_point[..., None]
         whole = steps.clamp(scheme.low, scheme.high).to(scheme.dtype).flatten(1)
         return whole[:, : self.rows(weight).shape[1]]
 

@@ -44,7 +44,7 @@ class RowQuantizer(Quantizer):
         if not self.table.scheme.per_channel:
             scale, zero_point = self.table.numbers(table)
             low, high = self.table.scheme.low, self.table.scheme.high
-            steps = (torch.round(rows.detach() * scale.reciprocal()) + zero_point).clamp(low, high) - zero_point
+            steps = (torch.round(rows.detach() / scale) + zero_point).clamp(low, high) - zero_point
             return rows + (steps * scale - rows).detach()
         flat = rows.reshape(-1, rows.shape[-1])  # each row has its own scale, so those that were looked up are enough
         return self.table(flat).reshape(rows.shape)

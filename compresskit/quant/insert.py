@@ -81,7 +81,7 @@ class Quantized(Trainable):
             )
 
     def calibrate_(self, batches: Iterable[AnyInputs], *, through: nn.Module | None = None) -> None:
-        """Find the ranges: run batches unrounded while observers watch, then round from now on.
+        """Find the ranges: run batches unrounded while observers watch, then round from now on, on grids as calibrated.
 
         through: the model that this one is a part of, if the batches are those of the whole.
         """
@@ -97,6 +97,8 @@ class Quantized(Trainable):
             quantizer.freeze_range_(checked=True)
         for node in self.body.graph.nodes:
             rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(rounding, WeightQuantizer):
+                rounding.stretch.fill_(1)
             if isinstance(rounding, BiasQuantizer):
                 rounding.make_room_(get_tensor(self.body, node.args[0].target))
         self.enable_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from compresskit.normalize import Node, aten
 from compresskit.quant.fold import CONVS, TRANSPOSED
@@ -95,6 +95,14 @@ def is_global(node: Node) -> bool:
         return rank > 2 and sorted(d % rank for d in node.args[1]) == list(range(2, rank))
     size = node.args[1]
     return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
+
+
+def moved(node: Node) -> Node | None:
+    """What a node reads that only moves values, so that they stay on their grid; None for one that computes."""
+    if KINDS.get(node.target) not in ("move", "concat") or not keeps_grid(node):
+        return None
+    first = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
+    return first if isinstance(first, fx.Node) else None
 
 
 def keeps_grid(node: Node) -> bool:

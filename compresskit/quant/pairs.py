@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.normalize import Node
 from compresskit.quant.dynamic_rounding import DynamicActivation
+from compresskit.quant.kinds import moved
 from compresskit.quant.quantizer import ActivationQuantizer, Quantizer
 from compresskit.surgery import get_tensor
 from compresskit.task import Inputs
@@ -71,10 +72,10 @@ def _both(body: fx.GraphModule, node: Node, values: dict[Node, Pair]) -> Pair:
 
 def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | DynamicActivation | None:
     """The quantizer whose numbers a value has, looking back through what only moves it."""
-    while isinstance(value, fx.Node):
-        module = body.get_submodule(str(value.target)) if value.op == "call_module" else None
+    here: Node | None = value
+    while here is not None:
+        module = body.get_submodule(str(here.target)) if here.op == "call_module" else None
         if isinstance(module, ActivationQuantizer | DynamicActivation):
             return module
-        value = value.args[0] if value.args else None
-        value = value[0] if isinstance(value, list | tuple) else value
+        here = moved(here)
     return None

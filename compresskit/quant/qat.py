@@ -45,8 +45,9 @@ def prepare_qat(
 
     Its ranges start at those of the batches and then follow the training, in the observer's way, or are learned; BatchNorm
     statistics follow too. `quantized.hold_()` holds both still, some way before the end, so that the weights can settle;
-    `quantized.settle_()` after the last step folds BatchNorm for good. Under DistributedDataParallel ranges are joined over
-    ranks. target, skip, dynamic, strict, inside: as in `quantize_static`.
+    `quantized.settle_()` after the last step folds BatchNorm for good and moves scales off ties (see `ties`), which a model that
+    is exported without it is not. Under DistributedDataParallel ranges are joined over ranks. target, skip, dynamic, strict,
+    inside: as in `quantize_static`.
     """
     part, example, everything = part_of(model, batches, inside, "prepare_qat")
     quantized = build(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)

@@ -15,6 +15,7 @@ from compresskit.normalize import Node
 from compresskit.quant.insert import Quantized
 from compresskit.quant.pairs import Pair, run_pairs
 from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.ties import avoid_ties_
 from compresskit.surgery import get_tensor, mode
 from compresskit.task import Inputs
 
@@ -70,11 +71,14 @@ def adaround_(
     before = {name: value.detach().clone() for name, value in quantized.body.named_parameters()}
     layers = list(_layers(quantized))
     generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for node, quantizer, _ in layers:
+            quantizer.hold_(_best_scale(get_tensor(quantized.body, node.args[1].args[0].target), quantizer))
+    avoid_ties_(quantized.body)
     with mode(quantized, training=False):
         for node, quantizer, _ in tqdm(layers, desc="round weights", disable=None, leave=False):
             with torch.no_grad():
                 weight = get_tensor(quantized.body, node.args[1].args[0].target)
-                quantizer.hold_(_best_scale(weight, quantizer))
                 outputs = list(_outputs(quantized.body, node, every, before))
                 wanted = torch.cat([clean for clean, _, _ in outputs])
                 inputs = torch.cat([args[0] for _, _, args in outputs])

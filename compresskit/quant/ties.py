@@ -6,8 +6,8 @@ DequantizeLinear and QuantizeLinear) and the file as a runtime rewrites it (inte
 Where a result lies that near to a tie between two steps, one falls to one side and another to the other, and each such value
 moves hundreds in the next layer: what is three in a million behind the first layer may be a third of all behind the last.
 
-But whole numbers are countable: which of them land next to a tie is known before anything runs. So each scale is made larger by
-as little as leaves none there; by no more than `TRIES * NUDGE`, which no accuracy notices.
+But whole numbers are countable: which of them land next to a tie is known before anything runs. So scales are made larger by as
+little as leaves none of the frequent ones there, or the fewest; by no more than `TRIES * NUDGE`, which no accuracy notices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.normalize import Node
-from compresskit.quant.kinds import KINDS, is_global, keeps_grid
+from compresskit.quant.kinds import KINDS, is_global, moved
 from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
 from compresskit.surgery import get_tensor
 
@@ -38,7 +38,9 @@ def avoid_ties_(body: fx.GraphModule) -> None:
     """Enlarge the scales of a graph with quantizers, by at most 0.05 %, so that as few results as possible lie next to a tie.
 
     Scales of activations move for additions, multiplications, pools and products of two activations; those of weights for
-    convolutions and linear layers, each channel by itself. A grid with an anchor stays where it is.
+    convolutions and linear layers, each channel by itself. A grid with an anchor stays where it is, and nothing moves for what
+    reads a hardsigmoid or, on targets that round before operators, for sums of which one side is unrounded. Weights are moved
+    from where calibration put them; activations from where they are, so that a second call may enlarge these again.
     """
     grids = {n: q for n in body.graph.nodes if isinstance(q := _module(body, n), ActivationQuantizer)}
     makers: dict[ActivationQuantizer, list[Node]] = {}
@@ -49,9 +51,8 @@ def avoid_ties_(body: fx.GraphModule) -> None:
             costs = [cost for node in nodes if (cost := _cost(node, out, grids)) is not None]
             if costs and out.anchor is None:
                 _move_scale_(out, costs)
-        for out, nodes in makers.items():
-            for node in nodes:
-                _move_weight_(body, node, out, grids)
+        for rounding, (weight, uses) in _weights(body, makers, grids).items():
+            _move_weight_(rounding, weight, uses)
 
 
 def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
@@ -66,12 +67,11 @@ def _maker(node: Node) -> Node:
 
 def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:
     """The quantizer whose numbers a value has, looking back through what only moves it."""
-    while value not in grids:
-        if not isinstance(value, fx.Node) or KINDS.get(value.target) not in ("move", "concat") or not keeps_grid(value):
-            return None
-        first = value.args[0]
-        value = first[0] if isinstance(first, list | tuple) else first
-    return grids[value]
+    while isinstance(value, fx.Node):
+        if value in grids:
+            return grids[value]
+        value = moved(value)
+    return None
 
 
 # -- scales of activations
@@ -95,10 +95,12 @@ def _cost(node: Node, out: ActivationQuantizer, grids: Grids) -> Cost | None:
 
 
 def _pooled(node: Node, kind: str | None) -> int:
-    """How many values a pool averages; 0 where that varies."""
+    """How many values of the example a pool averages; 0 where that differs from place to place."""
     shape = node.args[0].meta["val"].shape
     if kind == "mean":
         return math.prod(int(n) for n in shape[2:]) if is_global(node) else 0
+    if len(node.args) > 4:  # windows over the edge, or another divisor
+        return 0
     kernel = node.args[1]
     sizes = list(kernel) if isinstance(kernel, list | tuple) else [kernel]
     return int(math.prod(sizes) ** (1 if len(sizes) > 1 else len(shape) - 2))
@@ -152,25 +154,40 @@ def _move_scale_(out: ActivationQuantizer, costs: list[Cost]) -> None:
 # -- scales of weights
 
 
-def _move_weight_(body: fx.GraphModule, node: Node, out: ActivationQuantizer, grids: Grids) -> None:
-    """Enlarge the scales of a layer's weight, each channel's by itself."""
-    if len(node.args) < 2 or (source := grid_behind(node.args[0], grids)) is None:
-        return
-    rounding = _module(body, node.args[1])
-    if not isinstance(rounding, WeightQuantizer):
-        return
-    scales = rounding.numbers(get_tensor(body, node.args[1].args[0].target))[0].detach()
-    ratio, ties = float(source.scale) / float(out.scale), _ties(out)
-    stretch = torch.cat([_quietest(piece, ratio, ties) for piece in scales.cpu().reshape(-1).split(PIECE)])
-    rounding.stretch.mul_(stretch.view_as(scales).to(scales))  # so the scale goes on following a weight that is trained
+Use = tuple[float, Tensor]  # of a weight by a layer: scale of the input over that of the output, and the output's ties
 
 
-def _quietest(scales: Tensor, ratio: float, ties: Tensor) -> Tensor:
-    """For each scale (n,) the first factor that leaves no result next to a tie, or the one that leaves least there."""
+def _weights(
+    body: fx.GraphModule, makers: dict[ActivationQuantizer, list[Node]], grids: Grids
+) -> dict[WeightQuantizer, tuple[Tensor, list[Use]]]:
+    """Weights of layers from one grid to another, with each such use."""
+    found: dict[WeightQuantizer, tuple[Tensor, list[Use]]] = {}
+    for out, nodes in makers.items():
+        for node in (n for n in nodes if len(n.args) > 1):
+            rounding, source = _module(body, node.args[1]), grid_behind(node.args[0], grids)
+            if isinstance(rounding, WeightQuantizer) and source is not None:
+                weight = get_tensor(body, node.args[1].args[0].target)
+                uses = found.setdefault(rounding, (weight, []))[1]
+                uses.append((float(source.scale) / float(out.scale), _ties(out)))
+    return found
+
+
+def _move_weight_(rounding: WeightQuantizer, weight: Tensor, uses: list[Use]) -> None:
+    """Enlarge the scales of a weight, each channel's by itself; a weight that is trained on takes its factor along."""
+    rounding.stretch.fill_(1)
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # one of FSDP2
+    scales = rounding.numbers(whole)[0].detach()
+    factors = torch.cat([_quietest(piece, uses) for piece in scales.cpu().reshape(-1).split(PIECE)])
+    rounding.stretch.copy_(factors.view_as(scales))
+
+
+def _quietest(scales: Tensor, uses: list[Use]) -> Tensor:
+    """For each scale (n,) the first factor that leaves no frequent result next to a tie, or the one that leaves fewest there."""
     best, least, left = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64), torch.arange(len(scales))
     for k in range(TRIES):
         factor = _fp32(1 + k * NUDGE)
-        found = _near((scales[left] * factor).double() * ratio, ties)
+        tried = (scales[left] * factor).double()
+        found = torch.stack([_near(tried * ratio, ties) for ratio, ties in uses]).sum(0)
         better = left[found < least[left]]
         least[left] = least[left].minimum(found)
         best[better] = factor

@@ -76,7 +76,7 @@ class Trainable(nn.Module):
         self.keep_masked_()
 
     def _fold_(self) -> None:
-        """What computes the same in eval mode, bit for bit."""
+        """Fold what is alive, fix what was learned; in eval mode it computes what it did, unless a bias needs room."""
         self.hold_()
         learned = [(q, w) for q, w in self._weights() if isinstance(q.scale, nn.Parameter)]
         for quantizer, weight in learned:
@@ -98,7 +98,9 @@ class Trainable(nn.Module):
                     rounding.keep_(get_tensor(self.body, node.args[0].target), masks.masks[str(node.args[0].target)])
 
     def settled(self) -> Self:
-        """The model itself, or, where it is still being trained, a copy that computes the same without what training needs."""
+        """The model itself, or, where it is still being trained, a copy that computes the same without what training
+        needs; off ties are only models that `settle_` ended.
+        """
         if not live_layers(self.body) and not any(name.startswith("body.quantizers.") for name, _ in self.named_parameters()):
             return self
         other = copy.deepcopy(self)
