@@ -13,8 +13,10 @@ from networks import image
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import X86, X86_NO_VNNI, MinMax, prepare_qat, quantize_static, ties
+from compresskit.quant import X86, X86_NO_VNNI, MinMax, adaround_, prepare_qat, quantize_static, ties
+from compresskit.quant.dynamic_rounding import RowQuantizer
 from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.scheme import Scheme, to_integers
 
 TARGET = X86_NO_VNNI  # 8-bit weights would overflow where the processor has no VNNI
 
@@ -206,3 +208,40 @@ def test_one_grid_on_both_sides_has_no_ties() -> None:
     body = torch.fx.symbolic_trace(Twice())
     node = next(n for n in body.graph.nodes if n.op == "output").args[0]
     assert ties._cost(node, shared, dict.fromkeys(node.args, shared)) is None
+
+
+def test_what_calibrates_or_rounds_anew_begins_anew() -> None:
+    x = [image(8)]
+    quantized = quantize_static(Deep(1).eval(), x, target=TARGET)
+    weights = [q for q, _ in quantized._weights()]
+    assert any(float(q.stretch.max()) > 1 for q in weights)
+    adaround_(quantized, x, steps=2)
+    assert any(float(q.stretch.max()) > 1 for q in weights)  # off ties on its own scales, too
+    quantized.calibrate_(x)
+    assert all(bool((q.stretch == 1).all()) for q in weights)
+
+
+def test_a_pool_over_the_edge_has_no_one_factor() -> None:
+    class Pool(nn.Module):
+        def __init__(self, counted: bool) -> None:
+            super().__init__()
+            self.counted = counted
+
+        def forward(self, x):
+            return nn.functional.avg_pool2d(x, 3, 1, 1, count_include_pad=self.counted)
+
+    for counted, values in ((True, 9), (False, 0)):
+        graph = torch.export.export(Pool(counted), (torch.randn(1, 2, 6, 6),)).graph
+        (pool,) = [n for n in graph.nodes if n.op == "call_function"]
+        assert ties._pooled(pool, "avg_pool") == values
+
+
+def test_looked_up_rows_round_as_their_table() -> None:
+    """Of a tie the simulation and the stored integers fall to the same side: both divide by the scale."""
+    table = torch.randn(64, 16).bfloat16().float()
+    rounding = RowQuantizer(Scheme(signed=True, symmetric=True))
+    rounding.enabled = True
+    for scale in torch.rand(200) * 0.02 + 0.005:
+        rounding.table.hold_(scale)
+        stored = to_integers(table, *rounding.table.numbers(table), rounding.table.scheme) * scale
+        torch.testing.assert_close(rounding(table, table), stored, rtol=0, atol=float(scale) / 100)
