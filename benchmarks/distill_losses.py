@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from compresskit.distill import MemoryBank
-from compresskit.distill.losses import LOGIT_LOSSES, LOSSES, TARGET_LOSSES
+from compresskit.distill.losses.catalog import LOGIT_LOSSES, LOSSES, TARGET_LOSSES
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

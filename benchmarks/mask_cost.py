@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent / "recipes"))
 from vision import CifarResNet  # noqa: E402
 
 import compresskit as ck  # noqa: E402
-from compresskit import masks as engine  # noqa: E402
+from compresskit.graph import masks as engine  # noqa: E402
 from compresskit.prune import hold_, plan_mask  # noqa: E402
 
 spent = 0.0

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import compresskit as ck
-from compresskit import distributed
+from compresskit.base import distributed
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "recipes"

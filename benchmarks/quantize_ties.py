@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import compresskit as ck
-from compresskit.quant.ties import avoid_ties_
+from compresskit.quant.passes.avoid_ties import avoid_ties_
 
 HERE = Path(__file__).parent
 NAMES = """resnet18 resnet50 mobilenet_v2 mobilenet_v3_small shufflenet_v2_x1_0 densenet121 googlenet efficientnet_b0

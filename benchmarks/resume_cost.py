@@ -48,7 +48,7 @@ class Saves(logging.Handler):
 
 def listening() -> Saves:
     saves = Saves()
-    logger = logging.getLogger("compresskit.progress")
+    logger = logging.getLogger("compresskit.train.progress")
     logger.setLevel(logging.INFO)
     logger.addHandler(saves)
     return saves

@@ -6,8 +6,7 @@ print(recipe.run(model, task, out="runs/first"))
 """
 
 from compresskit import distill, export, mixed, prune, quant
-from compresskit.distill import Distill, imitate
-from compresskit.errors import (
+from compresskit.base.errors import (
     CheckpointError,
     CompressError,
     DataError,
@@ -18,17 +17,18 @@ from compresskit.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.base.task import Objective, Stage, Task, accuracy
+from compresskit.base.version import __version__ as __version__
+from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx
-from compresskit.graph import capture
+from compresskit.graph.capture import capture
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
-from compresskit.progress import Every, Progress
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
-from compresskit.recipe import Recipe, Result
-from compresskit.store import load, save
-from compresskit.task import Objective, Stage, Task, accuracy
-from compresskit.train import Train, constant, cosine, fit_, one_cycle
-from compresskit.version import __version__ as __version__
+from compresskit.recipe.recipe import Recipe, Result
+from compresskit.recipe.store import load, save
+from compresskit.train.progress import Every, Progress
+from compresskit.train.train import Train, constant, cosine, fit_, one_cycle
 
 __all__ = [
     "QAT",

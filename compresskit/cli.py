@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from compresskit.checkpoint import read_json
-from compresskit.errors import CompressError, DataError, SettingError
-from compresskit.export.audit import audit
-from compresskit.export.bench import benchmark, random_inputs
+from compresskit.base.errors import CompressError, DataError, SettingError
+from compresskit.base.files import read_json
+from compresskit.base.task import Inputs
+from compresskit.export.check.audit import audit
+from compresskit.export.check.benchmark import benchmark, random_inputs
+from compresskit.export.check.levels import verify_levels
 from compresskit.export.files import read_metadata
-from compresskit.export.levels import verify_levels
-from compresskit.report import read_row, table
-from compresskit.task import Inputs
+from compresskit.recipe.report import read_row, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from compresskit.errors import DataError, SettingError
-from compresskit.inputs import AnyInputs, as_inputs
-from compresskit.surgery import mode
-from compresskit.task import Task, batch_size, call, call_checked
+from compresskit.base.errors import DataError, SettingError
+from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.task import Task, batch_size, call, call_checked
+from compresskit.graph.surgery import mode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,16 @@ from networks import image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit import rehearse as engine
-from compresskit.errors import CheckpointError, DataError, ExportError, ModelError, SettingError, StageOrderError, TrainingError
+from compresskit.base.errors import (
+    CheckpointError,
+    DataError,
+    ExportError,
+    ModelError,
+    SettingError,
+    StageOrderError,
+    TrainingError,
+)
+from compresskit.recipe import preflight as engine
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {

@@ -13,11 +13,11 @@ from networks import build, image, images_task, trained_like
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError, TrainingError
-from compresskit.graph import capture
+from compresskit.base.errors import DataError, ModelError, SettingError, TrainingError
+from compresskit.graph.capture import capture
 from compresskit.prune import plan_channels, reestimate_batchnorm_, taylor
 from compresskit.quant import prepare_qat, quantize_static
-from compresskit.quant.fold import fold_batchnorm_
+from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 
 class SharedHead(nn.Module):

@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import compresskit as ck
-from compresskit import measure, surgery
-from compresskit.errors import CheckpointError, DataError, ModelError, SettingError, TrainingError
-from compresskit.graph import capture
-from compresskit.records import describe
-from compresskit.task import first_tensor
+from compresskit import measure
+from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, TrainingError
+from compresskit.base.fingerprint import describe
+from compresskit.base.task import first_tensor
+from compresskit.graph import surgery
+from compresskit.graph.capture import capture
 
 # -- task
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import distill, export, mixed, prune, quant
-from compresskit.errors import (
+from compresskit.base.errors import (
     CheckpointError,
     CompressError,
     DataError,

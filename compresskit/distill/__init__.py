@@ -1,20 +1,12 @@
 """Distillation: losses as pure functions, teachers, and the objective that joins them."""
 
-from compresskit.distill.cache import Cached, TopK, cache, top_k, top_soft_targets
-from compresskit.distill.chunked import chunked_soft_targets
-from compresskit.distill.crd import Contrast, MemoryBank, crd, embed
-from compresskit.distill.features import (
-    attention_kl,
-    attention_scores,
-    attention_transfer,
-    cosine,
-    hcl,
-    hint,
-    relation_kl,
-)
-from compresskit.distill.heads import SelfDistill, pooled_head, self_distill
-from compresskit.distill.layers import init_from_, layer_map
-from compresskit.distill.logits import (
+from compresskit.distill.data.cache import Cached, TopK, cache, top_k, top_soft_targets
+from compresskit.distill.data.indexed import number, numbered
+from compresskit.distill.losses.catalog import LOSSES
+from compresskit.distill.losses.chunked import chunked_soft_targets
+from compresskit.distill.losses.crd import Contrast, MemoryBank, crd, embed
+from compresskit.distill.losses.features import attention_kl, attention_scores, attention_transfer, cosine, hcl, hint, relation_kl
+from compresskit.distill.losses.logits import (
     dist,
     dkd,
     hard_targets,
@@ -26,26 +18,19 @@ from compresskit.distill.logits import (
     standardize,
     standardized,
 )
-from compresskit.distill.losses import LOSSES
-from compresskit.distill.mixing import mixup
-from compresskit.distill.mutual import Mutual, mutual
-from compresskit.distill.numbered import number, numbered
-from compresskit.distill.objective import Imitate, imitate
-from compresskit.distill.pseudo import PseudoLabel, pseudo_label
-from compresskit.distill.ramps import warm_up
-from compresskit.distill.relations import (
-    correlation_congruence,
-    info_nce,
-    pkt,
-    rkd_angle,
-    rkd_distance,
-    similarity,
-)
-from compresskit.distill.review import fuse, review
+from compresskit.distill.losses.relations import correlation_congruence, info_nce, pkt, rkd_angle, rkd_distance, similarity
+from compresskit.distill.losses.reviewkd import fuse, review
+from compresskit.distill.models.init_from import init_from_, layer_map
+from compresskit.distill.models.taps import find_taps, tapped
+from compresskit.distill.models.teacher import EMA, Teacher
+from compresskit.distill.objectives.imitate import Imitate, imitate
+from compresskit.distill.objectives.mixup import mixup
+from compresskit.distill.objectives.mutual import Mutual, mutual
+from compresskit.distill.objectives.pseudo_label import PseudoLabel, pseudo_label
+from compresskit.distill.objectives.self_distill import SelfDistill, pooled_head, self_distill
+from compresskit.distill.objectives.terms import DistillLoss, Term, project
+from compresskit.distill.objectives.warm_up import warm_up
 from compresskit.distill.stage import Distill
-from compresskit.distill.taps import find_taps, tapped
-from compresskit.distill.teacher import EMA, Teacher
-from compresskit.distill.terms import DistillLoss, Term, project
 
 __all__ = [
     "EMA",

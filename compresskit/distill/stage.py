@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compresskit.distill.objective import Imitate, imitate
-from compresskit.distill.ramps import Weight
-from compresskit.distill.teacher import AnyTeacher
-from compresskit.distill.terms import DistillLoss, Term, drop_adapters_
-from compresskit.errors import SettingError
-from compresskit.task import Task
-from compresskit.train import Train, fit_
+from compresskit.base.errors import SettingError
+from compresskit.base.task import Task
+from compresskit.distill.models.teacher import AnyTeacher
+from compresskit.distill.objectives.imitate import Imitate, imitate
+from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
+from compresskit.distill.objectives.warm_up import Weight
+from compresskit.train.train import Train, fit_
 
 
 @dataclass(frozen=True, kw_only=True)

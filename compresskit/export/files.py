@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from compresskit.checkpoint import atomic, unwritable
-from compresskit.errors import ExportError
+from compresskit.base.errors import ExportError
+from compresskit.base.files import atomic, unwritable
 
 LIMIT = 2**31 - 2**24  # bytes a protobuf file can hold, less room for the graph
 KEY = "compresskit"  # of the JSON object among a file's key-value pairs

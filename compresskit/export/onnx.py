@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from compresskit.errors import ExportError, SettingError
-from compresskit.export.dtypes import coarsest, store_bf16_, widened
+from compresskit.base.errors import ExportError, SettingError
+from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.task import Inputs, call
+from compresskit.base.version import __version__
 from compresskit.export.files import KEY, write_model
-from compresskit.export.translations import translations
-from compresskit.graph import Dynamic, check_runs, inputs_inside, trace
-from compresskit.inputs import AnyInputs, as_inputs
-from compresskit.surgery import mode, quantized_parts
-from compresskit.task import Inputs, call
-from compresskit.version import __version__
+from compresskit.export.ops.translations import translations
+from compresskit.export.rewrite.dtypes import coarsest, store_bf16_, widened
+from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
+from compresskit.graph.surgery import mode, quantized_parts
 
 OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that torch's exporter writes
 
@@ -83,10 +83,10 @@ def export_onnx(
 def _finished(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
     """The file as the runtime likes it, with what it is written into it."""
     # They load onnx_ir, which only exporting needs.
-    from compresskit.export.attention import whole_masks
-    from compresskit.export.blocks import pack_nibbles
-    from compresskit.export.kernels import TUNED
-    from compresskit.export.passes import optimize_
+    from compresskit.export.ops.blocks import pack_nibbles
+    from compresskit.export.rewrite.attention import whole_masks
+    from compresskit.export.rewrite.common import optimize_
+    from compresskit.export.rewrite.onnxruntime import TUNED
 
     tuned = any(part.target.tuned for part in quantized_parts(model).values())
     optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
@@ -121,7 +121,7 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
-    from compresskit.export.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
+    from compresskit.export.rewrite.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
 
     nodes = [
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs

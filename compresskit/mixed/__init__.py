@@ -1,12 +1,10 @@
 """Mixed-precision training: half weights or autocast, fp32 masters, loss scaling. A leaf: it knows torch only."""
 
 from compresskit.mixed.advise import Advice, advise
-from compresskit.mixed.average import Average
-from compresskit.mixed.fp8 import to_float8
-from compresskit.mixed.levels import level
-from compresskit.mixed.lion import Lion
-from compresskit.mixed.parallel import fp32_allreduce_hook, fsdp_policy
-from compresskit.mixed.policy import (
+from compresskit.mixed.formats.fp8 import to_float8
+from compresskit.mixed.formats.levels import level
+from compresskit.mixed.formats.parallel import fp32_allreduce_hook, fsdp_policy
+from compresskit.mixed.formats.policy import (
     AMP_BF16,
     AMP_FP16,
     FP8,
@@ -21,8 +19,10 @@ from compresskit.mixed.policy import (
     TF32,
     Policy,
 )
+from compresskit.mixed.optim.ema import Average
+from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.run import Run, prepare
-from compresskit.mixed.scaler import LossScaler
+from compresskit.mixed.step.scaler import LossScaler
 
 __all__ = [
     "AMP_BF16",

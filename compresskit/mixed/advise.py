@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.errors import ModelError
-from compresskit.mixed.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
+from compresskit.base.errors import ModelError
+from compresskit.mixed.formats.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
 
 #: Exponents of fp16: below 2^-24 a value becomes 0; the largest is 65504.
 SMALLEST, LARGEST = -24, 65504.0

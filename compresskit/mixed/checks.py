@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from compresskit.errors import ModelError, SettingError
-from compresskit.mixed.compiled import check_compiled, has_compiler
-from compresskit.mixed.flat import check_flat
-from compresskit.mixed.fp8 import check_fp8
-from compresskit.mixed.policy import Policy
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.mixed.formats.fp8 import check_fp8
+from compresskit.mixed.formats.policy import Policy
+from compresskit.mixed.step.compiled import check_compiled, has_compiler
+from compresskit.mixed.step.flat import check_flat
 
 if TYPE_CHECKING:
     from compresskit.mixed.run import Run

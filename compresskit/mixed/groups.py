@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 
 if TYPE_CHECKING:
     from compresskit.mixed.run import Run

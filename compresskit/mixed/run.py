@@ -17,25 +17,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compresskit.errors import SettingError
-from compresskit.mixed.accumulate import Sums
-from compresskit.mixed.average import Average
-from compresskit.mixed.casts import cast
+from compresskit.base.errors import SettingError
 from compresskit.mixed.checks import check_backend, check_model, check_numbers, wants_closure
-from compresskit.mixed.compiled import Compiled
-from compresskit.mixed.flat import Flat
-from compresskit.mixed.fp8 import Converted, to_float8
+from compresskit.mixed.formats.casts import cast
+from compresskit.mixed.formats.fp8 import Converted, to_float8
+from compresskit.mixed.formats.parallel import check_casts, check_sharded, check_shards, check_sync, is_sharded
+from compresskit.mixed.formats.policy import FP32, Policy
+from compresskit.mixed.formats.tf32 import tf32
 from compresskit.mixed.groups import add_group_
-from compresskit.mixed.parallel import check_casts, check_sharded, check_shards, check_sync, is_sharded
-from compresskit.mixed.policy import FP32, Policy
-from compresskit.mixed.scaler import LossScaler, make_scalers
-from compresskit.mixed.schedule import Scheduled
+from compresskit.mixed.optim.ema import Average
+from compresskit.mixed.optim.schedule import Scheduled
 from compresskit.mixed.state import load_state, state_of
 from compresskit.mixed.stats import stats_of
-from compresskit.mixed.step import step_, step_closure_
-from compresskit.mixed.tf32 import tf32
-from compresskit.mixed.update import Late
-from compresskit.mixed.weights import Weights
+from compresskit.mixed.step.accumulate import Sums
+from compresskit.mixed.step.compiled import Compiled
+from compresskit.mixed.step.flat import Flat
+from compresskit.mixed.step.masters import Weights
+from compresskit.mixed.step.scaler import LossScaler, make_scalers
+from compresskit.mixed.step.update import Late
+from compresskit.mixed.steps import step_, step_closure_
 
 
 def prepare(

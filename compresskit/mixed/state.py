@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.errors import CheckpointError
-from compresskit.mixed.policy import HALVES
+from compresskit.base.errors import CheckpointError
+from compresskit.mixed.formats.policy import HALVES
 
 if TYPE_CHECKING:
     from compresskit.mixed.run import Run

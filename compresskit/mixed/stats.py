@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from compresskit.mixed.scaler import LossScaler
+from compresskit.mixed.step.scaler import LossScaler
 
 if TYPE_CHECKING:
     from compresskit.mixed.run import Run

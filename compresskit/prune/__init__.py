@@ -1,10 +1,14 @@
 """Pruning: channels found on the graph, planned before applied, proved before handed over; and masks that are held for good."""
 
-from compresskit.masks import Masks, detach_, hold_, masks_of
-from compresskit.prune.aggregate import by_deviation, by_largest, by_mean, largest, mean, over_layers, total, unscaled
-from compresskit.prune.allocate import Allocation, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
-from compresskit.prune.batchnorm import reestimate_batchnorm_
-from compresskit.prune.channels import plan_channels
+from compresskit.graph.masks import Masks, detach_, hold_, masks_of
+from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
+from compresskit.prune.channels.normalize import by_deviation, by_largest, by_mean, largest, mean, over_layers, total, unscaled
+from compresskit.prune.channels.plan_channels import plan_channels
+from compresskit.prune.channels.prune import Prune, replayed
+from compresskit.prune.channels.ranking import Ranking, Step, cost_aware, isomorphic, pooled, uniform
+from compresskit.prune.channels.reconstruct import reconstruct_
+from compresskit.prune.channels.sensitivity import Curves, allocate, by_curves, channel_sensitivity
+from compresskit.prune.channels.sparse_learning import group_lasso, growing
 from compresskit.prune.criteria import (
     CRITERIA,
     Criterion,
@@ -26,21 +30,17 @@ from compresskit.prune.criteria import (
     taylor,
     taylor_samples,
 )
-from compresskit.prune.curves import Curves, allocate, by_curves, channel_sensitivity
-from compresskit.prune.elements import Units, grasp, movement, snip, wanda
-from compresskit.prune.mask_sensitivity import Sensitivity, mask_sensitivity
-from compresskit.prune.masks import plan_mask
-from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
-from compresskit.prune.plan import Plan, apply_
-from compresskit.prune.prove import prove
-from compresskit.prune.ranking import Ranking, Step, cost_aware, isomorphic, pooled, uniform
-from compresskit.prune.reconstruct import reconstruct_
-from compresskit.prune.rewind import LotteryTicket, Rewind, rewind, shuffled
+from compresskit.prune.masks.allocate import Allocation, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
+from compresskit.prune.masks.mask_sensitivity import Sensitivity, mask_sensitivity
+from compresskit.prune.masks.patterns import NM, Block, Pattern, Unstructured
+from compresskit.prune.masks.plan_mask import plan_mask
+from compresskit.prune.masks.rewind import LotteryTicket, Rewind, rewind, shuffled
+from compresskit.prune.masks.sparsify import Densify, Sparsify
+from compresskit.prune.masks.weight_criteria import Units, grasp, movement, snip, wanda
 from compresskit.prune.schedules import MaskSchedule, constant, cubic, cyclic, exponential, linear
-from compresskit.prune.sparse import group_lasso, growing
-from compresskit.prune.sparsify import Densify, Sparsify
-from compresskit.prune.stage import Prune, replayed
-from compresskit.snapshots import rewind_
+from compresskit.prune.structure.plan import Plan, apply_
+from compresskit.prune.structure.prove import prove
+from compresskit.train.snapshots import rewind_
 
 __all__ = [
     "CRITERIA",

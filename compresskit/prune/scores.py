@@ -7,12 +7,12 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.prune.aggregate import Normalizer
-from compresskit.prune.collect import collect
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.task import Task
+from compresskit.prune.channels.normalize import Normalizer
 from compresskit.prune.criteria import Criterion, Needs, NeedsActivations, NeedsGradients, NeedsLosses, NeedsSampleGradients
-from compresskit.prune.groups import Group
-from compresskit.task import Task
+from compresskit.prune.evidence import collect
+from compresskit.prune.structure.groups import Group
 
 #: What a criterion may ask for, in words.
 NEEDED: dict[type[Needs], str] = {

@@ -1,24 +1,15 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
-from compresskit.quant.blocks import Blocks, Rounding, Rows, nearest
-from compresskit.quant.coverage import Coverage
-from compresskit.quant.diagnose import Diagnosis, diagnose
-from compresskit.quant.dynamic import DynamicQuant, quantize_dynamic
-from compresskit.quant.dynamic_insert import DynamicallyQuantized
-from compresskit.quant.equalize import equalize_
-from compresskit.quant.floor import Met, meet_floor
-from compresskit.quant.floorforms import MatrixForm, Mixed
-from compresskit.quant.gptq import gptq
-from compresskit.quant.insert import Quantized
-from compresskit.quant.objective import Faithful, faithfulness
-from compresskit.quant.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
-from compresskit.quant.placement import Placement, Point, place
-from compresskit.quant.qat import QAT, prepare_qat
-from compresskit.quant.rounding import adaround_, correct_bias_
-from compresskit.quant.scheme import Scheme, affine, fake_quantize, to_integers
-from compresskit.quant.smooth import smooth_
-from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.targets import (
+from compresskit.quant.calibration.adaround import adaround_, correct_bias_
+from compresskit.quant.calibration.diagnose import Diagnosis, diagnose
+from compresskit.quant.calibration.equalize import equalize_
+from compresskit.quant.calibration.smoothquant import smooth_
+from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
+from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
+from compresskit.quant.numerics.block_grid import Blocks, Rounding, Rows, nearest
+from compresskit.quant.numerics.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
+from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize, to_integers
+from compresskit.quant.numerics.targets import (
     ARM,
     FBGEMM,
     OPENVINO,
@@ -30,10 +21,19 @@ from compresskit.quant.targets import (
     Target,
     saturating_matmul,
 )
-from compresskit.quant.weightforms import DECODED, NBITS, NBITS_INT8, Form
-from compresskit.quant.weightmodel import WeightQuantized
-from compresskit.quant.weightplan import WeightPlan
-from compresskit.quant.weights import WeightQuant, quantize_weights
+from compresskit.quant.passes.coverage import Coverage
+from compresskit.quant.passes.insert import Quantized
+from compresskit.quant.passes.placement import Placement, Point, place
+from compresskit.quant.qat.objective import Faithful, faithfulness
+from compresskit.quant.qat.qat import QAT, prepare_qat
+from compresskit.quant.static import StaticQuant, quantize_static
+from compresskit.quant.weight_only.accuracy_target import Met, meet_floor
+from compresskit.quant.weight_only.gptq import gptq
+from compresskit.quant.weight_only.per_matrix import MatrixForm, Mixed
+from compresskit.quant.weight_only.quantize_weights import WeightQuant, quantize_weights
+from compresskit.quant.weight_only.storage import DECODED, NBITS, NBITS_INT8, Form
+from compresskit.quant.weight_only.weight_model import WeightQuantized
+from compresskit.quant.weight_only.weight_plan import WeightPlan
 
 __all__ = [
     "ARM",

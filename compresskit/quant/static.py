@@ -11,18 +11,18 @@ from typing import ClassVar, Literal, overload
 import torch
 from torch import nn
 
-from compresskit.errors import DataError, SettingError
-from compresskit.graph import Dynamic, check_runs, inputs_inside
-from compresskit.inputs import AnyInputs, each_inputs
-from compresskit.quant.choose import slower_in_integers
-from compresskit.quant.insert import Quantized, build
-from compresskit.quant.observers import Observer
-from compresskit.quant.targets import X86, Target
-from compresskit.quant.ties import avoid_ties_
-from compresskit.samples import calibration_inputs
-from compresskit.settings import check_kinds
-from compresskit.surgery import mode
-from compresskit.task import Inputs, Task
+from compresskit.base.errors import DataError, SettingError
+from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.samples import calibration_inputs
+from compresskit.base.settings import check_kinds
+from compresskit.base.task import Inputs, Task
+from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
+from compresskit.graph.surgery import mode
+from compresskit.quant.latency_search import slower_in_integers
+from compresskit.quant.numerics.observers import Observer
+from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.passes.avoid_ties import avoid_ties_
+from compresskit.quant.passes.insert import Quantized, build
 
 
 @overload

@@ -13,9 +13,9 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import distill as kd
+from compresskit.base.errors import ModelError
 from compresskit.distill import Term
-from compresskit.distill.terms import ADAPTERS
-from compresskit.errors import ModelError
+from compresskit.distill.objectives.terms import ADAPTERS
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 MODULES = ("stem", "inner", "out", "down", "head", "stem:in", "inner:in", "head:in", "inner.0")

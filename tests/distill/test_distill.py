@@ -13,8 +13,8 @@ from networks import build, images_task
 from torch import nn
 
 import compresskit as ck
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.distill import soft_targets
-from compresskit.errors import ModelError, SettingError
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0, 20.0])

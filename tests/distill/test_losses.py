@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from compresskit import distill as kd
-from compresskit.distill.losses import FEATURE_LOSSES, LOSSES, RELATION_LOSSES, TARGET_LOSSES
-from compresskit.errors import DataError, SettingError
+from compresskit.base.errors import DataError, SettingError
+from compresskit.distill.losses.catalog import FEATURE_LOSSES, LOSSES, RELATION_LOSSES, TARGET_LOSSES
 
 SHAPES = {
     "attention_transfer": (8, 6, 8, 8),

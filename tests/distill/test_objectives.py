@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 import compresskit as ck
 from compresskit import distill as kd
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.distill import Contrast, Term
-from compresskit.distill.terms import ADAPTERS
-from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.distill.objectives.terms import ADAPTERS
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 
@@ -431,7 +431,7 @@ def test_nothing_of_a_teacher_is_in_a_student(tmp_path) -> None:
 
 
 def test_every_loss_is_public() -> None:
-    from compresskit.distill import losses
+    from compresskit.distill.losses import catalog as losses
 
     for loss in (*losses.LOSSES, *losses.TARGET_LOSSES):
         assert getattr(kd, loss.__name__) is loss

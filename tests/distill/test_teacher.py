@@ -15,8 +15,8 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import distill as kd
+from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
 from compresskit.distill import EMA, Cached, Teacher, Term, cache
-from compresskit.errors import CheckpointError, DataError, ModelError, SettingError
 
 
 def test_a_teacher_is_frozen_and_stays_in_eval_mode() -> None:

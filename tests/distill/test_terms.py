@@ -14,9 +14,9 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import distill as kd
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.distill import Term
-from compresskit.distill.terms import ADAPTERS
-from compresskit.errors import ModelError, SettingError
+from compresskit.distill.objectives.terms import ADAPTERS
 
 
 class Wide(networks.Chain):

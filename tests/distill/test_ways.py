@@ -13,7 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import distill as kd
-from compresskit.errors import ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
 
 
 class Recorded(nn.Module):

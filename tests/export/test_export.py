@@ -12,8 +12,8 @@ from onnx import numpy_helper
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ExportError, ModelError, SettingError
-from compresskit.export.passes import MOVES
+from compresskit.base.errors import DataError, ExportError, ModelError, SettingError
+from compresskit.export.rewrite.common import MOVES
 from compresskit.measure import session
 
 
@@ -146,7 +146,7 @@ def test_moves_run_on_integers(tmp_path) -> None:
 
 
 def test_levels_count_steps() -> None:
-    from compresskit.export.verify import compare
+    from compresskit.export.check.verify import compare
 
     wanted = np.linspace(0, 255, 256, dtype=np.float32).reshape(-1, 1)
     level = compare([wanted], [wanted + np.where(np.arange(256) % 4 == 0, 1.5, 0.5).reshape(-1, 1)])

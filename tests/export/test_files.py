@@ -11,8 +11,8 @@ from networks import build, image, images_task
 from onnx import external_data_helper
 
 import compresskit as ck
+from compresskit.base.errors import ExportError
 from compresskit.cli import main
-from compresskit.errors import ExportError
 from compresskit.export import files
 from compresskit.measure import session
 

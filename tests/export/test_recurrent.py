@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import compresskit as ck
-from compresskit.errors import ExportError, ModelError
-from compresskit.graph import capture
+from compresskit.base.errors import ExportError, ModelError
+from compresskit.graph.capture import capture
+from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
-from compresskit.normalize import aten
 
 KINDS = {
     "LSTM": (nn.LSTM, {}, aten.lstm.input),

@@ -13,9 +13,9 @@ import torch
 from networks import build, image
 
 import compresskit as ck
-from compresskit.errors import ExportError
+from compresskit.base.errors import ExportError
 from compresskit.export import compressed_bytes, export_onnx, store_sparse, verify_onnx
-from compresskit.export import sparse as engine
+from compresskit.export.rewrite import sparse as engine
 
 
 def test_compressed_bytes_are_those_of_a_zip(tmp_path) -> None:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 import compresskit as ck
 from compresskit import mixed, prune, quant
 from compresskit.distill import Contrast, Term, embed, mutual, numbered, pseudo_label
-from compresskit.distill.teacher import EMA
-from compresskit.progress import Every
+from compresskit.distill.models.teacher import EMA
+from compresskit.train.progress import Every
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.003)

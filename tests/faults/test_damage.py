@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 import compresskit as ck
-from compresskit import cli, folder
-from compresskit.checkpoint import read_json, read_tensors, write_json, write_tensors
-from compresskit.errors import CheckpointError, CompressError
-from compresskit.report import read_row
-from compresskit.store import load_snapshots_
-from compresskit.tensorfile import DTYPES, read_tensor_file
+from compresskit import cli
+from compresskit.base.errors import CheckpointError, CompressError
+from compresskit.base.files import DTYPES, read_json, read_tensor_file, read_tensors, write_json, write_tensors
+from compresskit.recipe import folder
+from compresskit.recipe.report import read_row
+from compresskit.recipe.store import load_snapshots_
 
 
 @pytest.fixture(scope="module")

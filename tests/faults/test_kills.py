@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compresskit as ck
-from compresskit.errors import CheckpointError, Interrupted
+from compresskit.base.errors import CheckpointError, Interrupted
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 HERE = Path(__file__).parent

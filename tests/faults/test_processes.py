@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import compresskit as ck
-from compresskit import distributed
+from compresskit.base import distributed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

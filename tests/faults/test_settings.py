@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import SettingError
-from compresskit.records import describe
+from compresskit.base.errors import SettingError
+from compresskit.base.fingerprint import describe
 
 NET = nn.Linear(2, 2).eval()
 STAGES = {

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import compresskit as ck
-from compresskit import distributed, mixed, prune
+from compresskit import mixed, prune
+from compresskit.base import distributed
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

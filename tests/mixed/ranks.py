@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compresskit import mixed
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 
 INF = float("inf")
 SCALED = replace(mixed.MASTER_FP16, loss_scale=8.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.errors import ModelError
+from compresskit.base.errors import ModelError
 from compresskit.mixed import FP32, MASTER_BF16, advise
 
 advise_module = sys.modules["compresskit.mixed.advise"]  # the function of this name hides it in the package

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 from compresskit.mixed import AMP_FP16, FP32, KAHAN_BF16, MASTER_BF16, MASTER_FP16, PURE_BF16, SPLIT_BF16, SR_BF16, Lion, prepare
 
 pytestmark = [

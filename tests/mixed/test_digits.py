@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.mixed import KAHAN_BF16, MASTER_BF16, PURE_BF16, SPLIT_BF16, SR_BF16, digits, prepare
+from compresskit.mixed import KAHAN_BF16, MASTER_BF16, PURE_BF16, SPLIT_BF16, SR_BF16, prepare
+from compresskit.mixed.formats import bf16_formats as digits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no masters:UserWarning")  # pure bf16 is what the others are held against
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.errors import SettingError, TrainingError
+from compresskit.base.errors import SettingError, TrainingError
 from compresskit.mixed import FP32, MASTER_BF16, MASTER_FP16, PURE_BF16, SPLIT_BF16, Lion, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.errors import ModelError, SettingError
-from compresskit.mixed import FP8, FP32, MASTER_BF16, advise, fp8, prepare, to_float8
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.mixed import FP8, FP32, MASTER_BF16, advise, prepare, to_float8
+from compresskit.mixed.formats import fp8
 
 EMULATED = replace(FP8, fp8="emulated")
 FORMATS = {torch.float8_e4m3fn: (3, -6, 448.0), torch.float8_e5m2: (2, -14, 57344.0)}

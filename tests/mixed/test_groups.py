@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 from compresskit.mixed import FP32, KAHAN_BF16, MASTER_BF16, MASTER_FP16, SPLIT_BF16, SR_BF16, LossScaler, prepare
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
-from compresskit.errors import ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed import FP32, MASTER_BF16, PURE_BF16, PURE_FP16, Policy, level, prepare
 
 FP16, BF16 = torch.float16, torch.bfloat16

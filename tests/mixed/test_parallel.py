@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 from compresskit.mixed import MASTER_BF16, PURE_BF16, fsdp_policy, prepare
 
 pytestmark = [

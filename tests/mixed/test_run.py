@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.errors import ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed import AMP_BF16, AMP_FP16, FP32, MASTER_BF16, MASTER_FP16, LossScaler, Policy, prepare
 
 POLICIES = [FP32, AMP_BF16, AMP_FP16, MASTER_BF16, MASTER_FP16]

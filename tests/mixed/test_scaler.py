@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.errors import CheckpointError, ModelError, SettingError
+from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.mixed import AMP_FP16, MASTER_BF16, MASTER_FP16, LossScaler, prepare
-from compresskit.mixed.scaler import total_norm
+from compresskit.mixed.step.scaler import total_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 on a CPU:UserWarning")  # what it warns of is meant here
 INF = float("inf")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compresskit.errors import SettingError, TrainingError
+from compresskit.base.errors import SettingError, TrainingError
 from compresskit.mixed import (
     AMP_BF16,
     AMP_FP16,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
-from compresskit.errors import CheckpointError
+from compresskit.base.errors import CheckpointError
 from compresskit.mixed import prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # fp16 on a CPU, pure policies: meant here

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 from compresskit.mixed import FP32, MASTER_BF16, TF32, level, prepare
 
 

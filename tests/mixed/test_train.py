@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 from compresskit.mixed import KAHAN_BF16, MASTER_BF16, MASTER_FP16, SPLIT_BF16, SR_BF16, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")

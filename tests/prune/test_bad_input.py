@@ -10,7 +10,7 @@ import special_networks as special
 import torch
 from torch import nn
 
-from compresskit.errors import ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.prune import apply_, plan_channels
 
 

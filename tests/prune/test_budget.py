@@ -13,7 +13,7 @@ from networks import build, image, images_task
 
 import compresskit as ck
 from compresskit import count_macs, count_parameters
-from compresskit.errors import CheckpointError, ModelError, SettingError
+from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.export import export_onnx
 from compresskit.measure import latency
 from compresskit.prune import (

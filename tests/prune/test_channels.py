@@ -13,12 +13,12 @@ from networks import NETWORKS, build, image, trained_like
 from torch import nn
 
 from compresskit import capture, count_macs
-from compresskit.errors import CheckpointError, ModelError, SettingError
+from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import Plan, apply_, l2, plan_channels, prove
-from compresskit.prune.groups import find_groups
-from compresskit.prune.plan import zero_
-from compresskit.prune.record import record
-from compresskit.prune.walk import Walk
+from compresskit.prune.structure.groups import find_groups
+from compresskit.prune.structure.plan import zero_
+from compresskit.prune.structure.propagate import Walk
+from compresskit.prune.structure.trace import record
 
 
 def planned(model, macs=0.6, **settings):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from networks import build, images_task
 
 import compresskit as ck
-from compresskit.errors import SettingError
+from compresskit.base.errors import SettingError
 from compresskit.prune import (
     CRITERIA,
     Prune,
@@ -48,10 +48,10 @@ from compresskit.prune import (
     total,
     unscaled,
 )
-from compresskit.prune.channels import find
-from compresskit.prune.collect import collect, sample_gradients
+from compresskit.prune.channels.plan_channels import find
 from compresskit.prune.criteria import NeedsActivations, NeedsLosses, NeedsSampleGradients
-from compresskit.train import bound
+from compresskit.prune.evidence import collect, sample_gradients
+from compresskit.train.train import bound
 
 CHANNELS, VALUES, SAMPLES = 6, 10, 5
 

@@ -18,7 +18,7 @@ from networks import build, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import CheckpointError, ModelError, SettingError
+from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import (
     NM,
     Block,
@@ -41,8 +41,8 @@ from compresskit.prune import (
     uniform_ratios,
     wanda,
 )
-from compresskit.prune.allocate import counts
-from compresskit.prune.elements import rows_of
+from compresskit.prune.masks.allocate import counts
+from compresskit.prune.masks.weight_criteria import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
 QUICK = settings(max_examples=25, deadline=None)
@@ -272,7 +272,7 @@ def linear_problem():
 
 
 def scored(criterion, model, task):
-    from compresskit.prune.elements import score
+    from compresskit.prune.masks.weight_criteria import score
 
     weights = {"0.weight": model[0].weight}
     return score(model, weights, Unstructured(), criterion, task, 16)["0.weight"].view(4, 6)
@@ -304,7 +304,7 @@ def test_wanda_knows_which_input_a_weight_reads(groups) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups, bias=False))
     x = torch.randn(5, 4, 6, 6) * torch.tensor([1.0, 5.0, 0.2, 3.0]).view(1, 4, 1, 1)
     task = ck.Task(val=[(x, x)], calibration=[(x, x)])
-    from compresskit.prune.elements import score
+    from compresskit.prune.masks.weight_criteria import score
 
     found = score(model, {"0.weight": model[0].weight}, Unstructured(), wanda, task, 5)["0.weight"].view_as(model[0].weight)
     norms = torch.linalg.vector_norm(x, dim=(0, 2, 3))

@@ -12,8 +12,9 @@ from networks import build, image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct, reconstruct_, replayed, uniform
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct_, replayed, uniform
+from compresskit.prune.channels import reconstruct
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 

@@ -21,9 +21,9 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import Densify, LotteryTicket, Sparsify, Train
-from compresskit.errors import CheckpointError, ModelError, SettingError, StageOrderError
-from compresskit.masks import attach_
-from compresskit.mixed import policy as policies
+from compresskit.base.errors import CheckpointError, ModelError, SettingError, StageOrderError
+from compresskit.graph.masks import attach_
+from compresskit.mixed.formats import policy as policies
 from compresskit.prune import (
     NM,
     Block,

@@ -15,7 +15,7 @@ from torch import nn
 
 from compresskit import count_macs
 from compresskit.prune import Plan, apply_, plan_channels
-from compresskit.prune.search import Search, trial
+from compresskit.prune.structure.trial import Search, trial
 
 #: network -> tensors of which channels must be gone along a dimension.
 CUT = {

@@ -10,10 +10,11 @@ import torch
 from networks import Depthwise, Residual, build, image
 
 import compresskit as ck
-from compresskit.errors import SettingError
-from compresskit.quant import X86, choose, quantize_static
-from compresskit.quant.insert import lower
-from compresskit.quant.placement import place
+from compresskit.base.errors import SettingError
+from compresskit.quant import X86, quantize_static
+from compresskit.quant import latency_search as choose
+from compresskit.quant.passes.insert import lower
+from compresskit.quant.passes.placement import place
 
 
 def parts_of(kind: type) -> dict[str, list[str]]:
@@ -71,7 +72,7 @@ def test_for_real(tmp_path) -> None:
 
 
 def test_where_nothing_pays_all_stays_in_integers_and_it_says_so(monkeypatch, caplog) -> None:
-    module = importlib.import_module("compresskit.quant.choose")
+    module = importlib.import_module("compresskit.quant.latency_search")
 
     def latency(files, *_, **__):  # the whole in integers is slowest; all in float fastest
         return [1.0, *[0.5] * (len(files) - 1)] if len(files) > 2 else [0.4] * len(files)

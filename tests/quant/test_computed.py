@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import compresskit as ck
-from compresskit.graph import capture
-from compresskit.quant.computed import fold_computed_
+from compresskit.graph.capture import capture
+from compresskit.quant.passes.fold_parametrizations import fold_computed_
 
 
 class Standardised(nn.Conv2d):

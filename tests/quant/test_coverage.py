@@ -17,7 +17,7 @@ from networks import build, image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ExportError, ModelError, SettingError
+from compresskit.base.errors import DataError, ExportError, ModelError, SettingError
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Quantized, prepare_qat, quantize_static
 
@@ -188,7 +188,8 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
 
 
 def test_calibration_in_pieces_sees_what_whole_batches_show(monkeypatch) -> None:
-    from compresskit.quant import MovingAverage, insert
+    from compresskit.quant import MovingAverage
+    from compresskit.quant.passes import insert
 
     model, x = build(networks.Residual), image(30)
     whole = quantize_static(model, [x]).state_dict()

@@ -12,10 +12,10 @@ import torch
 from networks import build, image
 from torch import nn
 
-from compresskit.errors import DataError
+from compresskit.base.errors import DataError
 from compresskit.measure import count_macs
 from compresskit.quant import X86, X86_NO_VNNI, diagnose, quantize_static
-from compresskit.quant.quantizer import BiasQuantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 
 
 def db(wanted: torch.Tensor, got: torch.Tensor) -> float:

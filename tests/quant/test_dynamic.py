@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.export.audit import optimized_graph
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.export.check.audit import optimized_graph
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import X86_NO_VNNI, Scheme, diagnose, quantize_dynamic
-from compresskit.quant.dynamic import DynamicQuant
+from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant
 
 GRIDS = {
     "symmetric": Scheme(signed=True, symmetric=True, per_channel=True),

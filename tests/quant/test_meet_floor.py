@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import meet_floor
-from compresskit.quant.floor import _Work
-from compresskit.quant.floorforms import FLOAT, FORMS, INT8, MatrixForm, build_mixed
-from compresskit.quant.insert import lower
-from compresskit.quant.targets import X86
+from compresskit.quant.numerics.targets import X86
+from compresskit.quant.passes.insert import lower
+from compresskit.quant.weight_only.accuracy_target import _Work
+from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, INT8, MatrixForm, build_mixed
 
 
 class Words(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from networks import build, image
 from torch import nn
 
-from compresskit.errors import DataError, SettingError
+from compresskit.base.errors import DataError, SettingError
 from compresskit.quant import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Percentile, quantize_static
-from compresskit.quant.histogram import Histogram
+from compresskit.quant.numerics.histogram import Histogram
 
 
 def batches(kind: str, count: int = 6) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, SettingError
+from compresskit.base.errors import DataError, SettingError
 from compresskit.quant import (
     OBSERVERS,
     X86,
@@ -31,8 +31,8 @@ from compresskit.quant import (
     prepare_qat,
     quantize_static,
 )
-from compresskit.quant.live import live_layers
-from compresskit.quant.quantizer import ActivationQuantizer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer
+from compresskit.quant.passes.live_batchnorm import live_layers
 
 SCHEMES = [
     Scheme(),

@@ -16,12 +16,12 @@ from networks import NETWORKS, build, image, images_task, trained_like
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.graph import capture
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.graph.capture import capture
+from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
-from compresskit.normalize import aten
 from compresskit.quant import X86, Integer, Quantized, Target, prepare_qat, quantize_static
-from compresskit.quant.fold import fold_batchnorm_
+from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
@@ -153,7 +153,7 @@ def test_hardsigmoid_needs_no_arithmetic(tmp_path) -> None:
         assert round(steps) <= q.zero_point.item() <= 255 - round(steps)
     x = torch.linspace(-5, 5, 101)
     rounded = anchors[0](x)
-    from compresskit.quant.quantizer import DeployedHardSigmoid
+    from compresskit.quant.numerics.quantizers import DeployedHardSigmoid
 
     torch.testing.assert_close(DeployedHardSigmoid(anchors[0])(rounded), nn.functional.hardsigmoid(rounded))
 

@@ -12,9 +12,9 @@ from networks import build, image
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.quant import X86, adaround_, correct_bias_, diagnose, equalize_, quantize_static
-from compresskit.quant.quantizer import WeightQuantizer
+from compresskit.quant.numerics.quantizers import WeightQuantizer
 
 
 def bits(count: int):

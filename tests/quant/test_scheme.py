@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compresskit.errors import SettingError
-from compresskit.export.ops import dequantize_linear, quantize_linear
+from compresskit.base.errors import SettingError
+from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant import OBSERVERS, Scheme, affine, fake_quantize, to_integers
-from compresskit.quant.observers import MovingAverage
+from compresskit.quant.numerics.observers import MovingAverage
 
 SCHEMES = [
     Scheme(),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.quant import quantize_static, smooth_
 
 

@@ -13,8 +13,8 @@ from networks import build, image
 from torch import fx
 
 import compresskit as ck
-from compresskit.errors import DataError, SettingError
-from compresskit.normalize import aten
+from compresskit.base.errors import DataError, SettingError
+from compresskit.graph.normalize import aten
 from compresskit.quant import (
     ARM,
     FBGEMM,
@@ -29,7 +29,7 @@ from compresskit.quant import (
     quantize_static,
     saturating_matmul,
 )
-from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 
 TARGETS = [X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO]
 

@@ -13,10 +13,11 @@ from networks import image
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import X86, X86_NO_VNNI, MinMax, adaround_, prepare_qat, quantize_static, ties
-from compresskit.quant.dynamic_rounding import RowQuantizer
-from compresskit.quant.quantizer import ActivationQuantizer, WeightQuantizer
-from compresskit.quant.scheme import Scheme, to_integers
+from compresskit.quant import X86, X86_NO_VNNI, MinMax, adaround_, prepare_qat, quantize_static
+from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.numerics.scheme import Scheme, to_integers
+from compresskit.quant.passes import avoid_ties as ties
 
 TARGET = X86_NO_VNNI  # 8-bit weights would overflow where the processor has no VNNI
 

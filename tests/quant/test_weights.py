@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compresskit as ck
-from compresskit.errors import DataError, ModelError, SettingError
-from compresskit.masks import masks_of
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.graph.masks import masks_of
+from compresskit.graph.surgery import get_tensor
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import DECODED, NBITS, NBITS_INT8, Blocks, Rows, gptq, nearest, quantize_weights
-from compresskit.quant.blocks import BlockQuantizer
-from compresskit.surgery import get_tensor
+from compresskit.quant.numerics.block_grid import BlockQuantizer
 
 WORDS, WIDTH = 200, 52
 

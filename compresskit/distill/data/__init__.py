@@ -1,0 +1,1 @@
+"""Data of a distillation: cached predictions, datasets that number their samples."""

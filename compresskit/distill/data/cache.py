@@ -1,0 +1,245 @@
+"""Predictions of a teacher on disk, so that it runs once: memory-mapped, whole or the top k, keyed by what a sample holds.
+
+    cache.json    teacher's fingerprint, shapes, dtype     keys.bin      (N, 2) 64-bit words, a digest of each sample's inputs
+    values.bin    (N, C or k, ...) logits, largest is 0    index.bin, rest.bin    of the top k: classes, log of the others' mass
+
+A key is a digest of the very numbers that the model is fed: shuffling does no harm, and an augmentation that was not cached is
+refused instead of being paired with another view's opinion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.errors import CheckpointError, DataError, SettingError
+from compresskit.base.files import FORMAT, read_json, write_json
+from compresskit.base.task import Inputs, Task, batch_size
+from compresskit.distill.losses.common import positive, weighted_mean
+from compresskit.distill.models.teacher import Seen, Teacher
+
+INFO = "cache.json"
+STORED = {torch.float16: np.float16, torch.float32: np.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """The k largest logits of each row, and what the others weigh together at one temperature.
+
+    values, index: (N, k, ...), logits less the row's largest, and their classes; rest: (N, 1, ...), logsumexp(others / T).
+    """
+
+    values: Tensor
+    index: Tensor
+    rest: Tensor
+    shape: torch.Size
+    temperature: float
+
+
+def top_k(logits: Tensor, k: int, *, temperature: float = 4.0) -> TopK:
+    """The k largest of logits (N, C, ...), k < C."""
+    if not 1 <= k < logits.shape[1]:
+        raise SettingError(f"top_k(k=...): wanted 1..{logits.shape[1] - 1} of {logits.shape[1]} classes, got {k}")
+    z = logits.detach().float()
+    z = z - z.amax(1, keepdim=True)
+    values, index = z.topk(k, dim=1)
+    rest = (z / temperature).scatter(1, index, -torch.inf).logsumexp(1, keepdim=True)
+    return TopK(values=values, index=index, rest=rest, shape=logits.shape, temperature=temperature)
+
+
+def top_soft_targets(student: Tensor, teacher: TopK, *, weight: Tensor | None = None) -> Tensor:
+    """T^2 KL over the k classes and one bucket of all others: a lower bound of `soft_targets` that is exact for what is kept.
+
+    student: logits (N, C, ...).
+    """
+    if student.shape != teacher.shape:
+        raise DataError(f"top_soft_targets: student has shape {tuple(student.shape)}, the teacher {tuple(teacher.shape)}")
+    t = teacher.temperature
+    z = student.float() / t
+    others = z.scatter(1, teacher.index, -torch.inf).logsumexp(1, keepdim=True)
+    log_q = torch.cat([z.gather(1, teacher.index), others], 1).log_softmax(1)
+    log_p = torch.cat([teacher.values.float() / t, teacher.rest.float()], 1).log_softmax(1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(1)
+    return weighted_mean("top_soft_targets", kl, weight) * t**2
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of a model's class and of every number in its state."""
+    digest = hashlib.blake2b(type(model).__qualname__.encode(), digest_size=16)
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(_rows(value.reshape(1, -1)).tobytes())
+    return digest.hexdigest()
+
+
+def _rows(values: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of each row, (N, bytes)."""
+    return values.detach().cpu().contiguous().view(torch.uint8).reshape(len(values), -1).numpy()
+
+
+def _keys(inputs: Inputs) -> np.ndarray[Any, Any]:
+    """(N, 2) words: a digest of each sample, of all tensors among the inputs that have a row for it."""
+    count = batch_size(inputs)
+    tensors = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.ndim and len(v) == count]
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(count)]
+    for tensor in tensors:
+        head = f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode()
+        for digest, row in zip(digests, _rows(tensor), strict=True):
+            digest.update(head)
+            digest.update(row)
+    return np.frombuffer(b"".join(d.digest() for d in digests), np.uint64).reshape(-1, 2)
+
+
+class Cached:
+    """A cache on disk, ready to be imitated: `imitate(cache(teacher, task, folder))`, or `imitate(Cached(folder))` later."""
+
+    inside = None
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder = Path(folder)
+        info = read_json(folder / INFO, "a cache of predictions")
+        try:
+            self.teacher, self.label = str(info["teacher"]), str(info["label"])
+            self.shape, self.top, self.temperature = tuple(info["shape"]), info["top"], float(info["temperature"])
+            count, kind = int(info["samples"]), np.dtype(info["dtype"])
+            kept = (self.top or self.shape[0], *self.shape[1:])
+            self._keys = np.memmap(folder / "keys.bin", np.uint64, "r", shape=(count, 2))
+            self._values = np.memmap(folder / "values.bin", kind, "r", shape=(count, *kept))
+            if self.top:
+                self._index = np.memmap(folder / "index.bin", np.int32, "r", shape=(count, *kept))
+                self._rest = np.memmap(folder / "rest.bin", np.float32, "r", shape=(count, 1, *kept[1:]))
+        except (KeyError, TypeError, ValueError, IndexError, OSError) as error:
+            raise CheckpointError(f"{folder}: a damaged cache of predictions ({error}); delete it and make it again") from None
+        self._order = np.argsort(self._keys[:, 0], kind="stable")
+        self._sorted = self._keys[self._order, 0]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def lookup(self, inputs: Inputs) -> Tensor | TopK:
+        """What the teacher said of these inputs, in their order; DataError where it was never asked."""
+        keys = _keys(inputs)
+        at = self._order[np.searchsorted(self._sorted, keys[:, 0]).clip(max=len(self) - 1)]
+        if missing := int((self._keys[at] != keys).any(1).sum()):
+            raise DataError(
+                f"cache {self.folder}: {missing} of {len(keys)} samples are not in it; it was made of other data, or the loader"
+                " augments at random: cache what it really gives, or imitate the teacher itself"
+            )
+        values = torch.from_numpy(self._values[at]).float()
+        if not self.top:
+            return values
+        index, rest = torch.from_numpy(self._index[at]).long(), torch.from_numpy(self._rest[at])
+        shape = torch.Size((len(keys), *self.shape))
+        return TopK(values=values, index=index, rest=rest, shape=shape, temperature=self.temperature)
+
+    def example(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
+        """Zeros of the shape of the predictions: the task's example need not be among the samples."""
+        return torch.zeros(batch_size(inputs), *self.shape), {}
+
+    def opinion(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
+        """Predictions of one batch, whose inputs are read before they go to a device."""
+        found = self.lookup(replace(task, device="cpu").split(batch)[0])
+        if isinstance(found, TopK):
+            moved = {name: getattr(found, name).to(task.device) for name in ("values", "index", "rest")}
+            return replace(found, **moved), {}
+        return found.to(task.device), {}
+
+
+def cache(
+    teacher: nn.Module,
+    task: Task,
+    folder: str | Path,
+    *,
+    top: int | None = None,
+    temperature: float = 4.0,
+    dtype: torch.dtype = torch.float16,
+    views: int = 1,
+) -> Cached:
+    """Ask a teacher once about all training data, and keep what it says in `folder`.
+
+    A cache that is there already is used again if it is of the same teacher and settings and knows the first batch; otherwise
+    CheckpointError or DataError says what differs. top: keep the k largest logits, at `temperature`, and the weight of the
+    others, which serves `soft_targets` of that temperature alone. dtype: of the numbers on disk. views: passes over the data,
+    for a loader that augments by a seed that it replays in training. Logits are kept less their row's largest.
+    """
+    positive("cache", "temperature", temperature)
+    if dtype not in STORED:
+        raise SettingError(f"cache(dtype=...): wanted torch.float16 or torch.float32, got {dtype}")
+    if views < 1:
+        raise SettingError(f"cache(views=...): wanted a whole number >= 1, got {views}")
+    folder = Path(folder)
+    asked = (teacher if isinstance(teacher, Teacher) else Teacher(teacher)).to(task.device)
+    record = {
+        "format": FORMAT,
+        "teacher": fingerprint(asked),
+        "label": asked.label,
+        "top": top,
+        "temperature": temperature,
+        "dtype": np.dtype(STORED[dtype]).name,
+        "views": views,
+    }
+    if (folder / INFO).exists():
+        _check_same(folder, record)
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            _fill(part, asked, task, record, STORED[dtype], views)
+            part.rename(folder)  # a whole cache, or none
+        except OSError as error:
+            raise CheckpointError(f"{folder}: the cache cannot be put there ({error}); name a folder that is empty") from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    made = Cached(folder)
+    made.opinion(asked, next(iter(task.batches("train"))), (), task, ())
+    return made
+
+
+def _check_same(folder: Path, record: dict[str, Any]) -> None:
+    old = read_json(folder / INFO, "a cache of predictions")
+    for name, value in record.items():
+        if old.get(name) != value:
+            what = "is of another teacher" if name == "teacher" else f"was made with {name}={old.get(name)}, wanted {value}"
+            raise CheckpointError(f"cache {folder}: it {what}; delete it, or name another folder")
+
+
+def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], kind: Any, views: int) -> None:
+    seen: set[bytes] = set()
+    shape: tuple[int, ...] | None = None
+    names = ("keys", "values", *(("index", "rest") if record["top"] else ()))
+    files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+    try:
+        for batch in (batch for _ in range(views) for batch in task.batches("train")):
+            inputs, _ = task.split(batch)
+            keys, logits = _keys(replace(task, device="cpu").split(batch)[0]), teacher.predictions(inputs, task).cpu()
+            shape = tuple(logits.shape[1:]) if shape is None else shape
+            if tuple(logits.shape[1:]) != shape or not shape:
+                raise DataError(f"cache: wanted predictions (N, C, ...) of one size, got {shape} and {tuple(logits.shape[1:])}")
+            first = {key.tobytes(): i for i, key in reversed(list(enumerate(keys)))}
+            fresh = sorted(i for key, i in first.items() if key not in seen)
+            seen |= first.keys()
+            logits = logits[fresh]
+            values = logits - logits.amax(1, keepdim=True)
+            if record["top"]:
+                kept = top_k(logits, record["top"], temperature=record["temperature"])
+                values = kept.values
+                files["index"].write(kept.index.numpy().astype(np.int32).tobytes())
+                files["rest"].write(kept.rest.numpy().astype(np.float32).tobytes())
+            files["keys"].write(keys[fresh].tobytes())
+            files["values"].write(values.clamp(min=float(np.finfo(kind).min)).numpy().astype(kind).tobytes())
+    finally:
+        for file in files.values():
+            file.close()
+    if shape is None:
+        raise DataError("cache: the training loader is empty")
+    write_json(folder / INFO, {**record, "shape": list(shape), "samples": len(seen)})

@@ -1,0 +1,1 @@
+"""Distillation losses: pure functions of plain tensors."""

@@ -1,0 +1,1 @@
+"""Objectives: what a training minimises, built from teachers and losses."""

@@ -1,0 +1,115 @@
+"""Self-distillation inside one network: its last layers teach heads on its earlier ones (Zhang et al., 1905.08094)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.task import Losses, Task, call
+from compresskit.distill.losses.common import positive
+from compresskit.distill.losses.logits import soft_targets
+from compresskit.distill.models.taps import feature, find_taps, tapped
+from compresskit.distill.objectives.terms import attach_, drop_adapters_
+from compresskit.graph.surgery import mode
+from compresskit.train.train import supervised_loss
+
+Head = Callable[[Tensor, Tensor], nn.Module]
+
+
+class PooledHead(nn.Module):
+    """Features (N, C, H, W) averaged over positions, (N, T, D) over tokens, (N, D) as they are; then a linear layer."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.linear(_pooled(features))
+
+
+def _pooled(features: Tensor) -> Tensor:
+    if features.ndim == 3:
+        return features.mean(1)
+    return features.flatten(2).mean(2) if features.ndim > 3 else features
+
+
+def pooled_head(features: Tensor, predictions: Tensor) -> PooledHead:
+    """A head for features (N, C, H, W), (N, T, D) or (N, D) that gives predictions (N, classes)."""
+    if features.ndim < 2 or predictions.ndim != 2:
+        raise ModelError(
+            f"no pooled head turns features {tuple(features.shape)} into predictions {tuple(predictions.shape)}; pass"
+            " self_distill(head=...) a function (features, predictions) -> module"
+        )
+    return PooledHead(_pooled(features).shape[1], predictions.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfDistill:
+    """See `self_distill`. Once bound, the student carries the heads while it is trained; `close()` takes them off."""
+
+    taps: tuple[str, ...]
+    head: Head
+    temperature: float
+    weight: float
+    task: Task | None = None
+    student: nn.Module | None = None
+    heads: dict[str, nn.Module] = field(default_factory=dict)
+
+    def bind(self, model: nn.Module, task: Task) -> SelfDistill:
+        """Find the taps and make the heads from one example."""
+        drop_adapters_(model)
+        taps = tuple(dict.fromkeys(name for tap in self.taps for name in find_taps(model, tap)))
+        with torch.no_grad(), mode(model, training=False), tapped(model, taps) as features:
+            predictions = task.predict(call(model, task.example()))
+        heads: dict[str, nn.Module] = {}
+        for tap in taps:
+            heads[tap] = head = self.head(feature(features, tap), predictions).to(predictions.device)
+            for module in head.modules():
+                module.keeps_fp32 = True  # type: ignore[assignment]
+            with torch.no_grad(), mode(head, training=False):
+                got = head(feature(features, tap).float()).shape
+            if got != predictions.shape:
+                raise ModelError(f"self_distill: the head of {tap} gives {tuple(got)}, the model {tuple(predictions.shape)}")
+        attach_(model, heads)
+        return replace(self, taps=taps, task=task, student=model, heads=heads)
+
+    def close(self) -> None:
+        """Take the heads off the student."""
+        if self.student is not None:
+            drop_adapters_(self.student)
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        task = self.task
+        assert task is not None, "bind first"
+        assert self.student is not None, "bind first"
+        inputs, target = task.split(batch)
+        with tapped(self.student, self.taps) as features:
+            deepest = task.predict(call(model, inputs))
+        losses: Losses = {"task": supervised_loss(task, deepest, target)}
+        for tap, head in self.heads.items():
+            own = head(feature(features, tap).to(next(head.parameters(), deepest).dtype)).float()
+            losses[f"task:{tap}"] = (1 - self.weight) * supervised_loss(task, own, target)
+            losses[f"imitate:{tap}"] = self.weight * soft_targets(own, deepest, temperature=self.temperature)
+        return losses
+
+
+def self_distill(*taps: str, head: Head = pooled_head, temperature: float = 3.0, weight: float = 0.3) -> SelfDistill:
+    """An objective: the task's loss, and for a head on each tap (1 - weight) * (the task's loss) + weight * soft targets from
+    the model's own predictions ("be your own teacher", Zhang et al., 1905.08094, eq. 4-5, without its small hint term).
+
+    taps: names or globs of earlier modules of the model itself. head: `(features, predictions) -> module`, see `pooled_head`;
+        heads are trained along and dropped at the end.
+    """
+    if not taps:
+        raise SettingError("self_distill(): wanted the names of at least one module, such as self_distill('layer1', 'layer2')")
+    positive("self_distill", "temperature", temperature)
+    if not 0 < weight <= 1:
+        raise SettingError(f"self_distill(weight=...): wanted a number in (0, 1], got {weight}")
+    if not callable(head):
+        raise SettingError(f"self_distill(head=...): wanted a function, got {type(head).__name__}")
+    return SelfDistill(taps=taps, head=head, temperature=temperature, weight=weight)

@@ -1,0 +1,198 @@
+"""Which operators of a file really run in integers: read off the graph that ONNX Runtime makes of it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compresskit.base.errors import ExportError
+from compresskit.export.files import read_proto
+
+#: What ONNX Runtime calls its integer kernels, by the operator they stand for.
+INTEGER_KERNELS = {
+    "QLinearConv": "Conv",
+    "ConvInteger": "Conv",
+    "QGemm": "Gemm",
+    "QLinearMatMul": "MatMul",
+    "MatMulInteger": "MatMul",
+    "MatMulIntegerToFloat": "MatMul",
+    "DynamicQuantizeMatMul": "MatMul",
+    "QLinearAdd": "Add",
+    "QLinearMul": "Mul",
+    "QLinearConcat": "Concat",
+    "QLinearAveragePool": "AveragePool",
+    "QLinearGlobalAveragePool": "GlobalAveragePool",
+    "QLinearSigmoid": "Sigmoid",
+    "QLinearLeakyRelu": "LeakyRelu",
+    "QLinearSoftmax": "Softmax",
+    "DynamicQuantizeLSTM": "LSTM",
+}
+#: Operators whose kernels take integers as they are; they count as integer where what they read is 8 bits wide.
+ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize".split())
+#: Where the weight stands among the inputs, of float and of integer kernels.
+WEIGHT = {
+    "DynamicQuantizeMatMul": 1,
+    "Conv": 1,
+    "FusedConv": 1,
+    "Gemm": 1,
+    "FusedGemm": 1,
+    "MatMul": 1,
+    "FusedMatMul": 1,
+    "ConvTranspose": 1,
+}
+WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
+RECURRENT = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
+FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
+SHOWN = 8  # names of float layers that are printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """operators: kind -> (in integers, in all). floating: names of operators with weights that stayed float.
+
+    macs_integer, macs: multiply-accumulates for one sample, of the convolutions and matrix products with constant weights.
+    conversions: QuantizeLinear and DequantizeLinear nodes that are left.
+    """
+
+    operators: dict[str, tuple[int, int]]
+    floating: tuple[str, ...]
+    macs_integer: int
+    macs: int
+    conversions: int
+
+    @property
+    def share(self) -> float:
+        """Share of the MACs that run in integers."""
+        return self.macs_integer / self.macs if self.macs else 0.0
+
+    def __str__(self) -> str:
+        rows = [f"  {kind:<24} {done:>4} of {count:<4}" for kind, (done, count) in sorted(self.operators.items())]
+        lines = [f"{self.share:.1%} of the MACs in integers, {self.conversions} conversions left", *rows]
+        if self.floating:
+            more = f" and {len(self.floating) - SHOWN} more" if len(self.floating) > SHOWN else ""
+            lines.append(f"  layers in float: {', '.join(self.floating[:SHOWN])}{more}")
+        return "\n".join(lines)
+
+
+def audit(path: str | Path, *, size: int = 64) -> Audit:
+    """Load a file, let ONNX Runtime optimize it, and count; raises ExportError where it does not load.
+
+    size: what dimensions of the inputs that may vary, the batch aside, are taken for when MACs are counted.
+    """
+    import onnx  # heavy, and only auditing needs it
+
+    proto = read_proto(path)
+    graph = optimized_graph(path)
+    varies = _settle(proto.graph, size)
+    shapes = _shapes(onnx.shape_inference.infer_shapes(proto, data_prop=varies).graph)
+    weights = _constants(graph)
+    narrow = _narrow_values(graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
+    done: Counter[str] = Counter()
+    every: Counter[str] = Counter()
+    floating, macs_integer, macs, conversions = [], 0, 0, 0
+    for node in graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            conversions += 1
+            continue
+        kind = INTEGER_KERNELS.get(node.op_type, FUSED.get(node.op_type, node.op_type))
+        integer = node.op_type in INTEGER_KERNELS or (kind in ANY_TYPE and node.input[0] in narrow)
+        every[kind] += 1
+        done[kind] += integer
+        cost = _macs(node, weights, shapes, size)
+        macs += cost
+        macs_integer += cost if integer else 0
+        if cost and not integer:
+            floating.append(node.name or node.output[0])
+    return Audit(
+        operators={kind: (done[kind], every[kind]) for kind in every},
+        floating=tuple(floating),
+        macs_integer=macs_integer,
+        macs=macs,
+        conversions=conversions,
+    )
+
+
+def optimized_graph(path: str | Path) -> Any:
+    """The graph that ONNX Runtime makes of a file, after all fusions but before the memory layout of one machine."""
+    import onnx
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    with tempfile.TemporaryDirectory() as folder:
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        # Weights aside: a file past 2 GB could not be written otherwise, and only their shapes are asked for.
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
+        try:
+            ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}") from error
+        return onnx.load(options.optimized_model_filepath, load_external_data=False).graph
+
+
+def _narrow_values(graph: Any, types: tuple[int, ...]) -> set[str]:
+    """Names of values that are 8 bits wide."""
+    names = {v.name for v in graph.value_info if v.type.tensor_type.elem_type in types}
+    for node in graph.node:
+        integer = node.op_type == "QuantizeLinear" or node.op_type.startswith("QLinear")
+        if integer or (node.op_type in ANY_TYPE and node.input[0] in names):
+            names.update(node.output)
+    return names
+
+
+def _settle(graph: Any, size: int) -> bool:
+    """Numbers for the dimensions that may vary, where others than the batch do; whether there were any."""
+    stored = {tensor.name for tensor in graph.initializer}
+    dims = [list(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in stored]
+    if all(d.HasField("dim_value") for own in dims for d in own[1:]):
+        return False
+    for own in dims:
+        for i, d in enumerate(own):
+            if not d.HasField("dim_value"):
+                d.dim_value = size if i else 1
+    del graph.value_info[:]
+    for value in graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return True
+
+
+def _shapes(graph: Any) -> dict[str, list[int]]:
+    values = (*graph.value_info, *graph.output)
+    return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
+
+
+def _constants(graph: Any) -> dict[str, list[int]]:
+    """Shapes of all constants, seen through DequantizeLinear and Transpose."""
+    shapes = {i.name: list(i.dims) for i in graph.initializer}
+    for node in graph.node:
+        shape = shapes.get(node.input[0]) if node.input else None
+        if shape is None:
+            continue
+        if node.op_type == "DequantizeLinear":
+            shapes[node.output[0]] = shape
+        elif node.op_type == "Transpose":
+            order = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(shape)))[::-1])
+            shapes[node.output[0]] = [shape[i] for i in order]
+    return shapes
+
+
+def _macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]], size: int) -> int:
+    """Multiply-accumulates for one sample of a convolution or matrix product by a constant, else 0."""
+    if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
+        sizes = {a.name: a.i for a in node.attribute}
+        return sizes["K"] * sizes["N"] * math.prod(shapes.get(node.output[0], [0])[1:-1])
+    if node.op_type in RECURRENT:  # every matrix once for each step
+        steps = (shapes.get(node.input[0]) or [0])[0] or size
+        return steps * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
+    place = WEIGHT.get(node.op_type)
+    weight = None if place is None or len(node.input) <= place else weights.get(node.input[place])
+    out = shapes.get(node.output[0])
+    if weight is None or out is None:
+        return 0
+    positions = out[2:] if "Conv" in node.op_type else out[1:-1]
+    return math.prod(weight) * math.prod(positions)

@@ -1,0 +1,70 @@
+"""Find the first layer at which an ONNX file and its model part ways."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.task import Inputs
+from compresskit.export.files import read_proto
+from compresskit.export.onnx import to_program
+from compresskit.export.rewrite.dtypes import widened
+from compresskit.graph.capture import module_path
+from compresskit.graph.normalize import Node
+from compresskit.measure import numpy_inputs, session
+
+FAR = 0.02  # of a value's range: rounding ties stay far below it
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and keeps every tensor."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, np.ndarray] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.is_floating_point() and n.op == "call_function":
+            self.values[n.name] = value.detach().cpu().numpy()
+        return value
+
+
+def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> str | None:
+    """The first operator, in the order of execution, whose value in the file is not what the model computes.
+
+    Values are matched by the names that torch's exporter gives to both. Returns a line that names the operator and the user's
+    module, or None where all values that can be matched agree (mean error within 2 % of the range).
+    """
+    import onnx  # heavy, and only looking for an error needs it
+
+    program = to_program(model, inputs)
+    assert program.exported_program is not None
+    module = program.exported_program.module()
+    inputs = widened(model, inputs)[1]
+    with torch.no_grad():
+        recorder = _Recorder(module)
+        recorder.run(*pytree.tree_leaves(inputs))
+    file = read_proto(path)
+    here = {output for node in file.graph.node for output in node.output}
+    names = [name for name in recorder.values if name in here]
+    outside = {output.name for output in file.graph.output}
+    file.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in outside)
+    with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".probe.", suffix=".onnx") as beside:
+        beside.write(file.SerializeToString())  # beside the file, where its external data is
+        beside.flush()
+        probe = session(beside.name, optimize=False)
+    got = dict(zip([o.name for o in probe.get_outputs()], probe.run(None, numpy_inputs(probe, inputs)), strict=True))
+    nodes = {node.name: node for node in module.graph.nodes}
+    for name in names:
+        wanted = recorder.values[name]
+        span = float(wanted.max() - wanted.min()) or 1.0
+        if wanted.shape != got[name].shape or not float(np.abs(wanted - got[name]).mean()) <= FAR * span:
+            return f"the first layer that differs is {module_path(nodes[name]) or 'the model itself'} (value {name!r})"
+    return None

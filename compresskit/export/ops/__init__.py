@@ -1,0 +1,1 @@
+"""Custom operators of captured graphs and their translations to ONNX."""

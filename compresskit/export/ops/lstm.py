@@ -1,0 +1,81 @@
+"""An LSTM as ONNX Runtime's `DynamicQuantizeLSTM` computes it, as an operator of torch.
+
+Both matrices of a cell are int8. The inputs of all steps are rounded at once, the state before every step, each with the range
+that it has just then (`ops.round_dynamically`); sums, gates and states are fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compresskit.export.ops.quantize import round_dynamically
+from compresskit.graph.recurrent import Cell, cells
+
+
+def unprojected(state: Tensor, projection: Tensor | None) -> Tensor:
+    """A state of full width that is projected to the given one: (N, P) and (P, H) to (N, H)."""
+    return state if projection is None else state @ torch.linalg.pinv(projection).T
+
+
+def simulate(
+    x: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    enabled: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, last states and last cell states; gradients pass straight through the rounding.
+
+    weights: as torch's operator takes them, rounded already; the recurrent ones of a projected LSTM times the projection,
+    (4 H, H), as the file has them. enabled: whether activations are rounded.
+    """
+    x = x.transpose(0, 1) if batch_first else x
+    last_h, last_c = [], []
+    for i, layer in enumerate(cells(weights, has_biases, layers, bidirectional)):
+        given = round_dynamically(x) if enabled else x
+        outputs = []
+        for direction, cell in enumerate(layer):
+            place = i * len(layer) + direction
+            y, h, c = _run(given, state[0][place], state[1][place], cell, backward=direction == 1, enabled=enabled)
+            outputs.append(y)
+            last_h.append(h)
+            last_c.append(c)
+        x = torch.cat(outputs, 2)
+    return (x.transpose(0, 1) if batch_first else x), torch.stack(last_h), torch.stack(last_c)
+
+
+def _run(x: Tensor, h: Tensor, c: Tensor, cell: Cell, *, backward: bool, enabled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    h = unprojected(h, cell.projection)
+    inputs = F.linear(x, cell.input, cell.biases[0] + cell.biases[1] if cell.biases else None)
+    states: list[Tensor] = []
+    for step in reversed(inputs.unbind(0)) if backward else inputs.unbind(0):
+        i, f, g, o = (step + F.linear(round_dynamically(h) if enabled else h, cell.recurrent)).chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        states.append(h)
+    y = torch.stack(states[::-1] if backward else states)
+    if cell.projection is not None:
+        y, h = F.linear(y, cell.projection), F.linear(h, cell.projection)
+    return y, h, c
+
+
+@torch.library.custom_op("compresskit::dynamic_lstm", mutates_args=())
+def dynamic_lstm(
+    x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`simulate` as one operator, which becomes `DynamicQuantizeLSTM` in a file."""
+    y, h, c = simulate(x, state, weights, has_biases, layers, bidirectional, batch_first)
+    return y.contiguous(), h, c
+
+
+@dynamic_lstm.register_fake
+def _(
+    x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = state[0].shape[-1] * (2 if bidirectional else 1)
+    return x.new_empty(x.shape[0], x.shape[1], width), torch.empty_like(state[0]), torch.empty_like(state[1])

@@ -1,0 +1,1 @@
+"""Rewrites of exported ONNX graphs, for any runtime (`common`) or for ONNX Runtime."""

@@ -1,0 +1,111 @@
+"""Rewrites of a transformer's ONNX graph (onnx-ir) for the kernels that ONNX Runtime has on a CPU; they change nothing in it.
+
+    a mask with one row for all queries                          -> expanded: the kernel knows no other
+    Transpose(Reshape(x)) -> Attention -> Transpose -> Reshape   -> Attention on (rows, steps, heads * width)
+    Add -> LayerNormalization                                    -> Sum -> LayerNormalization
+
+ONNX Runtime fuses the last into SkipLayerNormalization, whose kernel takes six times as long as the two operators do (128 steps
+of width 384 on AVX512: 261 us against 42; ONNX Runtime 1.31); it does not look for Sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from compresskit.export.rewrite.common import replace
+
+TURNED = [0, 2, 1, 3]
+
+
+def whole_masks(model: ir.Model) -> None:
+    """Give every Attention a mask with a row for each query, in place."""
+    for node in list(model.graph):
+        if node.op_type != "Attention" or node.domain or len(node.inputs) < 4 or node.inputs[0] is None:
+            continue
+        queries, mask = node.inputs[0], node.inputs[3]
+        if mask is None or mask.shape is None or len(mask.shape) < 2 or mask.shape[-2] != 1 or queries.shape is None:
+            continue
+        place = len(queries.shape) - 2
+        count = ir.node("Shape", [queries], {"start": place, "end": place + 1})
+        before, behind = (_constant(model.graph, f"{node.name}.{n}", size) for n, size in (("a", len(mask.shape) - 2), ("b", 1)))
+        shape = ir.node("Concat", [before, count.outputs[0], behind], {"axis": 0})
+        whole = ir.node("Expand", [mask, shape.outputs[0]])
+        for i, new in enumerate((count, shape, whole)):
+            new.outputs[0].name = f"{node.name}.mask.{i}"
+        whole.outputs[0].type = mask.type
+        model.graph.insert_before(node, [count, shape, whole])
+        node.replace_input_with(3, whole.outputs[0])
+
+
+def _constant(graph: ir.Graph, name: str, size: int) -> ir.Value:
+    """As many ones."""
+    tensor = ir.tensor(np.ones(size, dtype=np.int64), name=name)
+    value = ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.initializers[name] = value
+    return value
+
+
+def flat_attention(model: ir.Model) -> None:
+    """Let Attention split the heads itself, in place; it spares four transposes."""
+    for node in list(model.graph):
+        if node.op_type == "Attention" and node.domain == "" and len(node.outputs) == 1:
+            _flatten(model.graph, node)
+
+
+def _flatten(graph: ir.Graph, node: ir.Node) -> None:
+    if any(v is not None for v in node.inputs[4:]) or len(node.inputs) < 3:
+        return
+    sources = [_unsplit(v) for v in node.inputs[:3]]
+    joined = _joined(node.outputs[0])
+    heads = [None if v is None or v.shape is None else v.shape[1] for v in node.inputs[:2]]
+    if joined is None or any(s is None for s in sources) or not all(isinstance(h, int) for h in heads):
+        return
+    attributes = [a for a in node.attributes.values() if a.name not in ("q_num_heads", "kv_num_heads")]
+    numbers = zip(("q_num_heads", "kv_num_heads"), heads, strict=True)
+    attributes += [ir.AttrInt64(name, int(h)) for name, h in numbers]  # type: ignore[arg-type]
+    flat = ir.Node("", "Attention", [*sources, *node.inputs[3:4]], attributes, name=node.name)
+    flat.outputs[0].name = f"{node.outputs[0].name}_flat"
+    replace(graph, joined, [flat], flat.outputs[0])
+
+
+def _unsplit(value: ir.Value | None) -> ir.Value | None:
+    """X of `Transpose(Reshape(x, (rows, steps, heads, width)))`, (rows, steps, heads * width)."""
+    turn = None if value is None else value.producer()
+    if turn is None or turn.op_type != "Transpose" or list(turn.attributes.get_ints("perm", [])) != TURNED:
+        return None
+    split = turn.inputs[0]
+    view = None if split is None else split.producer()
+    x = None if view is None or view.op_type != "Reshape" else view.inputs[0]
+    if x is None or x.shape is None or split is None or split.shape is None or len(x.shape) != 3 or len(split.shape) != 4:
+        return None
+    last, inner = x.shape[2], list(split.shape)[2:]
+    if not all(isinstance(n, int) for n in (last, *inner)) or int(last) != int(inner[0]) * int(inner[1]):  # type: ignore[arg-type]
+        return None
+    return x
+
+
+def _joined(value: ir.Value) -> ir.Node | None:
+    """The Reshape of `Reshape(Transpose(value))` to (rows, steps, heads * width), where nothing else reads either."""
+    turn = _only_reader(value)
+    if turn is None or turn.op_type != "Transpose" or list(turn.attributes.get_ints("perm", [])) != TURNED:
+        return None
+    view = _only_reader(turn.outputs[0])
+    shape = None if view is None else view.outputs[0].shape
+    return view if view is not None and view.op_type == "Reshape" and shape is not None and len(shape) == 3 else None
+
+
+def _only_reader(value: ir.Value) -> ir.Node | None:
+    readers = [use.node for use in value.uses()]
+    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+
+
+def apart_from_norms(model: ir.Model) -> None:
+    """Keep sums apart from the LayerNormalization that reads them, in place."""
+    for node in list(model.graph):
+        source = node.inputs[0].producer() if node.op_type == "LayerNormalization" and node.inputs[0] is not None else None
+        if source is None or source.op_type != "Add" or any(v is None or v.const_value is not None for v in source.inputs):
+            continue
+        total = ir.Node("", "Sum", source.inputs, name=source.name)
+        total.outputs[0].name = source.outputs[0].name
+        replace(model.graph, source, [total], total.outputs[0])

@@ -1,0 +1,53 @@
+"""Models in half precision as files.
+
+fp16 is written as it is: every runtime executes it (on a CPU, ONNX Runtime converts). bf16 has no kernels there, and a file that
+cannot run cannot be proved: such a model is written with its weights stored in bf16, half the bytes, and computes in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.task import Inputs
+
+
+def coarsest(model: nn.Module) -> torch.dtype:
+    """The floating point type with the fewest digits among parameters and buffers."""
+    found = {v.dtype for v in (*model.parameters(), *model.buffers()) if v.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def widened(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]:
+    """A bf16 model and its inputs in fp32; any other as it is."""
+    if coarsest(model) is not torch.bfloat16:
+        return model, example
+
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
+
+    wider: Inputs = pytree.tree_map(wide, example)
+    return copy.deepcopy(model).float(), wider
+
+
+def store_bf16_(file: Any) -> None:
+    """Store the fp32 matrices and kernels of an onnx-ir model in bf16, each behind a Cast to fp32."""
+    import ml_dtypes
+    import onnx_ir as ir  # heavy, and only exporting needs it
+
+    for name, value in list(file.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or tensor.dtype is not ir.DataType.FLOAT or len(tensor.shape) < 2:
+            continue
+        narrow = ir.tensor(tensor.numpy().astype(ml_dtypes.bfloat16), name=f"{name}.bf16")
+        stored = ir.Value(name=f"{name}.bf16", shape=value.shape, type=ir.TensorType(narrow.dtype), const_value=narrow)
+        cast = ir.Node("", "Cast", [stored], {"to": ir.AttrInt64("to", ir.DataType.FLOAT.value)})
+        cast.outputs[0].shape, cast.outputs[0].type = value.shape, value.type
+        file.graph.insert_before(file.graph[0], cast)
+        ir.convenience.replace_all_uses_with(value, cast.outputs[0])
+        file.graph.initializers.pop(name)
+        file.graph.initializers[stored.name] = stored

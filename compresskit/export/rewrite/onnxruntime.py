@@ -1,0 +1,147 @@
+"""Rewrites of a quantized ONNX graph (onnx-ir) for the integer kernels of ONNX Runtime on a CPU; its integers stay the same.
+
+    pad_input_channels    Conv on an image of 3 channels   -> the image padded to 4, or folded 2x2 into 12
+    pool_as_convolution   AveragePool                      -> a depthwise Conv whose weights are all 1 / positions
+
+The symmetric kernel wants input channels in fours, and AveragePool has no vectorized integer kernel: on AVX512-VNNI a first
+convolution takes a third to a half less time so, pooling a fifth (benchmarks/quantize_kernels.md).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from compresskit.export.rewrite.attention import apart_from_norms, flat_attention
+from compresskit.export.rewrite.common import constant, replace
+
+LANES = 4  # input channels that one VNNI instruction multiplies and sums
+SMALLEST = 24  # height and width below which padding costs what it saves
+
+
+def pad_input_channels(model: ir.Model) -> None:
+    """Give convolutions that read the quantized input of the model a multiple of four channels, the new ones zero."""
+    for node in list(model.graph):
+        if node.op_type == "Conv" and node.attributes.get_int("group", 1) == 1:
+            _widen(model.graph, node)
+
+
+def _widen(graph: ir.Graph, conv: ir.Node) -> None:
+    x, weight = conv.inputs[0], conv.inputs[1]
+    wide, kernel = _dequantize(x), _dequantize(weight)
+    integers = None if kernel is None else constant(kernel.inputs[0])
+    if wide is None or integers is None or integers.ndim != 4 or not _is_quantized_input(wide.inputs[0]):
+        return
+    if x is None or x.shape is None or any(not isinstance(s, int) or s < SMALLEST for s in list(x.shape)[2:]):
+        return
+    channels = integers.shape[1]
+    if channels % LANES == 0 or integers.shape[2] > 7:
+        return
+    if _folds(conv, integers, x):
+        moved, integers = _fold(conv, wide, integers)
+    else:
+        extra = -channels % LANES
+        pads = ir.tensor(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), name=f"{conv.name}_pads")
+        moved = ir.Node("", "Pad", [wide.inputs[0], _initializer(graph, pads), wide.inputs[2]])
+        integers = np.pad(integers, ((0, 0), (0, extra), (0, 0), (0, 0)))
+    source = wide.inputs[0]
+    assert source is not None
+    moved.outputs[0].type = source.type
+    again = ir.Node("", "DequantizeLinear", [moved.outputs[0], *wide.inputs[1:]], wide.attributes)
+    again.outputs[0].type = x.type
+    assert kernel is not None
+    stored = _initializer(graph, ir.tensor(integers, name=f"{conv.name}_weight"))
+    turned = ir.Node("", "DequantizeLinear", [stored, *kernel.inputs[1:]], kernel.attributes)
+    graph.insert_before(conv, [moved, again, turned])
+    conv.replace_input_with(0, again.outputs[0])
+    conv.replace_input_with(1, turned.outputs[0])
+
+
+def _folds(conv: ir.Node, integers: np.ndarray, x: ir.Value) -> bool:
+    """Whether 2x2 neighbours may become channels, and pay: kernels of 5 and more at stride 2 on an even number of positions."""
+    plain = conv.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+    plain = plain and list(conv.attributes.get_ints("dilations", [1, 1])) == [1, 1]
+    strided = list(conv.attributes.get_ints("strides", [1, 1])) == [2, 2]
+    assert x.shape is not None
+    even = all(isinstance(s, int) and s % 2 == 0 for s in list(x.shape)[2:])
+    return bool(plain and strided and even and min(integers.shape[2:]) >= 5)
+
+
+def _fold(conv: ir.Node, wide: ir.Node, integers: np.ndarray) -> tuple[ir.Node, np.ndarray]:
+    """SpaceToDepth of the input, and the kernel in its terms: tap d of a row, counted from the window's middle pixel 2 o, is tap
+    d // 2 of the folded row and pixel d % 2 of its four.
+    """
+    out, channels, *kernel = integers.shape
+    pads = list(conv.attributes.get_ints("pads", [0, 0, 0, 0]))
+    low = [-((p + 1) // 2) for p in pads[:2]]
+    high = [(k - 1 - p) // 2 for k, p in zip(kernel, pads[:2], strict=True)]
+    size = [h - lo + 1 for h, lo in zip(high, low, strict=True)]
+    folded = np.zeros((out, 2, 2, channels, *size), integers.dtype)
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            (row, a), (column, b) = divmod(i - pads[0], 2), divmod(j - pads[1], 2)
+            folded[:, a, b, :, row - low[0], column - low[1]] = integers[:, :, i, j]
+    shape = wide.outputs[0].shape
+    assert shape is not None
+    ends = []
+    for axis in range(2):
+        positions = int(shape[2 + axis])  # type: ignore[arg-type]
+        outputs = (positions + pads[axis] + pads[2 + axis] - kernel[axis]) // 2 + 1
+        ends.append(outputs - 1 + size[axis] - positions // 2 + low[axis])
+    conv.attributes["pads"] = ir.AttrInt64s("pads", [-low[0], -low[1], *ends])
+    conv.attributes["strides"] = ir.AttrInt64s("strides", [1, 1])
+    conv.attributes["kernel_shape"] = ir.AttrInt64s("kernel_shape", size)
+    move = ir.Node("", "SpaceToDepth", [wide.inputs[0]], {"blocksize": ir.AttrInt64("blocksize", 2)})
+    return move, folded.reshape(out, 4 * channels, *size)
+
+
+def pool_as_convolution(model: ir.Model) -> None:
+    """Average in a depthwise convolution: every weight is 1 step of a scale of 1 / positions, so the sum is exact."""
+    for node in list(model.graph):
+        if node.op_type == "AveragePool" and _dequantize(node.inputs[0]) is not None:
+            _convolve(model.graph, node)
+
+
+def _convolve(graph: ir.Graph, pool: ir.Node) -> None:
+    x, kernel = pool.inputs[0], list(pool.attributes.get_ints("kernel_shape", []))
+    pads = list(pool.attributes.get_ints("pads", [0] * 2 * len(kernel)))
+    whole = pool.attributes.get_int("count_include_pad", 0) == 1 or not any(pads)
+    settings = ("auto_pad", "dilations", "kernel_shape", "pads", "strides")
+    if not whole or pool.attributes.get_int("ceil_mode", 0) != 0 or len(kernel) != 2:
+        return
+    if x is None or x.shape is None or not isinstance(x.shape[1], int):
+        return
+    if {user.node.op_type for user in pool.outputs[0].uses()} != {"QuantizeLinear"}:
+        return
+    channels = int(x.shape[1])
+    weight = [
+        ir.tensor(np.ones((channels, 1, *kernel), np.int8), name=f"{pool.name}_weight"),
+        ir.tensor(np.float32(1 / np.prod(kernel)), name=f"{pool.name}_scale"),
+        ir.tensor(np.int8(0), name=f"{pool.name}_zero_point"),
+    ]
+    ones = ir.Node("", "DequantizeLinear", [_initializer(graph, tensor) for tensor in weight])
+    ones.outputs[0].shape, ones.outputs[0].type = ir.Shape([channels, 1, *kernel]), x.type
+    attributes = {name: pool.attributes[name] for name in settings if name in pool.attributes}
+    attributes["group"] = ir.AttrInt64("group", channels)
+    conv = ir.Node("", "Conv", [x, ones.outputs[0]], attributes, name=pool.name)
+    replace(graph, pool, [ones, conv], conv.outputs[0])
+
+
+def _dequantize(value: ir.Value | None) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" and len(node.inputs) > 2 else None
+
+
+def _is_quantized_input(value: ir.Value | None) -> bool:
+    node = None if value is None else value.producer()
+    return bool(node is not None and node.op_type == "QuantizeLinear" and node.inputs[0] and node.inputs[0].is_graph_input())
+
+
+def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+#: What files for ONNX Runtime on x86 go through.
+TUNED = (pad_input_channels, pool_as_convolution, flat_attention, apart_from_norms)

@@ -1,0 +1,126 @@
+"""LSTM, GRU and RNN as operators of a graph.
+
+`torch.export` takes them apart, one copy of the cell for each step of the example, and with it the length is fixed. While a model
+is traced, `opaque()` puts one operator of this library in their place, which knows nothing of lengths; a captured graph then
+holds torch's own operator again, so that it trains, casts and deep-copies as any other.
+
+    trace:  torch.lstm, aten.lstm.input  ->  compresskit.graph.recurrent      (`opaque`)
+    graph:  compresskit.graph.recurrent        ->  aten.lstm.input            (`restore_`)
+    file:   compresskit.graph.recurrent        ->  LSTM, GRU, RNN of ONNX     (`export.recurrent`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from compresskit.base.errors import ModelError
+
+#: Kind -> the operator that computes it, and how many gates a cell has.
+OPERATORS = {
+    "lstm": torch.ops.aten.lstm.input,
+    "gru": torch.ops.aten.gru.input,
+    "rnn_tanh": torch.ops.aten.rnn_tanh.input,
+    "rnn_relu": torch.ops.aten.rnn_relu.input,
+}
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_FUNCTIONS: dict[Any, str] = {operator: kind for kind, operator in OPERATORS.items()}
+_FUNCTIONS |= {getattr(torch._VF, kind): kind for kind in OPERATORS}  # type: ignore[attr-defined]
+_PACKING = {torch._VF._pack_padded_sequence}  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """The weights of one layer in one direction, of G gates and width H; `projection` (P, H) where the state is projected.
+
+    input: (G H, I). recurrent: (G H, H), or (G H, P). biases: two of (G H,), or none.
+    """
+
+    input: Any
+    recurrent: Any
+    biases: tuple[Any, ...] = ()
+    projection: Any = None
+
+
+def cells(weights: Sequence[Any], has_biases: bool, layers: int, bidirectional: bool) -> list[list[Cell]]:
+    """The flat list of weights that torch's operators take, sorted by layer and direction."""
+    directions = 2 if bidirectional else 1
+    size = len(weights) // (layers * directions)
+    rows = [list(weights[i : i + size]) for i in range(0, len(weights), size)]
+    found = []
+    for row in rows:
+        biases = tuple(row[2:4]) if has_biases else ()
+        projection = row[-1] if size % 2 else None
+        found.append(Cell(input=row[0], recurrent=row[1], biases=biases, projection=projection))
+    return [found[i : i + directions] for i in range(0, len(found), directions)]
+
+
+@torch.library.custom_op("compresskit::recurrent", mutates_args=())
+def recurrent(
+    x: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    kind: str,
+    has_biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch's operator of that kind gives in eval mode: outputs, last states, last cell states (empty but for an LSTM)."""
+    given: Any = state if kind == "lstm" else state[0]
+    results = OPERATORS[kind](x, given, weights, has_biases, layers, 0.0, False, bidirectional, batch_first)
+    return results[0].clone(), results[1].clone(), results[2].clone() if kind == "lstm" else x.new_empty(0)
+
+
+@recurrent.register_fake
+def _(
+    x: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    kind: str,
+    has_biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = state[0].shape[-1] * (2 if bidirectional else 1)
+    cell = torch.empty_like(state[1]) if kind == "lstm" else x.new_empty(0)
+    return x.new_empty(x.shape[0], x.shape[1], width), torch.empty_like(state[0]), cell
+
+
+class opaque(TorchFunctionMode):
+    """While it is active, LSTM, GRU and RNN are one operator each: `compresskit.graph.recurrent`.
+
+    Raises ModelError for packed sequences, whose lengths a graph cannot follow.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _FUNCTIONS.get(func) if func.__hash__ else None
+        if (func.__hash__ and func in _PACKING) or (kind and isinstance(args[3], list | tuple)):
+            raise ModelError(
+                "packed sequences (pack_padded_sequence) cannot be captured: their lengths are data; give the padded batch to the"
+                " recurrent layer, and mask what lies behind the end of each sequence"
+            )
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        x, state, weights, has_biases, layers, _, _, bidirectional, batch_first = args
+        states = list(state) if kind == "lstm" else [state]
+        results = torch.ops.compresskit.graph.recurrent(
+            x, states, list(weights), kind, has_biases, layers, bidirectional, batch_first
+        )
+        return results if kind == "lstm" else results[:2]
+
+
+def restore_(graph: fx.Graph) -> None:
+    """Torch's own operators in the place of this library's."""
+    for node in graph.nodes:
+        if node.target is torch.ops.compresskit.graph.recurrent.default:
+            x, state, weights, kind, has_biases, layers, bidirectional, batch_first = node.args
+            node.target = OPERATORS[kind]
+            given = state if kind == "lstm" else state[0]
+            node.args = (x, given, weights, has_biases, layers, 0.0, False, bidirectional, batch_first)

@@ -1,0 +1,139 @@
+"""Loss scaling: a factor that lifts small gradients into the range of fp16 (Micikevicius et al., 1710.03740)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from compresskit.base.errors import CheckpointError, SettingError
+from compresskit.mixed.formats.parallel import whole
+from compresskit.mixed.formats.policy import Policy
+
+
+class LossScaler:
+    """A loss scale, fixed or dynamic, that lives on the device of the gradients.
+
+    Dynamic: an inf or nan in any gradient multiplies the scale by `backoff` and the step is skipped; `interval` clean
+    steps in a row multiply it by `growth`. Unlike `torch.amp.GradScaler` the scale stays in [floor, ceiling], so a run of
+    overflows can neither reach 0 nor make 1/scale infinite. With `hysteresis` n, the first n - 1 overflows since the scale
+    last grew skip their step and leave the scale (Megatron-LM, `DynamicGradScaler`).
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        dynamic: bool = True,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        hysteresis: int = 1,
+        floor: float = 1.0,
+        ceiling: float = 2.0**24,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 < floor <= scale <= ceiling:
+            raise SettingError(f"LossScaler: wanted 0 < floor <= scale <= ceiling, got {floor}, {scale}, {ceiling}")
+        if not (growth > 1 and 0 < backoff < 1 and interval >= 1):
+            raise SettingError(
+                f"LossScaler: wanted growth > 1, 0 < backoff < 1, interval >= 1, got {growth}, {backoff}, {interval}"
+            )
+        if hysteresis < 1:
+            raise SettingError(f"LossScaler: wanted hysteresis >= 1, got {hysteresis}")
+        self.dynamic, self.growth, self.backoff, self.interval = dynamic, growth, backoff, interval
+        self.hysteresis, self.floor, self.ceiling = hysteresis, floor, ceiling
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+        self.clean = torch.tensor(0, dtype=torch.int32, device=device)
+        self.tolerance = torch.tensor(hysteresis, dtype=torch.int32, device=device)
+        self.skipped = torch.tensor(0, dtype=torch.int64, device=device)
+        self.found_inf = torch.tensor(0.0, dtype=torch.float32, device=device)
+
+    @classmethod
+    def fixed(cls, scale: float, *, device: torch.device | str = "cpu") -> LossScaler:
+        """A scale that never moves; a step whose gradients overflow is skipped all the same."""
+        return cls(scale, dynamic=False, floor=scale, ceiling=scale, device=device)
+
+    def to(self, device: torch.device) -> LossScaler:
+        """The same scaler, on another device."""
+        for name in ("scale", "clean", "tolerance", "skipped", "found_inf"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    def inverse(self) -> Tensor:
+        """1 / scale; through float64, as it is rounded but once there."""
+        return self.scale.double().reciprocal().float()
+
+    def unscale_(self, grads: list[Tensor]) -> None:
+        """Divide gradients by the scale, in place, and note in `found_inf` whether any is not finite."""
+        self.found_inf.zero_()
+        check_(grads, self.found_inf, self.inverse())
+
+    def update(self) -> None:
+        """Move the scale; called once a step, after `unscale_`, so that a step is unscaled by what scaled it."""
+        overflow = self.found_inf > 0
+        self.skipped += overflow
+        if not self.dynamic:
+            return
+        self.tolerance.sub_(overflow.to(torch.int32))
+        self.clean.copy_(torch.where(overflow, 0, self.clean + 1))
+        grow = self.clean >= self.interval
+        back = overflow & (self.tolerance <= 0)
+        factor = torch.where(back, self.backoff, torch.where(grow, self.growth, 1.0))
+        self.scale.mul_(factor).clamp_(self.floor, self.ceiling)
+        self.clean.copy_(torch.where(grow, 0, self.clean))
+        self.tolerance.copy_(torch.where(grow, self.hysteresis, self.tolerance))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Scale and counters, as tensors."""
+        return {name: getattr(self, name).clone() for name in ("scale", "clean", "tolerance", "skipped")}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over scale and counters."""
+        if unknown := set(state) - {"scale", "clean", "tolerance", "skipped"}:
+            raise CheckpointError(f"LossScaler: a state holds scale, clean, tolerance and skipped, got {sorted(unknown)[0]!r}")
+        for name, value in state.items():
+            getattr(self, name).copy_(value)
+
+
+def make_scalers(
+    policy: Policy, losses: Sequence[str], make: Callable[[], LossScaler] | None, device: torch.device
+) -> dict[str, LossScaler]:
+    """A scaler for every named loss, or one by the name "" ; none where the policy has no loss scale."""
+    if len(set(losses)) != len(losses) or isinstance(losses, str):
+        raise SettingError(f"losses must be different names, such as ('generator', 'critic'), got {losses!r}")
+    scale = policy.loss_scale
+    if make is not None and scale is None:
+        raise SettingError(f"Policy {policy.name} has no loss scale; set loss_scale='dynamic' to use a scaler")
+    if scale is None:
+        return {}
+
+    def default() -> LossScaler:
+        return LossScaler() if scale == "dynamic" else LossScaler.fixed(float(scale))
+
+    return {name: (make or default)().to(device) for name in losses or [""]}
+
+
+def check_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Multiply gradients by a factor, in place, and set `found_inf` to 1 where one is not finite; nothing is read back."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), same in kinds.items():
+        flag = found_inf if device == found_inf.device else torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(same, flag, factor.to(device))
+        if flag is not found_inf:
+            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
+
+
+def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Norm of all gradients together, summed in fp32: in half, 2e5 values of 60000 already make inf."""
+    if not grads:
+        return torch.zeros((), device=device)
+    shards = [grad for grad in grads if hasattr(grad, "full_tensor")]
+    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
+    norms = list(torch._foreach_norm(plain, 2, dtype=torch.float32)) if plain else []
+    if shards:  # FSDP2, in fp32 as they are (torch 2.15 takes no dtype here); one reduction over the ranks for all of them
+        norms.append(whole(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(shards, 2))))))
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

@@ -1,0 +1,1 @@
+"""Channel pruning: budgets, rankings, selection, refitting, and the stage `Prune`."""

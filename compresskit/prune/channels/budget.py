@@ -1,0 +1,136 @@
+"""What a plan must reach and keep: targets, limits, and the count of what is left while channels go."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from compresskit.base.errors import SettingError
+from compresskit.prune.structure.groups import Found, Group, Widths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """How much goes; exactly one is given. All but `ratio` are shares that stay, in (0, 1].
+
+    macs: of the multiply-accumulates. parameters: of the parameters. bytes: of the ONNX file. latency: of the milliseconds that
+    ONNX Runtime takes for one sample on one thread, measured here. ratio: share that goes of the channels that can be cut,
+    in [0, 1).
+    """
+
+    macs: float | None = None
+    parameters: float | None = None
+    bytes: float | None = None
+    latency: float | None = None
+    ratio: float | None = None
+
+    def check(self, where: str) -> None:
+        """Raise SettingError unless exactly one target is given, within its range."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise SettingError(f"{where}: wanted exactly one of macs, parameters, bytes, latency, ratio; got {given or 'none'}")
+        name, value = next(iter(given.items()))
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if name == "ratio" and not (number and 0 <= value < 1):
+            raise SettingError(f"{where[:-1]}ratio=...): wanted the share of channels that goes, in [0, 1), got {value!r}")
+        if name != "ratio" and not (number and 0 < value <= 1):
+            raise SettingError(f"{where[:-1]}{name}=...): wanted the share that stays, in (0, 1], got {value!r}")
+
+    @property
+    def unit(self) -> str:
+        """What is counted while channels are chosen; measured targets are approached through MACs or parameters."""
+        return "channels" if self.ratio is not None else "parameters" if self.parameters or self.bytes else "MACs"
+
+    @property
+    def measured(self) -> str | None:
+        """What is measured on exported candidates, where counting does not tell."""
+        return "bytes" if self.bytes else "latency" if self.latency else None
+
+    @property
+    def share(self) -> float:
+        """Share of it that stays."""
+        if self.ratio is not None:
+            return 1 - self.ratio
+        return next(v for v in (self.macs, self.parameters, self.bytes, self.latency) if v is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds every plan, whatever its target.
+
+    round_to: widths stay multiples of this. minimum: channels that every group keeps.
+    ratios: layer -> ratio of its channels that goes, decided beforehand, to the nearest channel whatever `round_to` says.
+    """
+
+    round_to: int = 8
+    minimum: int = 1
+    ratios: Mapping[str, float]
+
+    def check(self, where: str) -> None:
+        """Raise SettingError for a limit out of its range."""
+        for name, value in (("round_to", self.round_to), ("minimum", self.minimum)):
+            if not isinstance(value, int) or value < 1:
+                raise SettingError(f"{where[:-1]}{name}=...): wanted a whole number >= 1, got {value!r}")
+        for name, ratio in self.ratios.items():
+            if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+                raise SettingError(f"{where[:-1]}ratios={{{name!r}: ...}}): wanted the share that goes, in [0, 1), got {ratio!r}")
+
+    def step(self, group: Group) -> int:
+        """Units to cut at once so that widths stay multiples of `round_to`; finer where a layer is too narrow for that."""
+        size = self.round_to
+        while size > 1 and group.size < 2 * size:
+            size //= 2
+        return (group.size - group.gone) % size or size
+
+    def count(self, group: Group, ratio: float) -> int:
+        """Channels that go for a ratio of an untouched group, as near as the alignment of widths allows."""
+        size = self.step(group)
+        return round(ratio * group.size / size) * size
+
+    def left_over(self, group: Group, count: int) -> bool:
+        """Whether the group still has channels enough after losing `count` more."""
+        return group.size - group.gone - count >= max(1, min(self.minimum, group.size))
+
+
+class Budget:
+    """One resource of the model, counted while channels go: MACs, parameters, or the channels themselves."""
+
+    def __init__(self, found: Found, unit: str, module: nn.Module) -> None:
+        self.found, self.unit, self.widths = found, unit, Widths(found)
+        self.numbers = {name: p.numel() for name, p in module.named_parameters()}  # a tied one once
+        self.gone: Counter[tuple[str, int]] = Counter()
+        if unit == "channels":
+            self.total = float(sum(g.size for g in found.groups))
+        else:
+            self.total = self.widths.macs() if unit == "MACs" else float(sum(self.numbers.values()))
+        self.current = self.total
+
+    def saving(self, group: Group, count: int) -> float:
+        """What `count` channels fewer save."""
+        if self.unit == "channels":
+            return float(count)
+        return self.widths.saving(group, count) if self.unit == "MACs" else self._parameters(group, count)
+
+    def _parameters(self, group: Group, count: int) -> float:
+        extra: dict[str, dict[int, int]] = defaultdict(dict)
+        for (tensor, dim, _), indices in group.places.items():
+            extra[tensor][dim] = indices.shape[1] * count
+        saved = 0.0
+        for tensor, more in extra.items():
+            now = left = float(self.numbers.get(tensor, 0))
+            for dim, size in enumerate(self.found.shapes[tensor]):
+                now *= 1 - self.gone[tensor, dim] / size
+                left *= 1 - (self.gone[tensor, dim] + more.get(dim, 0)) / size
+            saved += now - left
+        return saved
+
+    def cut(self, group: Group, count: int) -> None:
+        """Note that `count` more channels of a group go."""
+        self.current -= self.saving(group, count)
+        for (tensor, dim, _), indices in group.places.items():
+            self.gone[tensor, dim] += indices.shape[1] * count
+        self.widths.cut(group, count)

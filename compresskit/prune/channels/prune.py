@@ -1,0 +1,178 @@
+"""The stage: learn sparsely; in one step or more plan, prove, cut, refit, re-estimate BatchNorm; fine-tune."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from compresskit.base.distributed import first_of, ranks
+from compresskit.base.errors import SettingError
+from compresskit.base.samples import calibration_inputs
+from compresskit.base.settings import check_kinds
+from compresskit.base.task import PROPERTIES, Task
+from compresskit.graph.surgery import frozen_copy
+from compresskit.measure import count_parameters
+from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
+from compresskit.prune.channels.budget import Limits, Target
+from compresskit.prune.channels.normalize import Normalizer, by_mean
+from compresskit.prune.channels.plan_channels import plan_channels
+from compresskit.prune.channels.ranking import Ranking, cost_aware
+from compresskit.prune.channels.reconstruct import reconstruct_
+from compresskit.prune.channels.sparse_learning import GroupLasso, Growing
+from compresskit.prune.criteria import Criterion, l2
+from compresskit.prune.schedules import MaskSchedule, linear
+from compresskit.prune.structure.plan import Plan, apply_
+from compresskit.train.train import Train, fit_
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune:
+    """Remove channels.
+
+    macs, parameters, bytes, latency, ratio: how much; exactly one, as in `plan_channels`.
+    criterion: scores channels, see `compresskit.prune`. ranking, normalize: how groups compete, see `plan_channels`.
+    reconstruct: refit the layers that lost inputs by least squares, from calibration inputs without labels: worth more right
+        after the cut than any criterion.
+    learn: training before the cut under a penalty that empties channels: its objective is `group_lasso(...)` or `growing(...)`,
+        or anything else, to which `group_lasso` is then added.
+    steps: cut in so many steps; after each but the last `between` trains. schedule: `(done, *, end) -> removed` over the steps.
+    finetune: training after the last cut, with a schedule of its own; None leaves it at re-estimated BatchNorm statistics.
+    rewind: an earlier checkpoint of the same network, whose weights go on in the channels that the trained one chose
+        (weight rewinding, Renda et al., 2003.02389); `finetune` then trains it.
+    samples: samples for criteria that read more than weights, for refitting and for BatchNorm statistics.
+    round_to, minimum, ratios, ignore, inside, whole_heads: as in `plan_channels`.
+    """
+
+    needs: ClassVar[frozenset[str]] = PROPERTIES
+    keeps: ClassVar[frozenset[str]] = PROPERTIES
+
+    macs: float | None = None
+    parameters: float | None = None
+    bytes: float | None = None
+    latency: float | None = None
+    ratio: float | None = None
+    criterion: Criterion = l2
+    ranking: Ranking = cost_aware
+    normalize: Normalizer = by_mean
+    reconstruct: bool = True
+    learn: Train | None = None
+    steps: int = 1
+    schedule: MaskSchedule = linear
+    between: Train | None = None
+    finetune: Train | None = None
+    rewind: nn.Module | None = None
+    samples: int = 3072
+    round_to: int = 8
+    minimum: int = 1
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    inside: str | None = None
+    whole_heads: bool = False
+
+    def __post_init__(self) -> None:
+        self.target.check("Prune()")
+        check_kinds(self)
+        Limits(round_to=self.round_to, minimum=self.minimum, ratios=self.ratios).check("Prune()")
+        for name in ("criterion", "ranking", "normalize", "schedule"):
+            if not callable(getattr(self, name)):
+                raise SettingError(f"Prune({name}=...): wanted a function such as prune.l2, got {getattr(self, name)!r}")
+        for name in ("samples", "steps"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise SettingError(f"Prune({name}=...): wanted a whole number >= 1, got {getattr(self, name)!r}")
+        if self.steps > 1 and (self.ratios or self.target.measured):
+            raise SettingError("Prune(steps=...): more than one step wants a target of macs, parameters or ratio, and no ratios=")
+        if self.between is not None and self.steps == 1:
+            raise SettingError("Prune(between=...): there is nothing between the cuts of one step; set steps, or use finetune")
+        if self.rewind is not None and self.finetune is None:
+            raise SettingError("Prune(rewind=...): rewound weights must be trained again; set finetune")
+
+    @property
+    def target(self) -> Target:
+        """How much goes."""
+        return Target(macs=self.macs, parameters=self.parameters, bytes=self.bytes, latency=self.latency, ratio=self.ratio)
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        model = model.to(task.device)
+        dense = frozen_copy(model)
+        goal = task if task.reference is not None else replace(task, reference=dense)
+        if self.learn is not None:
+            objective = self.learn.objective
+            sparse = objective if isinstance(objective, GroupLasso | Growing) else GroupLasso(objective=objective)
+            fit_(model, goal, self.learn, objective=sparse, label="learn sparsely")
+        plans: list[Plan] = []
+        kept = 1.0
+        for step in range(1, self.steps + 1):
+            wanted = 1 - self.schedule(step / self.steps, end=1 - self.target.share)
+            if wanted < kept * (1 - 1e-6) or self.steps == 1:
+                plan = self._plan(model, task, wanted / kept)
+                plans.append(plan)
+                log.info("%s", plan)
+                kept = self._kept(kept, wanted, model, plan)
+                self._cut_(model, plan, task)
+            if self.between is not None and step < self.steps:
+                fit_(model, goal, self.between, label=f"step {step} of {self.steps}")
+        if self.rewind is not None:
+            model = replayed(self.rewind, plans).to(task.device)
+        if self.finetune is not None:
+            fit_(model, goal, self.finetune, label="fine-tune")
+        return model.eval()
+
+    def _plan(self, model: nn.Module, task: Task, share: float) -> Plan:
+        def made() -> dict[str, Any]:
+            return self._fresh_plan(model, task, share).to_json()
+
+        if self.latency is not None and task.progress is not None:
+            return Plan.from_json(task.progress.decide(made))  # what a clock said once holds when the stage is started again
+        return self._fresh_plan(model, task, share) if ranks() == 1 else Plan.from_json(first_of(made))
+
+    def _fresh_plan(self, model: nn.Module, task: Task, share: float) -> Plan:
+        name = next(name for name, value in vars(self.target).items() if value is not None)
+        return plan_channels(
+            model,
+            task.example(),
+            **{name: 1 - share if name == "ratio" else share},  # type: ignore[arg-type]
+            criterion=self.criterion,
+            ranking=self.ranking,
+            normalize=self.normalize,
+            task=task,
+            samples=self.samples,
+            round_to=self.round_to,
+            minimum=self.minimum,
+            ratios=self.ratios,
+            ignore=self.ignore,
+            inside=self.inside,
+            whole_heads=self.whole_heads,
+        )
+
+    def _kept(self, kept: float, wanted: float, model: nn.Module, plan: Plan) -> float:
+        """Share of the first model that is left after a plan, in the unit of the target."""
+        if self.target.unit == "MACs":
+            return kept * plan.macs / plan.macs_before
+        if self.target.unit == "parameters":
+            return kept * count_parameters(apply_(copy.deepcopy(model), plan)) / count_parameters(model)
+        return wanted
+
+    def _cut_(self, model: nn.Module, plan: Plan, task: Task) -> None:
+        whole = frozen_copy(model) if self.reconstruct else None
+        apply_(model, plan)
+        if whole is not None:
+            reconstruct_(model, whole, plan, calibration_inputs(task, self.samples, "refit"))
+        reestimate_batchnorm_(model, calibration_inputs(task, self.samples, "re-estimate BatchNorm"))
+
+
+def replayed(model: nn.Module, plans: Plan | list[Plan]) -> nn.Module:
+    """A copy of another checkpoint of the same network with the same channels removed: weight rewinding for channels.
+
+    Raises ModelError where its tensors are not those that the plans were made for.
+    """
+    model = copy.deepcopy(model)
+    for plan in [plans] if isinstance(plans, Plan) else plans:
+        apply_(model, plan)
+    return model

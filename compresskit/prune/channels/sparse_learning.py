@@ -1,0 +1,138 @@
+"""Sparse learning: objectives that empty channels during training, so that cutting them afterwards costs little.
+
+Prune(macs=0.5, learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
+Train(epochs=10, objective=growing(plan_channels(model, example, macs=0.5)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.errors import SettingError
+from compresskit.base.task import Losses, Objective, Task
+from compresskit.graph.surgery import get_tensor, owner
+from compresskit.prune.channels.plan_channels import find
+from compresskit.prune.structure.groups import NORMS, Group
+from compresskit.prune.structure.plan import Plan
+from compresskit.train.train import bound
+
+
+class Around:
+    """An objective around another, `objective`, to which it hands on what `fit_` says."""
+
+    objective: Objective | None
+
+    def advance(self, done: float) -> None:
+        """Say how much of the training is done."""
+        getattr(self.objective, "advance", lambda done: None)(done)
+
+    def close(self) -> None:
+        """Close the objective inside."""
+        getattr(self.objective, "close", lambda: None)()
+
+    def resume_state(self) -> dict[str, Any]:
+        """What must be remembered: the number of calls of one that grows, and what the objective inside remembers."""
+        return {"calls": getattr(self, "calls", 0), "inside": getattr(self.objective, "resume_state", lambda: None)()}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        if hasattr(self, "calls"):
+            self.calls = state["calls"]
+        if state["inside"] is not None:
+            self.objective.resume_from_(state["inside"])  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLasso(Around):
+    """An objective with a penalty on the norm of every channel; see `group_lasso`."""
+
+    objective: Objective | None = None
+    strength: float = 1e-4
+    ignore: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = field(default=(), repr=False)
+    model: nn.Module | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.strength > 0:
+            raise SettingError(f"group_lasso(strength=...): wanted a positive number, got {self.strength}")
+
+    def bind(self, model: nn.Module, task: Task) -> GroupLasso:
+        """The same objective for a model whose groups are found, and a task."""
+        found, _, _ = find(model, task.example(), ignore=self.ignore)
+        return GroupLasso(
+            objective=bound(self.objective, model, task), strength=self.strength, groups=tuple(found.groups), model=model
+        )
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        assert self.objective is not None, "bind first"
+        assert self.model is not None, "bind first"
+        penalty = torch.stack([_norms(group, self.model).sum() for group in self.groups]).sum()
+        return {**self.objective(model, batch), "group_lasso": self.strength * penalty}
+
+
+def group_lasso(objective: Objective | None = None, *, strength: float = 1e-4, ignore: tuple[str, ...] = ()) -> GroupLasso:
+    """The objective (the task's loss where nothing is given) and a group lasso on channels (Wen et al., 1608.03665, eq. 4).
+
+    For every channel that could be cut, the Euclidean norm of all weights that would vanish with it, the factors of its norms
+    included, times `strength` and the square root of their number: whole channels are driven to zero, together in all layers.
+    """
+    return GroupLasso(objective=objective, strength=strength, ignore=ignore)
+
+
+def _norms(group: Group, model: nn.Module) -> Tensor:
+    """(units,) root of the number of values times their Euclidean norm; differentiable."""
+    squares, count = [], 0
+    for (name, dim, _), indices in group.places.items():
+        tensor = get_tensor(model, name)
+        module, leaf = owner(model, name)
+        if not isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and not (isinstance(module, NORMS) and leaf == "weight")):
+            continue
+        rows = tensor.float().movedim(dim, 0)[indices.to(tensor.device)].reshape(group.size, -1)
+        squares.append(rows.square().sum(1))
+        count += rows.shape[1]
+    # The gradient of a norm is not defined at zero; a channel that got there stays.
+    return (count * torch.stack(squares).sum(0) + 1e-12).sqrt()
+
+
+@dataclass(kw_only=True)
+class Growing(Around):
+    """An objective with a growing penalty on the channels of a plan; see `growing`."""
+
+    plan: Plan
+    objective: Objective | None = None
+    growth: float = 1e-4
+    model: nn.Module | None = field(default=None, repr=False)
+    calls: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.growth > 0:
+            raise SettingError(f"growing(growth=...): wanted a positive number, got {self.growth}")
+
+    def bind(self, model: nn.Module, task: Task) -> Growing:
+        """The same objective for a model and a task, at the beginning of its growth."""
+        return Growing(plan=self.plan, objective=bound(self.objective, model, task), growth=self.growth, model=model)
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        assert self.objective is not None, "bind first"
+        assert self.model is not None, "bind first"
+        self.calls += 1
+        squares = [
+            tensor.float().index_select(dim, torch.tensor(gone, device=tensor.device)).square().sum()
+            for name, dims in self.plan.remove.items()
+            if isinstance(tensor := get_tensor(self.model, name), nn.Parameter) and tensor.ndim > 1
+            for dim, gone in dims.items()
+        ]
+        penalty = torch.stack(squares).sum() if squares else torch.zeros(())
+        return {**self.objective(model, batch), "growing": 0.5 * self.growth * self.calls * penalty}
+
+
+def growing(plan: Plan, objective: Objective | None = None, *, growth: float = 1e-4) -> Growing:
+    """The objective and a weight decay on just the channels that a plan will remove, which grows by `growth` with every batch:
+    the model moves what they did elsewhere before they go (GReg-1; Wang et al., 2012.09243).
+    """
+    return Growing(plan=plan, objective=objective, growth=growth)

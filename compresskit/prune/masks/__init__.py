@@ -1,0 +1,1 @@
+"""Masks for single weights and blocks: patterns, allocation, schedules, rewinding, and the stage `Sparsify`."""

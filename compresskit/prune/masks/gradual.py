@@ -1,0 +1,166 @@
+"""Masks that change while a model is trained: more is removed on a schedule, and some of it may grow again (RigL).
+
+at each of `updates` steps, on the fp32 weights that the optimizer has just updated:
+    drop    the units with the lowest scores, down to (1 - swap) * (1 - ratio) of all
+    grow    those with the largest gradients, up to (1 - ratio)          (where there is anything to grow)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.distributed import mean_
+from compresskit.base.errors import SettingError
+from compresskit.graph.masks import Masks, masks_of
+from compresskit.prune.criteria import Criterion, NeedsGradients
+from compresskit.prune.masks.allocate import Allocation
+from compresskit.prune.masks.patterns import Pattern
+from compresskit.prune.masks.plan_mask import keep_best, without
+from compresskit.prune.masks.weight_criteria import NEEDED, Need, checked, rows_of, same
+from compresskit.prune.schedules import MaskSchedule
+
+
+@dataclass(kw_only=True)
+class Gradual:
+    """Updates the masks that a model carries while a run trains it; `attend` and `count` are what `fit_` takes.
+
+    ratio, or ratios by tensor: at the end. until: share of the training after which masks hold still. updates: how often they
+    change until then. swap: share of what stays that is dropped and grown anew at an update, falling to 0 along half a cosine.
+    memory: factor on the summed scores of criteria that read gradients, after each update.
+    """
+
+    model: nn.Module
+    pattern: Pattern
+    criterion: Criterion
+    schedule: MaskSchedule
+    ratio: float
+    ratios: Mapping[str, float] | None
+    allocation: Allocation | None
+    until: float
+    updates: int
+    swap: float
+    memory: float
+    names: tuple[str, ...]
+    step: int = 0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def attend(self, run: Any, steps: int) -> Callable[[], None]:
+        """Follow a run of so many steps; call what is returned after the last."""
+        parameters = dict(self.model.named_parameters())
+        carried = masks_of(self.model)
+        assert carried is not None, "attach masks first"
+        self.masks = {name: carried.masks[name] for name in self.names}
+        own = Masks({name: mask.clone() for name, mask in self.masks.items()})
+        self.floor, self.floors = own.ratio, own.ratios()
+        self.parameters = {name: parameters[name] for name in self.names}
+        self.last = max(1, round(self.until * steps))
+        self.due = {max(1, round(i * self.last / self.updates)) for i in range(1, self.updates + 1)}
+        self.reads = self._reads_gradients()
+        # Before the hooks that hold masks: these must see gradients of removed weights too.
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        handles = [p.register_hook(partial(self._note, name)) for name, p in trained.items()]
+        hook = partial(self._update, run)
+        run.after_update.append(hook)
+
+        def release() -> None:
+            run.after_update.remove(hook)
+            for handle in handles:
+                handle.remove()
+
+        return release
+
+    def _reads_gradients(self) -> bool:
+        name = self.names[0]
+        try:
+            self.criterion(rows_of(self.parameters[name], self.pattern, {}))
+        except NeedsGradients:
+            return True
+        except tuple(NEEDED) as need:
+            raise SettingError(
+                f"a schedule cannot follow a criterion that reads {NEEDED[type(need)]}; leave schedule out, or take another"
+            ) from None
+        return False
+
+    def count(self, step: int, steps: int) -> None:
+        """Called after every step, those that were skipped for an overflow included: the schedule goes on."""
+        self.step = step
+        self.grads.clear()
+
+    def resume_state(self) -> dict[str, Any]:
+        """Where the schedule is, and the scores that were summed so far."""
+        return {"step": self.step, "due": sorted(self.due), "sums": self.sums}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `resume_state` gave."""
+        self.step, self.due, self.sums = state["step"], set(state["due"]), dict(state["sums"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last update was made; if the steps from there on were all skipped, it was not."""
+        return not self.due
+
+    def _note(self, name: str, gradient: Tensor) -> None:
+        if self.due:
+            found = gradient.detach().float()
+            self.grads[name] = self.grads[name] + found if name in self.grads else found
+
+    def _update(self, run: Any) -> None:
+        if not self.due:
+            return
+        step = self.step + 1
+        weights = run.named_masters()
+        scale = 1.0 if run.scaler is None else run.scaler.scale
+        grads = {name: self.grads.pop(name) / scale for name in self.names if name in self.grads}
+        if self.reads or step >= min(self.due):
+            mean_(list(grads.values()))  # of all processes: what one process would see
+        with torch.no_grad():
+            if self.reads:
+                self._remember({n: self._score(n, weights[n], grads) for n in self.names})
+            if step < min(self.due):
+                return
+            self.due = {later for later in self.due if later > step}
+            scores = self.sums if self.reads else {n: self._score(n, weights[n], {}) for n in self.names}
+            kept = same(self._choose(min(1.0, step / self.last), without(scores, self.masks, self.pattern), weights, grads))
+            for name, mask in self.masks.items():
+                mask.copy_(self.pattern.spread(kept[name], mask.shape))
+            self.sums = {name: total * self.memory for name, total in scores.items()} if self.reads else {}
+
+    def _score(self, name: str, weight: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
+        found: dict[Need, Tensor] = {NeedsGradients: grads.get(name, torch.zeros_like(weight))} if self.reads else {}
+        return checked(self.criterion(rows_of(weight, self.pattern, found)), weight, self.pattern, name)
+
+    def _remember(self, scores: dict[str, Tensor]) -> None:
+        self.sums = {name: self.sums[name] + s if name in self.sums else s for name, s in scores.items()}
+
+    def _choose(
+        self, done: float, scores: dict[str, Tensor], weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        swap = self.swap / 2 * (1 + math.cos(math.pi * done))
+        ratio, shared = self._wanted(done, weights)
+        lower = None if shared is None else {n: 1 - (1 - swap) * (1 - r) for n, r in shared.items()}
+        kept = keep_best(scores, 1 - (1 - swap) * (1 - ratio), self.pattern, lower)
+        # Fewer may be left than are wanted now; what is gone comes back by its gradient, not by chance.
+        kept = {name: k & ~scores[name].isneginf() for name, k in kept.items()}
+        if self.pattern.fixed is not None:
+            return kept
+        found = {name: grads.get(name, torch.zeros_like(weights[name])) for name in kept}
+        sizes = {n: torch.linalg.vector_norm(self.pattern.rows(g), dim=1).double() for n, g in found.items()}
+        return keep_best({n: s.masked_fill(kept[n], math.inf) for n, s in sizes.items()}, ratio, self.pattern, shared)
+
+    def _wanted(self, done: float, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, float] | None]:
+        """The ratio at a point of the schedule, and each tensor's own; what was removed when it began is not given back."""
+        if self.ratios is not None:
+            return 0.0, {name: max(self.floors[name], self.schedule(done, end=r)) for name, r in self.ratios.items()}
+        ratio = max(self.floor, self.schedule(done, end=self.ratio))
+        if self.allocation is None:
+            return ratio, None
+        shared = self.allocation({name: weights[name] for name in self.names}, ratio)
+        return ratio, {name: max(self.floors[name], r) for name, r in shared.items()}

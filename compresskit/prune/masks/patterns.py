@@ -1,0 +1,113 @@
+"""Patterns: which weights live and die together, and in what shape zeros may lie.
+
+A pattern views a tensor as rows `(units, K)`, one for each unit that is kept or removed as a whole, so that every criterion on
+rows serves it; and it spreads a decision `(units,)` over the tensor again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compresskit.base.errors import SettingError
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Every weight by itself."""
+
+    def fits(self, shape: Sequence[int]) -> str:
+        """Why a tensor of that shape cannot have this pattern; empty where it can."""
+        return ""
+
+    def rows(self, values: Tensor) -> Tensor:
+        """A tensor as (units, K)."""
+        return values.reshape(-1, 1)
+
+    def spread(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        """One entry a unit, (units,), to every weight of it: a tensor of `shape`."""
+        return units.view(*shape)
+
+    @property
+    def fixed(self) -> float | None:
+        """The ratio that the pattern itself prescribes, if any."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Blocks of `outputs` x `inputs` weights, dimensions 0 and 1 of a tensor, at one kernel position: 1x4, 4x1, 4x4."""
+
+    outputs: int = 1
+    inputs: int = 4
+
+    def __post_init__(self) -> None:
+        if self.outputs < 1 or self.inputs < 1:
+            raise SettingError(f"Block(...): wanted whole numbers >= 1, got {self.outputs} x {self.inputs}")
+
+    def fits(self, shape: Sequence[int]) -> str:
+        if shape[0] % self.outputs or shape[1] % self.inputs:
+            return f"{shape[0]} x {shape[1]} channels do not divide into blocks of {self.outputs} x {self.inputs}"
+        return ""
+
+    def rows(self, values: Tensor) -> Tensor:
+        a, b = self.outputs, self.inputs
+        blocks = values.reshape(values.shape[0] // a, a, values.shape[1] // b, b, -1)
+        return blocks.permute(0, 2, 4, 1, 3).reshape(-1, a * b)
+
+    def spread(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        a, b, rest = self.outputs, self.inputs, math.prod(shape[2:])
+        grid = units.view(shape[0] // a, shape[1] // b, rest)
+        return grid.repeat_interleave(a, 0).repeat_interleave(b, 1).reshape(*shape)
+
+    @property
+    def fixed(self) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NM:
+    """Exactly `n` of every `m` weights in a row along `axis` stay: 2:4 is what sparse tensor cores run (2104.08378), along the
+    inputs (axis 1 of linear layers and convolutions).
+    """
+
+    n: int = 2
+    m: int = 4
+    axis: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n < self.m:
+            raise SettingError(f"NM(n=..., m=...): wanted 1 <= n < m, got n={self.n}, m={self.m}")
+
+    def fits(self, shape: Sequence[int]) -> str:
+        if not -len(shape) <= self.axis < len(shape):
+            return f"it has {len(shape)} dimensions, no axis {self.axis}"
+        size = shape[self.axis]
+        return f"its {size} values along axis {self.axis} are no multiple of {self.m}" if size % self.m else ""
+
+    def rows(self, values: Tensor) -> Tensor:
+        return values.movedim(self.axis, -1).reshape(-1, 1)
+
+    def spread(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        moved = list(shape)
+        moved.append(moved.pop(self.axis))
+        return units.view(*moved).movedim(-1, self.axis)
+
+    @property
+    def fixed(self) -> float | None:
+        return 1 - self.n / self.m
+
+    def choose(self, scores: Tensor, ratio: float) -> Tensor:
+        """The best of every group of m stay, (units,) bool: n, or on the way there more, as `ratio` says."""
+        groups = scores.view(-1, self.m)
+        keep = max(self.n, round(self.m * (1 - ratio)))
+        best = groups.argsort(dim=1, descending=True, stable=True)[:, :keep]
+        return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, best, True).view(-1)
+
+
+Pattern = Unstructured | Block | NM
+UNSTRUCTURED = Unstructured()

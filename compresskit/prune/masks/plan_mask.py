@@ -1,0 +1,196 @@
+"""Plan which weights go: score units, rank them in all layers together or layer by layer, keep what the pattern allows."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.task import Task
+from compresskit.graph.masks import Masks, masks_of
+from compresskit.graph.surgery import owner
+from compresskit.prune.criteria import Criterion, l2
+from compresskit.prune.masks.allocate import Allocation, counts
+from compresskit.prune.masks.patterns import NM, UNSTRUCTURED, Pattern
+from compresskit.prune.masks.weight_criteria import same, score
+
+#: Modules whose weights are masked, with the leaves that are weights.
+LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
+
+
+def check_pattern(pattern: Any, where: str) -> None:
+    """Raise `SettingError` for what is no pattern."""
+    if isinstance(pattern, type) or not all(hasattr(pattern, name) for name in ("fixed", "fits", "rows", "spread")):
+        raise SettingError(f"{where}(pattern=...): wanted a pattern such as prune.NM(2, 4), got {pattern!r}")
+
+
+def check_ratio(ratio: float | None, pattern: Pattern, where: str) -> float:
+    """The ratio, in [0, 1); that of the pattern where it prescribes one."""
+    if pattern.fixed is not None:
+        if ratio is not None and not math.isclose(ratio, pattern.fixed):
+            raise SettingError(f"{where}(ratio=...): {pattern} removes {pattern.fixed:g}, got {ratio}; leave the ratio out")
+        return pattern.fixed
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+        raise SettingError(f"{where}(ratio=...): wanted the share that is removed, in [0, 1), got {ratio}")
+    return float(ratio)
+
+
+def maskable(model: nn.Module, protect: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
+    """Weights that may be masked, by sorted name: of convolutions, linear layers, embeddings, recurrent layers and attention.
+
+    protect: dotted names of tensors, or of modules with all that is in them. A tied weight is there once. Raises SettingError
+    for a name that protects nothing.
+    """
+    modules = {path for path, _ in model.named_modules()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for wanted in protect:
+        if wanted not in modules | every:
+            raise SettingError(f"protect: {type(model).__name__} has no module or parameter {wanted!r}")
+    found = {}
+    shielded = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if _inside(n, protect)}
+    for name, parameter in model.named_parameters():
+        module, leaf = owner(model, name)
+        kind = (isinstance(module, LAYERS) and leaf == "weight") or (
+            isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention) and "weight" in leaf
+        )
+        if kind and parameter.ndim >= 2 and id(parameter) not in shielded:
+            if not parameter.is_floating_point():
+                raise ModelError(f"{name} is {parameter.dtype}; sparsify the float model, before quantizing")
+            found[name] = parameter
+    return dict(sorted(found.items()))
+
+
+def _inside(name: str, protect: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") for p in protect)
+
+
+def plan_mask(
+    model: nn.Module,
+    ratio: float | None = None,
+    *,
+    pattern: Pattern = UNSTRUCTURED,
+    criterion: Criterion = l2,
+    allocation: Allocation | Mapping[str, float] | None = None,
+    protect: tuple[str, ...] = (),
+    task: Task | None = None,
+    samples: int = 1024,
+) -> Masks:
+    """Decide which weights to remove; pure: the model is not changed.
+
+    Args:
+        model: a float model. What masks that it carries already remove stays removed, and counts.
+        ratio: share of the maskable weights that is removed, in [0, 1): exactly round(ratio * n) of them, or the nearest number
+            of blocks. An N:M pattern has its own.
+        pattern: `Unstructured()`, `Block(outputs=1, inputs=4)`, `NM(n=2, m=4)`.
+        criterion: scores rows, larger = keep; `l2` is the magnitude.
+        allocation: shares the ratio out between layers: a function such as `erk_ratios`, or a ratio for each tensor or module by
+            name (a missing one stays dense; `ratio` is then left out). None ranks the weights of all layers together.
+        protect: dotted names of tensors or modules that stay dense.
+        task: data and loss, for criteria that read more than weights; `samples` of it are looked at.
+
+    The order in which a model names its parameters does not matter. Warns of layers that cannot have the pattern (left dense,
+    named in `Masks.left`), that are all zero, or that lose all their weights. Raises SettingError for a ratio out of its range or
+    smaller than what is removed already; ModelError where nothing can be masked.
+    """
+    given = by_tensor(model, allocation) if isinstance(allocation, Mapping) else None
+    if given is not None and (ratio is not None or pattern.fixed is not None):
+        raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for ratio= or an N:M pattern")
+    wanted = 0.0 if given is not None else check_ratio(ratio, pattern, "plan_mask")
+    weights, left = fitting(model, pattern, protect, given)
+    for name, weight in weights.items():
+        if not bool(weight.detach().any()):
+            warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=2)
+    scores = score(model, weights, pattern, criterion, task, samples)
+    old = masks_of(model)
+    before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
+    scores = without(scores, before, pattern)
+    shared = given if given is not None else allocation(weights, wanted) if callable(allocation) else None
+    kept = keep_best(scores, wanted, pattern, shared)
+    _check_monotone(scores, kept)
+    masks = {name: pattern.spread(kept[name], w.shape) & before.get(name, True) for name, w in weights.items()}
+    masks = same(masks) | ({} if old is None else {n: m for n, m in old.masks.items() if n not in masks})
+    for name, mask in masks.items():
+        if not bool(mask.any()):
+            warnings.warn(
+                f"{name} loses all of its weights, and what reads it sees a constant; protect it, or share the ratio out with"
+                " allocation=erk_ratios",
+                stacklevel=2,
+            )
+    return Masks(dict(sorted(masks.items())), left)
+
+
+def fitting(
+    model: nn.Module, pattern: Pattern, protect: tuple[str, ...], given: Mapping[str, float] | None
+) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """Weights that can have the pattern, and why others cannot; of these it warns. ModelError where there is no weight at all."""
+    weights = {name: w for name, w in maskable(model, protect).items() if given is None or name in given}
+    left = {name: why for name, w in weights.items() if (why := pattern.fits(w.shape))}
+    for name, why in left.items():
+        warnings.warn(f"{name} is left dense: {why}", stacklevel=3)
+    if len(left) == len(weights):
+        raise ModelError(f"{type(model).__name__} has no weight that {pattern} can be put on, protected ones left out")
+    return {name: w for name, w in weights.items() if name not in left}, left
+
+
+def by_tensor(model: nn.Module, ratios: Mapping[str, float]) -> dict[str, float]:
+    """A ratio for each tensor from ratios for tensors or modules; SettingError for a name or ratio that is none."""
+    names = {name for name, _ in model.named_parameters()}
+    found: dict[str, float] = {}
+    for name, ratio in ratios.items():
+        tensors = [n for n in maskable(model) if _inside(n, (name,))]
+        if name not in names and not tensors:
+            raise SettingError(f"plan_mask(allocation=...): {type(model).__name__} has no layer {name!r} with maskable weights")
+        if not 0 <= ratio < 1:
+            raise SettingError(f"plan_mask(allocation=...): {name}: wanted a ratio in [0, 1), got {ratio}")
+        found |= dict.fromkeys(tensors, float(ratio))
+    return found
+
+
+def without(scores: dict[str, Tensor], masks: Mapping[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
+    """Scores below all others for units of which nothing is left."""
+    lost = {name: ~pattern.rows(mask).any(1) for name, mask in masks.items()}
+    return {n: s.masked_fill(lost[n].to(s.device), -math.inf) if n in lost else s for n, s in scores.items()}
+
+
+def keep_best(
+    scores: Mapping[str, Tensor], ratio: float, pattern: Pattern, ratios: Mapping[str, float] | None = None
+) -> dict[str, Tensor]:
+    """(units,) bool for each tensor: the units with the largest scores; ties go to the one named, or standing, later.
+
+    ratios: for each tensor its own; without them all are ranked together, and round(ratio * units) go.
+    """
+    if isinstance(pattern, NM):
+        return {name: pattern.choose(s, ratio) for name, s in scores.items()}
+    if ratios is not None:
+        gone = counts(ratios, {name: len(s) for name, s in scores.items()})
+        return {name: _largest(s, len(s) - gone[name]) for name, s in scores.items()}
+    names = sorted(scores)
+    sizes = [len(scores[name]) for name in names]
+    every = torch.cat([scores[name].cpu() for name in names])
+    kept = _largest(every, len(every) - round(ratio * len(every)))
+    return {n: part.to(scores[n].device) for n, part in zip(names, kept.split(sizes), strict=True)}
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    gone = len(scores) - count
+    if gone:
+        edge = scores.kthvalue(gone).values
+        kept = scores > edge
+        equal = (scores == edge).nonzero().flatten()
+        kept[equal[len(equal) - (count - int(kept.sum())) :]] = True
+    return kept
+
+
+def _check_monotone(scores: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    if back := [name for name, s in scores.items() if bool((kept[name] & s.isneginf()).any())]:
+        gone = sum(int(s.isneginf().sum()) for s in scores.values()) / sum(len(s) for s in scores.values())
+        raise SettingError(
+            f"{back[0]}: the model's masks remove {gone:.1%} already, more than is asked for here; ask for more, or take them off"
+            " first (Densify, masks.detach_)"
+        )

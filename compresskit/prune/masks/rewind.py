@@ -1,0 +1,145 @@
+"""Rewinding: what stays after a cut starts again from what it was earlier in its training (Renda et al., 2003.02389).
+
+learning-rate rewinding     keep the weights, start the schedule again: what every fine-tuning here does
+weight rewinding            Sparsify(rewind=rewind(to=0.33)): weights of a third of the training, and its schedule from there
+lottery tickets             LotteryTicket: to the beginning, several times (Frankle & Carbin, 1803.03635)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from compresskit.base.errors import SettingError
+from compresskit.base.settings import check_kinds
+from compresskit.base.task import Task
+from compresskit.graph.masks import Masks
+from compresskit.prune.criteria import Criterion, l2
+from compresskit.prune.masks.allocate import Allocation
+from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
+from compresskit.prune.masks.plan_mask import check_pattern, check_ratio, plan_mask
+from compresskit.train.snapshots import rewind_
+from compresskit.train.train import Schedule, Train, fit_
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewind:
+    """To which share of the training before, in [0, 1); 0 is its beginning."""
+
+    to: float = 0.33
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.to, int | float) or not 0 <= self.to < 1:
+            raise SettingError(f"rewind(to=...): wanted a share of the training, in [0, 1), got {self.to}")
+
+    def rest(self, train: Train) -> Train:
+        """The same training with the schedule that is left from here on, over all its epochs."""
+        return replace(train, schedule=partial(tail, schedule=train.schedule, start=self.to))
+
+    def apply_(self, model: nn.Module, task: Task) -> None:
+        """Rewind the weights. Raises SettingError where the training before kept no snapshot."""
+        state = (task.snapshots or {}).get(self.to)
+        if not state:
+            raise SettingError(
+                f"rewind(to={self.to}): no weights were kept there; in a Recipe put it directly after the training, alone give"
+                f" that training Task(snapshots={{{self.to}: {{}}}}), and this stage the same task"
+            )
+        rewind_(model, state)
+
+
+def rewind(*, to: float = 0.33) -> Rewind:
+    """Rewind weights to a share of the training before: a setting of `Sparsify` and `LotteryTicket`."""
+    return Rewind(to=to)
+
+
+def tail(done: float, *, schedule: Schedule, start: float) -> float:
+    """What is left of a learning-rate schedule from `start` on, stretched over [0, 1]."""
+    return schedule(start + (1 - start) * done)
+
+
+def shuffled(masks: Masks) -> Masks:
+    """The same number of zeros in every tensor, at random places: the control of a lottery ticket."""
+    drawn = {}
+    for name, mask in masks.masks.items():
+        order = torch.randperm(mask.numel()).to(mask.device)
+        drawn[name] = mask.flatten()[order].view(mask.shape)
+    return Masks(drawn, masks.left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LotteryTicket:
+    """Find a sparse network that can be trained alone: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
+
+    ratio: removed in the end; every round removes the same share of what is left.
+    train: every training, that of the ticket included. rounds: of train, mask and rewind, before it.
+    rewind: to where; the very beginning, or for deep networks a little later (Frankle et al., 1912.05671).
+    control: `(masks) -> masks` changes the masks that were found before the ticket is trained: `shuffled` keeps only their
+        ratios. A ticket that is not better than its control was not found but drawn.
+    pattern, criterion, allocation, protect, samples: see `plan_mask`.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"float"})
+    keeps: ClassVar[frozenset[str]] = frozenset({"float"})
+
+    ratio: float | None = None
+    train: Train
+    rounds: int = 5
+    rewind: Rewind = Rewind(to=0.0)
+    control: Callable[[Masks], Masks] | None = None
+    pattern: Pattern = UNSTRUCTURED
+    criterion: Criterion = l2
+    allocation: Allocation | Mapping[str, float] | None = None
+    protect: tuple[str, ...] = ()
+    samples: int = 1024
+
+    trains_itself: ClassVar[bool] = True  # its snapshots are its own
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        check_pattern(self.pattern, "LotteryTicket")
+        check_ratio(self.ratio, self.pattern, "LotteryTicket")
+        if not isinstance(self.train, Train):
+            raise SettingError(f"LotteryTicket(train=...): wanted Train(...), got {type(self.train).__name__}")
+        if self.rounds < 1:
+            raise SettingError(f"LotteryTicket(rounds=...): wanted a whole number >= 1, got {self.rounds}")
+        if isinstance(self.allocation, Mapping) and self.rounds > 1:
+            raise SettingError("LotteryTicket(allocation=...): a ratio for each layer cannot be reached in several rounds; pass a"
+                               " function such as erk_ratios, or rounds=1")  # fmt: skip
+        if self.pattern.fixed is not None and self.rounds > 1:
+            raise SettingError(f"LotteryTicket(rounds=...): {self.pattern} is reached in one round, got {self.rounds}")
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        model = model.to(task.device)
+        own = replace(task, snapshots={self.rewind.to: {}})
+        how = self.train
+        for done in range(1, self.rounds + 1):
+            fit_(model, own, how, label=f"round {done}/{self.rounds}")
+            ratio = None if self.ratio is None else 1 - (1 - self.ratio) ** (done / self.rounds)
+            masks = self._plan(model, task, ratio)
+            log.info("round %d: %s", done, masks)
+            if done == self.rounds and self.control is not None:
+                masks = self.control(masks)
+            self.rewind.apply_(model, own)
+            masks.apply_(model)
+            how = self.rewind.rest(self.train)
+        return fit_(model, own, how, label="ticket")
+
+    def _plan(self, model: nn.Module, task: Task, ratio: float | None) -> Masks:
+        return plan_mask(
+            model,
+            None if isinstance(self.allocation, Mapping) or self.pattern.fixed is not None else ratio,
+            pattern=self.pattern,
+            criterion=self.criterion,
+            allocation=self.allocation,
+            protect=self.protect,
+            task=task,
+            samples=self.samples,
+        )

@@ -1,0 +1,187 @@
+"""The stages: `Sparsify` puts masks on a model, at once or on a schedule; `Densify` takes them off again."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from compresskit.base.errors import SettingError
+from compresskit.base.samples import calibration_inputs
+from compresskit.base.settings import check_kinds
+from compresskit.base.task import PROPERTIES, Task
+from compresskit.graph.masks import Masks, detach_, masks_of
+from compresskit.graph.surgery import frozen_copy
+from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
+from compresskit.prune.criteria import Criterion, l2
+from compresskit.prune.masks.allocate import Allocation
+from compresskit.prune.masks.gradual import Gradual
+from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
+from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, check_ratio, fitting, maskable, plan_mask
+from compresskit.prune.masks.rewind import Rewind
+from compresskit.prune.schedules import MaskSchedule
+from compresskit.train.train import Train, fit_
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsify:
+    """Set weights to zero, and hold them there through every later stage.
+
+    ratio: share of the maskable weights that is removed; an N:M pattern has its own, and so has an allocation by name.
+    pattern, criterion, allocation, protect: see `plan_mask`.
+    finetune: training under the masks, with a schedule of its own (learning-rate rewinding); None leaves the model at
+        re-estimated BatchNorm statistics.
+    schedule: when weights go while fine-tuning, such as `cubic`; None removes all of them before it.
+    until: share of the fine-tuning after which masks hold still. updates: how often they change until then.
+    regrow: share of what stays that is dropped and grown anew at an update, by gradient (RigL, 1911.11134: 0.3).
+    memory: on a schedule, scores of criteria that read gradients are summed over the steps; this factor forgets after each
+        update (1 sums over the whole training, as movement pruning does; 0 starts anew).
+    rewind: give what stays the weights of an earlier point of the training before: `rewind(to=0.33)`.
+    samples: for criteria that read data, and for BatchNorm statistics.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"float"})
+    keeps: ClassVar[frozenset[str]] = frozenset({"float"})
+
+    ratio: float | None = None
+    pattern: Pattern = UNSTRUCTURED
+    criterion: Criterion = l2
+    allocation: Allocation | Mapping[str, float] | None = None
+    protect: tuple[str, ...] = ()
+    finetune: Train | None = None
+    schedule: MaskSchedule | None = None
+    until: float = 0.7
+    updates: int = 30
+    regrow: float = 0.0
+    memory: float = 1.0
+    rewind: Rewind | None = None
+    samples: int = 1024
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        check_pattern(self.pattern, "Sparsify")
+        if isinstance(self.allocation, Mapping):
+            if self.ratio is not None or self.pattern.fixed is not None:
+                raise SettingError("Sparsify(allocation=...): a ratio for each layer leaves no room for ratio= or an N:M pattern")
+        else:
+            check_ratio(self.ratio, self.pattern, "Sparsify")
+        for name in ("criterion", "schedule"):
+            if not callable(value := getattr(self, name)) and not (name == "schedule" and value is None):
+                raise SettingError(f"Sparsify({name}=...): wanted a function, got {value!r}")
+        if self.finetune is None and (self.schedule is not None or self.rewind is not None):
+            given = "schedule" if self.schedule is not None else "rewind"
+            raise SettingError(f"Sparsify({given}=...): it is part of a training; pass finetune=Train(...)")
+        if self.rewind is not None and (self.schedule is not None or not isinstance(self.rewind, Rewind)):
+            raise SettingError(f"Sparsify(rewind=...): wanted rewind(to=...) and no schedule, got {self.rewind!r}")
+        if not 0 < self.until <= 1:
+            raise SettingError(f"Sparsify(until=...): wanted a share of the training in (0, 1], got {self.until}")
+        if self.updates < 1 or self.samples < 1:
+            raise SettingError(f"Sparsify(updates=..., samples=...): wanted at least 1, got {self.updates} and {self.samples}")
+        if not 0 <= self.regrow < 1 or not 0 <= self.memory <= 1:
+            raise SettingError(
+                f"Sparsify(regrow=..., memory=...): wanted regrow in [0, 1), memory in [0, 1], got {self.regrow}, {self.memory}"
+            )
+        if self.regrow and (self.schedule is None or self.pattern.fixed is not None):
+            raise SettingError("Sparsify(regrow=...): growing needs a schedule, such as constant, and no N:M pattern")
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        model = model.to(task.device)
+        goal = task if task.reference is not None else replace(task, reference=frozen_copy(model))
+        masks = self._begin(model, task)
+        log.info("%s", masks)
+        if self.rewind is not None:
+            self.rewind.apply_(model, task)
+        masks.apply_(model)
+        if self.schedule is None and self.rewind is None:
+            reestimate_batchnorm_(model, calibration_inputs(task, self.samples, "re-estimate BatchNorm"))
+        if self.finetune is not None:
+            how = self.finetune if self.rewind is None else self.rewind.rest(self.finetune)
+            gradual = None if self.schedule is None else self._gradual(model)
+            if gradual is None:
+                fit_(model, goal, how, label="sparsify")
+            else:
+                fit_(model, goal, how, attend=gradual.attend, after_step=[gradual.count], remember=[gradual], label="sparsify")
+                if not gradual.finished:
+                    replace(self, schedule=None, regrow=0.0, finetune=None)(model, task)
+        return model.eval()
+
+    def _begin(self, model: nn.Module, task: Task) -> Masks:
+        """The masks before fine-tuning: all of them, or what the schedule begins with."""
+        ratio, allocation, criterion = self.ratio, self.allocation, self.criterion
+        if self.schedule is not None and self._at(0.0) == 0:
+            # Nothing goes yet, so nothing need be scored; what is carried already stays.
+            old = masks_of(model)
+            weights, left = fitting(model, self.pattern, self.protect, self._own(model))
+            masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
+            return Masks(dict(sorted((masks | ({} if old is None else dict(old.masks))).items())), left)
+        if self.schedule is not None and isinstance(allocation, Mapping):
+            allocation = {name: self.schedule(0.0, end=r) for name, r in allocation.items()}
+        elif self.schedule is not None and ratio is not None and self.pattern.fixed is None:
+            ratio = self.schedule(0.0, end=ratio)
+        return plan_mask(
+            model,
+            ratio,
+            pattern=self.pattern,
+            criterion=criterion,
+            allocation=allocation,
+            protect=self.protect,
+            task=task,
+            samples=self.samples,
+        )
+
+    def _at(self, done: float) -> float:
+        """The largest ratio of any layer at a point of the schedule."""
+        assert self.schedule is not None
+        ends = self.allocation.values() if isinstance(self.allocation, Mapping) else [self.ratio or self.pattern.fixed or 0.0]
+        return max(self.schedule(done, end=end) for end in ends)
+
+    def _own(self, model: nn.Module) -> dict[str, float] | None:
+        """Each tensor's own ratio, where there is one."""
+        return by_tensor(model, self.allocation) if isinstance(self.allocation, Mapping) else None
+
+    def _gradual(self, model: nn.Module) -> Gradual:
+        assert self.schedule is not None
+        own = self._own(model)
+        names = [
+            n for n, w in maskable(model, self.protect).items() if not self.pattern.fits(w.shape) and (own is None or n in own)
+        ]
+        return Gradual(
+            model=model,
+            pattern=self.pattern,
+            criterion=self.criterion,
+            schedule=self.schedule,
+            ratio=self.pattern.fixed if self.pattern.fixed is not None else self.ratio or 0.0,
+            ratios=None if own is None else {name: own[name] for name in names},
+            allocation=self.allocation if callable(self.allocation) else None,
+            until=self.until,
+            updates=self.updates,
+            swap=self.regrow,
+            memory=self.memory,
+            names=tuple(names),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Densify:
+    """Take the masks off: all weights may move again, those at zero included.
+
+    Between `Sparsify` and another training it makes dense-sparse-dense (Han et al., 1607.04381): the sparse phase finds what
+    matters, the dense one starts from there.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"float"})
+    keeps: ClassVar[frozenset[str]] = PROPERTIES
+    restores: ClassVar[frozenset[str]] = frozenset({"dense"})
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        if masks_of(model) is None:
+            warnings.warn(f"Densify: this {type(model).__name__} carries no masks; nothing was done", stacklevel=2)
+        detach_(model)
+        return model

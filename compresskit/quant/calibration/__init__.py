@@ -1,0 +1,1 @@
+"""Calibration: activation statistics, equalization, smoothing, rounding, diagnosis."""

@@ -1,0 +1,112 @@
+"""Cross-layer equalization: the same function from weights that are easier to round (Nagel et al., 1906.04721, section 4.1)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from compresskit.base.errors import ModelError
+from compresskit.base.inputs import AnyInputs
+from compresskit.graph.capture import capture, parameter_name
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.surgery import get_tensor
+from compresskit.quant.passes.fold_batchnorm import CONVS
+
+#: What scaling a channel by a positive number passes through unchanged.
+_PASSED = frozenset({aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default})
+
+
+@dataclass(frozen=True)
+class _Link:
+    """Names of the parameters of a layer, the BatchNorm behind it (or None), and the weight of the layer that alone reads it."""
+
+    weight: str
+    bias: str | None
+    norm: tuple[str, str, str, float] | None
+    reader: str
+    depthwise: bool
+
+
+def equalize_(model: nn.Module, example: AnyInputs, *, rounds: int = 20) -> int:
+    """Even out, in place, the ranges of a layer's output channels and of the next one's input channels; returns the pairs.
+
+    Channel i of a layer is divided by s_i = sqrt(r1_i / r2_i) and multiplied again in the layer that alone reads it, through
+    BatchNorm, ReLU and pooling: r1_i is the largest |weight| of output channel i (BatchNorm folded in), r2_i that of input
+    channel i. The float model computes what it did. Worth most where a weight has one scale for all channels.
+
+    Raises ModelError for a quantized model; what it does not find (ReLU6, sums) it leaves alone.
+    """
+    if hasattr(model, "deployed"):
+        raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
+    links = _links(capture(copy.deepcopy(model), example).module)
+    with torch.no_grad():
+        for _ in range(rounds):
+            change = max((_even(model, link) for link in links), default=0.0)
+            if change < 1e-3:
+                break
+    return len(links)
+
+
+def _links(module: fx.GraphModule) -> list[_Link]:
+    reads: dict[str, int] = {}
+    for node in module.graph.nodes:
+        name = parameter_name(node)
+        if name is not None:
+            reads[name] = reads.get(name, 0) + len(node.users)
+    found = (_link(node) for node in module.graph.nodes if node.target in CONVS or node.target is aten.linear.default)
+    return [link for link in found if link is not None and max(reads[link.weight], reads[link.reader]) == 1]
+
+
+def _link(layer: Node) -> _Link | None:
+    weight, bias = parameter_name(layer.args[1]), parameter_name(layer.args[2]) if len(layer.args) > 2 else None
+    norm, node = None, layer
+    while True:
+        if len(node.users) != 1:
+            return None
+        node = next(iter(node.users))
+        if node.target is aten.batch_norm.default and norm is None:
+            names = [parameter_name(a) for a in (node.args[1], node.args[2], node.args[4])]
+            if None in names:
+                return None
+            norm = (*names, node.args[7])
+        elif node.target in CONVS or node.target is aten.linear.default:
+            break
+        elif node.target not in _PASSED:
+            return None
+    reader = parameter_name(node.args[1])
+    groups = node.args[6] if node.target in CONVS and len(node.args) > 6 else 1
+    same = (node.target in CONVS) == (layer.target in CONVS)
+    if weight is None or reader is None or not same or (groups > 1 and groups != node.args[0].meta["val"].shape[1]):
+        return None
+    return _Link(weight, bias, norm, reader, groups > 1)  # type: ignore[arg-type]
+
+
+def _even(model: nn.Module, link: _Link) -> float:
+    """One step of one pair; returns the largest |log s|."""
+    weight, reader = get_tensor(model, link.weight), get_tensor(model, link.reader)
+    ranges = weight.abs().flatten(1).amax(1)
+    if link.norm is not None:
+        gamma, _, var, eps = link.norm
+        ranges = ranges * get_tensor(model, gamma).abs() * torch.rsqrt(get_tensor(model, var) + eps)
+    channels = reader.movedim(0 if link.depthwise else 1, 0).abs().flatten(1).amax(1)
+    if link.depthwise:
+        channels = channels.view(len(ranges), -1).amax(1)
+    alive = (ranges > 0) & (channels > 0)
+    s = torch.where(alive, (ranges / channels.clamp(min=1e-30)).sqrt().clamp(1e-3, 1e3), torch.ones_like(ranges))
+    if link.norm is not None:
+        for name in link.norm[:2]:
+            get_tensor(model, name).div_(s)
+    else:
+        weight.div_(_along(s, weight, 0))
+        if link.bias is not None:
+            get_tensor(model, link.bias).div_(s)
+    many = reader.shape[0] // len(s) if link.depthwise else 1
+    reader.mul_(_along(s.repeat_interleave(many), reader, 0 if link.depthwise else 1))
+    return float(s.log().abs().max())
+
+
+def _along(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)])

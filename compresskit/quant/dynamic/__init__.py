@@ -1,0 +1,1 @@
+"""Dynamic quantization: activations are quantized when the file runs."""

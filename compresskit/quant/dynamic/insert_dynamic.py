@@ -1,0 +1,136 @@
+"""Dynamic quantization on a captured graph: what rounds weights and, at run time, the inputs of products with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.errors import DataError, ModelError
+from compresskit.base.task import Inputs, shapes_of
+from compresskit.graph.capture import Captured, Dynamic, parameter_name
+from compresskit.graph.normalize import Node
+from compresskit.graph.surgery import get_tensor
+from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT, layer_of, matrices, place_dynamic
+from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
+from compresskit.quant.numerics.quantizers import WeightQuantizer
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.insert import Quantized, lower
+from compresskit.quant.passes.placement import Placement
+
+
+class DynamicallyQuantized(Quantized):
+    """A model whose weights are rounded once, and the inputs of products with them at run time.
+
+    Called like the model it was made from. `placement` says what runs in integers and why the rest does not.
+    """
+
+    @property
+    def opset(self) -> int:
+        """23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
+        return max(23, self.target.opset) if self.target.tuned else self.target.opset
+
+    def _check(self, inputs: Inputs) -> None:
+        super()._check(inputs)
+        if any(0 in shape for shape in shapes_of(inputs)):
+            raise DataError(
+                f"quantized {self.origin['class']}: an input has no elements, got {shapes_of(inputs)}; a batch needs at least one"
+                " row, a sequence one step"
+            )
+        for given, wanted in zip(pytree.tree_leaves(inputs), pytree.tree_leaves(self.example), strict=False):
+            if isinstance(given, Tensor) and given.is_floating_point() != wanted.is_floating_point():
+                raise DataError(f"quantized {self.origin['class']}: wanted {wanted.dtype} inputs, got {given.dtype}")
+
+    def deployed(self) -> fx.GraphModule:
+        """A copy in ONNX's terms: integers stored, DynamicQuantizeLinear and MatMulInteger."""
+        return deploy_dynamic(self.settled().body)
+
+
+def build_dynamic(
+    model: nn.Module,
+    example: Inputs,
+    target: Target,
+    *,
+    weights: Scheme | None = None,
+    operators: tuple[str, ...] = DEFAULT,
+    skip: tuple[str, ...] = (),
+    floating: Mapping[str, str] | None = None,
+    dynamic: Dynamic = (0,),
+) -> DynamicallyQuantized:
+    """Capture a float model, place and insert what rounds; the arguments are those of `quantize_dynamic`.
+
+    Raises ModelError where nothing of the model can be quantized; the message says why of each operator.
+    """
+    captured, origin, _ = lower(model, example, replace(target, operators={}), skip, dynamic)
+    said = None if weights is None else asdict(weights)
+    origin |= {"floating": dict(floating or {}), "dynamically": {"weights": said, "operators": list(operators)}}
+    placement = place_dynamic(captured.module, target, operators=operators, skip=skip, floating=floating)
+    if not placement.integer and not placement.carried:
+        raise ModelError(f"{type(model).__name__}: nothing of it can be quantized dynamically:\n{placement}")
+    insert_dynamic_(captured, placement, target, weights)
+    quantized = DynamicallyQuantized(captured, target, placement, origin).train(model.training)
+    quantized.enable_()
+    return quantized
+
+
+def insert_dynamic_(captured: Captured, placement: Placement, target: Target, weights: Scheme | None = None) -> None:
+    """Add what rounds to a captured graph: weights by the scheme, or as the target wants them."""
+    body, scheme = captured.module, target.weights if weights is None else weights
+    # A scale for each channel costs up to 5 % of the latency and gains at most 0.4 dB (benchmarks/quantize_dynamic.md).
+    recurrent = replace(scheme, per_channel=False) if weights is None else weights
+    body.add_submodule("quantizers", nn.Module())
+    nodes = {node.name: node for node in body.graph.nodes}
+    rounded: dict[Node, Node] = {}
+    for point in placement.points:
+        name = f"quantizers.{point.node}"
+        body.add_submodule(name, DynamicActivation(placement.layers.get(point.node, "") or point.node))
+        with body.graph.inserting_after(nodes[point.node]):
+            rounded[nodes[point.node]] = body.graph.call_module(name, (nodes[point.node],))
+    for name, kind in {**placement.integer, **placement.carried}.items():
+        node = nodes[name]
+        if kind == "embedding":
+            _round_rows(body, node, scheme)
+        elif kind == "lstm":
+            body.add_submodule(f"quantizers.{name}", LstmQuantizer(_symmetric(recurrent)))
+            node.op, node.target = "call_module", f"quantizers.{name}"
+        elif kind in ("gru", "rnn"):
+            for weight in matrices(node):
+                if get_tensor(body, str(parameter_name(weight))).ndim == 2:
+                    _round_weight(body, node, weight, 0, scheme)
+        else:
+            layer = layer_of(node)
+            assert layer is not None
+            own = _symmetric(scheme) if kind == "conv" else scheme
+            _round_weight(body, node, layer.weight, layer.axis, own)
+            node.replace_input_with(layer.x, rounded[layer.x])
+    body.graph.lint()
+    body.recompile()
+
+
+def _symmetric(scheme: Scheme) -> Scheme:
+    """ConvInteger and DynamicQuantizeLSTM take weights with zero point 0 only."""
+    return replace(scheme, signed=True, symmetric=True)
+
+
+def _round_weight(body: fx.GraphModule, node: Node, weight: Node, axis: int, scheme: Scheme) -> None:
+    values = get_tensor(body, str(parameter_name(weight)))
+    name = f"quantizers.weight_{axis}_" + str(parameter_name(weight)).replace(".", "_")
+    if not hasattr(body.quantizers, name.rpartition(".")[2]):
+        body.add_submodule(name, WeightQuantizer(scheme, axis, values.shape[axis]))
+    with body.graph.inserting_before(node):
+        node.replace_input_with(weight, body.graph.call_module(name, (weight,)))
+
+
+def _round_rows(body: fx.GraphModule, node: Node, scheme: Scheme) -> None:
+    name = f"quantizers.{node.name}"
+    body.add_submodule(name, RowQuantizer(scheme))
+    with body.graph.inserting_after(node):
+        rows = body.graph.call_module(name, (node, node.args[0]))
+    rows.meta = copy.copy(node.meta)
+    for reader in [user for user in node.users if user is not rows]:
+        reader.replace_input_with(node, rows)

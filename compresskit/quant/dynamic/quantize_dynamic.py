@@ -1,0 +1,76 @@
+"""Dynamic quantization: weights in integers, activations rounded at run time; no data is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from compresskit.base.task import Inputs, Task, first_rows
+from compresskit.graph.capture import Dynamic
+from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.numerics.targets import X86, Target
+
+
+def quantize_dynamic(
+    model: nn.Module,
+    example: Inputs,
+    *,
+    target: Target = X86,
+    weights: Scheme | None = None,
+    operators: tuple[str, ...] = DEFAULT,
+    skip: tuple[str, ...] = (),
+    dynamic: Dynamic = (0,),
+) -> DynamicallyQuantized:
+    """A copy of a float model with int8 weights, the inputs of whose products are rounded at run time, as the runtime does.
+
+    Linear layers, products with a stored matrix and LSTMs multiply in integers; embeddings are looked up in them; GRUs and RNNs
+    store integers and compute in float. `print(quantized.placement)` says so of every operator, with the reason.
+
+    Args:
+        model: any float module; it is left as it was.
+        example: inputs to capture it with, a tuple or a dict; their values do not matter.
+        target: where it will run. `X86_NO_VNNI` has 7-bit weights, whose sums do not saturate there.
+        weights: grid of the weights. Where nothing is given it is symmetric, with a scale for each channel, which costs nothing;
+            LSTMs get one for each matrix, with which ONNX Runtime's kernel is faster. A symmetric grid is a little faster than
+            one with zero points, and what an LSTM or a convolution gets whatever is said: their kernels know no other.
+        operators: kinds that are quantized: "linear", "matmul", "embedding", "lstm", "gru", "rnn"; "conv" only if it is named.
+        skip: dotted names of modules that stay float.
+        dynamic: dimensions of the inputs that may vary: `(0, 1)` for batch and length of sequences; see `graph.Dynamic`.
+
+    Raises ModelError where the model cannot be captured, is quantized already, or has nothing to quantize; SettingError for
+    names that it does not have.
+    """
+    return build_dynamic(model, example, target, weights=weights, operators=operators, skip=skip, dynamic=dynamic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicQuant:
+    """Quantize dynamically: no calibration, no training.
+
+    target, weights, operators, skip, dynamic: as in `quantize_dynamic`.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"float"})
+    keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
+
+    target: Target = X86
+    weights: Scheme | None = None
+    operators: tuple[str, ...] = DEFAULT
+    skip: tuple[str, ...] = ()
+    dynamic: Dynamic = (0,)
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        model = model.to(task.device).eval()
+        return quantize_dynamic(
+            model,
+            first_rows(task.example(), 2),
+            target=self.target,
+            weights=self.weights,
+            operators=self.operators,
+            skip=self.skip,
+            dynamic=self.dynamic,
+        )

@@ -1,0 +1,1 @@
+"""Numbers: schemes, observers, quantizers, operator kinds and targets."""

@@ -1,0 +1,100 @@
+"""Modules that stand in a captured graph and round at run time: activations, looked-up rows, whole LSTMs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compresskit.base.errors import DataError
+from compresskit.export.ops.lstm import simulate
+from compresskit.export.ops.quantize import round_dynamically
+from compresskit.graph.recurrent import OPERATORS, cells
+from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer
+from compresskit.quant.numerics.scheme import Scheme
+
+
+class DynamicActivation(Quantizer):
+    """Rounds an activation to the uint8 grid over the range that it has right then. label: for messages."""
+
+    def __init__(self, label: str = "") -> None:
+        super().__init__()
+        self.label = label
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled:
+            return x
+        if x.numel() == 0:
+            raise DataError(f"{self.label}: its input has no elements, {tuple(x.shape)}, and so no range to round it to")
+        return round_dynamically(x)
+
+
+class RowQuantizer(Quantizer):
+    """Rounds looked-up rows of a table: (rows of it, the table) to the rows as they are stored."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.table = WeightQuantizer(scheme, 0, 1)
+        self.table.enabled = True
+
+    def forward(self, rows: Tensor, table: Tensor) -> Tensor:
+        if not self.enabled:
+            return rows
+        if not self.table.scheme.per_channel:
+            scale, zero_point = self.table.numbers(table)
+            low, high = self.table.scheme.low, self.table.scheme.high
+            steps = (torch.round(rows.detach() / scale) + zero_point).clamp(low, high) - zero_point
+            return rows + (steps * scale - rows).detach()
+        flat = rows.reshape(-1, rows.shape[-1])  # each row has its own scale, so those that were looked up are enough
+        return self.table(flat).reshape(rows.shape)
+
+
+class LstmQuantizer(Quantizer):
+    """An LSTM in place of torch's operator, with its matrices in integers and its inputs and states rounded at run time.
+
+    The recurrent matrix of a projected one is rounded times the projection, as it is stored (see `export.recurrent`).
+    """
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.matrix = WeightQuantizer(scheme, 0, 1)
+        self.matrix.enabled = True
+
+    def unrounded(self, x: Any, *rest: Any) -> Any:
+        """What torch's operator gives."""
+        return OPERATORS["lstm"](x, *rest)
+
+    def effective(self, weights: list[Tensor], *settings: Any) -> list[Tensor]:
+        """The weights with the recurrent ones times the projection, where there is one."""
+        has_biases, layers, bidirectional = settings
+        found: list[Tensor] = []
+        for layer in cells(weights, has_biases, layers, bidirectional):
+            for cell in layer:
+                recurrent = cell.recurrent if cell.projection is None else cell.recurrent @ cell.projection
+                found += [cell.input, recurrent, *cell.biases, *([] if cell.projection is None else [cell.projection])]
+        return found
+
+    def is_matrix(self, place: int, weights: list[Tensor], *settings: Any) -> bool:
+        """Whether the weight at that place of the list is stored in integers: neither a bias nor a projection."""
+        _, layers, bidirectional = settings
+        return place % (len(weights) // (layers * (2 if bidirectional else 1))) < 2
+
+    def forward(
+        self,
+        x: Tensor,
+        state: list[Tensor],
+        weights: list[Tensor],
+        has_biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        settings = (has_biases, layers, bidirectional)
+        if not self.enabled:
+            return self.unrounded(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
+        whole = self.effective(weights, *settings)
+        rounded = [self.matrix(w) if self.is_matrix(i, weights, *settings) else w for i, w in enumerate(whole)]
+        return simulate(x, state, rounded, *settings, batch_first)

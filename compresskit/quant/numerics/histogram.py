@@ -1,0 +1,158 @@
+"""A histogram of each channel that grows its range by merging bins, and what range it recommends."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compresskit.base.errors import SettingError
+
+CHUNK = 2**18  # values that are counted at once: their bin numbers take eight bytes each
+
+
+class Histogram:
+    """Counts of (channels, n) values in `bins` bins of a channel's own width; exact zeros are counted apart.
+
+    counts: (channels, bins), float64. origin: where the first bin begins; width: of a bin; both (channels,), float64.
+    """
+
+    counts: Tensor
+    zeros: Tensor
+    origin: Tensor
+    width: Tensor
+
+    def __init__(self, bins: int) -> None:
+        if bins < 64 or bins % 2:
+            raise SettingError(f"bins: wanted an even number >= 64, got {bins}")
+        self.bins, self.started = bins, False
+
+    def update(self, values: Tensor) -> None:
+        """Count finite values (channels, n)."""
+        for part in values.split(max(1, CHUNK // len(values)), dim=1):
+            self._count(part.double())
+
+    def _count(self, values: Tensor) -> None:
+        low, high = values.amin(1), values.amax(1)
+        if not self.started:
+            self.started = True
+            self.counts = values.new_zeros(len(values), self.bins)
+            self.zeros = values.new_zeros(len(values))
+            least = torch.maximum(low.abs(), high.abs()).clamp(min=1e-30) * 1e-9
+            self.origin, self.width = low, torch.maximum(high - low, least) * (1 + 1e-9) / self.bins
+        while True:
+            under, over = low < self.origin, high >= self.origin + self.width * self.bins
+            if not (under | over).any():
+                break
+            self._grow(under, over)
+        nonzero = values != 0
+        self.zeros += (~nonzero).sum(1)
+        index = ((values - self.origin[:, None]) / self.width[:, None]).long().clamp_(0, self.bins - 1)
+        index += torch.arange(len(values), device=values.device)[:, None] * self.bins
+        self.counts += torch.bincount(index[nonzero], minlength=self.counts.numel()).view_as(self.counts)
+
+    def _grow(self, under: Tensor, over: Tensor) -> None:
+        """Double the width of some channels' bins: what was there moves to the upper half where room below is wanted."""
+        merged = self.counts.view(len(self.counts), -1, 2).sum(2)
+        empty = torch.zeros_like(merged)
+        new = torch.where(under[:, None], torch.cat([empty, merged], 1), torch.cat([merged, empty], 1))
+        self.counts = torch.where((under | over)[:, None], new, self.counts)
+        self.origin = torch.where(under, self.origin - self.width * self.bins, self.origin)
+        self.width = torch.where(under | over, self.width * 2, self.width)
+
+    def centres(self) -> Tensor:
+        """Middles of the bins, (channels, bins)."""
+        return self.origin[:, None] + (torch.arange(self.bins, device=self.width.device) + 0.5) * self.width[:, None]
+
+    def joined(self) -> Histogram:
+        """The histogram of all ranks; this one where there is only one. Bins of other ranks are counted at their middles."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        parts = [self.origin, self.width, self.zeros]
+        packed = torch.cat([torch.stack(parts, 1), self.counts], 1)
+        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, packed)
+        whole = Histogram(self.bins)
+        whole.started = True
+        whole.origin = torch.stack([g[:, 0] for g in gathered]).amin(0)
+        whole.width = (torch.stack([g[:, 0] + g[:, 1] * self.bins for g in gathered]).amax(0) - whole.origin) / self.bins
+        whole.zeros = sum((g[:, 2] for g in gathered), torch.zeros_like(self.zeros))
+        whole.counts = torch.zeros_like(self.counts)
+        for g in gathered:
+            middles = g[:, :1] + (torch.arange(self.bins, device=g.device) + 0.5) * g[:, 1:2]
+            index = ((middles - whole.origin[:, None]) / whole.width[:, None]).long().clamp_(0, self.bins - 1)
+            whole.counts.scatter_add_(1, index, g[:, 3:])
+        return whole
+
+    def quantile(self, share: float) -> Tensor:
+        """The value below which that share lies, (channels,), evenly spread inside a bin."""
+        counts = self.counts.clone()
+        zero = ((0 - self.origin) / self.width).floor().long()
+        inside = (zero >= 0) & (zero < self.bins)
+        counts.scatter_add_(1, zero.clamp(0, self.bins - 1)[:, None], torch.where(inside, self.zeros, 0)[:, None])
+        total = counts.cumsum(1)
+        wanted = total[:, -1:] * share
+        index = torch.searchsorted(total, wanted).clamp(max=self.bins - 1)
+        before = total.gather(1, index) - counts.gather(1, index)
+        within = ((wanted - before) / counts.gather(1, index).clamp(min=1)).clamp(0, 1)
+        return (self.origin[:, None] + (index + within) * self.width[:, None])[:, 0].float()
+
+
+def least_error(
+    histogram: Histogram, low: Tensor, high: Tensor, steps: int, *, symmetric: bool, candidates: int = 100
+) -> tuple[Tensor, Tensor]:
+    """The range, within (low, high) and with 0, whose grid has the least squared error; each (channels,).
+
+    A value inside costs step^2 / 12 on average, one outside its distance from the end, squared. Both ends are searched in
+    turn, in hundredths of what was seen.
+    """
+    low, high = low.double().clamp(max=0), high.double().clamp(min=0)
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    shares = torch.linspace(1, 1 / candidates, candidates, device=low.device, dtype=torch.float64)
+    ends = [torch.ones_like(low), torch.ones_like(high)]  # shares of low and of high that are kept
+    for side in (0, 1) if symmetric else (1, 0, 1, 0):
+        tried = [end.repeat(candidates, 1) for end in ends]
+        for changed in (0, 1) if symmetric else (side,):
+            tried[changed] = shares[:, None].expand(-1, len(low))
+        errors = torch.stack([_error(histogram, low * a, high * b, steps) for a, b in zip(*tried, strict=True)])
+        best = shares[errors.argmin(0)]
+        ends = [best, best] if symmetric else [best if i == side else end for i, end in enumerate(ends)]
+    return (low * ends[0]).float(), (high * ends[1]).float()
+
+
+def _error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tensor:
+    centres, counts = histogram.centres(), histogram.counts
+    outside = (centres - centres.clamp(low[:, None], high[:, None])).square() * counts
+    inside = ((centres >= low[:, None]) & (centres <= high[:, None])) * counts
+    return outside.sum(1) + inside.sum(1) * ((high - low) / (steps - 1)).square() / 12
+
+
+def least_divergence(histogram: Histogram, channel: int, largest: float, levels: int) -> float:
+    """The bound t of |x| in one channel for which `levels` equal levels over [0, t] diverge least from what was counted."""
+    # Bins of |x| as wide as those of x: narrower ones would stand empty in between, and look like information.
+    width = float(histogram.width[channel])
+    bins = max(levels, int(largest / width) + 1)
+    index = (histogram.centres()[channel].abs() / width).long().clamp_(0, bins - 1)
+    counts = torch.zeros(bins, dtype=torch.float64, device=index.device).scatter_add_(0, index, histogram.counts[channel])
+    best, bound = float("inf"), largest
+    for end in range(levels, bins + 1, max(1, bins // 256)):
+        kept = counts[:end].clone()
+        kept[-1] += counts[end:].sum()  # what is clipped
+        divergence = _divergence(counts[:end], kept, levels)
+        if divergence < best:
+            best, bound = divergence, end * width
+    return bound
+
+
+def _divergence(counts: Tensor, kept: Tensor, levels: int) -> float:
+    """KL(kept || counts on the grid): a level's count is spread evenly over its bins that are not empty."""
+    level = (torch.arange(len(counts), device=counts.device) * levels) // len(counts)
+    filled = (kept > 0).double()
+    total = torch.zeros(levels, dtype=torch.float64, device=counts.device)
+    share = total.scatter_add(0, level, counts) / total.scatter_add(0, level, filled).clamp(min=1)
+    q = share[level] * filled
+    p, q = kept / kept.sum(), q / q.sum().clamp(min=1e-300)
+    here = p > 0
+    return float((p[here] * (p[here] / q[here].clamp(min=1e-12)).log()).sum())

@@ -1,0 +1,114 @@
+"""What kind of operator each ATen operator is, as far as quantization is concerned."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.recurrent import OPERATORS
+from compresskit.quant.passes.fold_batchnorm import CONVS, TRANSPOSED
+
+KINDS: dict[Any, str] = {
+    **dict.fromkeys(CONVS, "conv"),
+    **dict.fromkeys(TRANSPOSED, "conv_transpose"),
+    aten.linear.default: "linear",
+    aten.matmul.default: "matmul",
+    aten.bmm.default: "matmul",
+    aten.mm.default: "matmul",
+    aten.addmm.default: "addmm",
+    **dict.fromkeys(OPERATORS.values(), "recurrent"),
+    aten.add.Tensor: "add",
+    aten.mul.Tensor: "mul",
+    aten.cat.default: "concat",
+    aten.relu.default: "clamp",
+    aten.hardtanh.default: "clamp",
+    aten.relu6.default: "clamp",
+    aten.clamp.default: "clamp",
+    aten.avg_pool1d.default: "avg_pool",
+    aten.avg_pool2d.default: "avg_pool",
+    aten.avg_pool3d.default: "avg_pool",
+    aten.adaptive_avg_pool1d.default: "mean",
+    aten.adaptive_avg_pool2d.default: "mean",
+    aten.adaptive_avg_pool3d.default: "mean",
+    aten.mean.dim: "mean",
+    aten.sigmoid.default: "sigmoid",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.batch_norm.default: "batch_norm",
+    **dict.fromkeys(
+        (
+            aten.reshape.default,
+            aten.view.default,
+            aten.flatten.using_ints,
+            aten.unflatten.int,
+            aten.permute.default,
+            aten.transpose.int,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.squeeze.default,
+            aten.unsqueeze.default,
+            aten.slice.Tensor,
+            aten.select.int,
+            aten.expand.default,
+            aten.pad.default,
+            aten.constant_pad_nd.default,
+            aten.max_pool1d.default,
+            aten.max_pool2d.default,
+            aten.chunk.default,
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            operator.getitem,
+            aten.pixel_shuffle.default,
+            aten.channel_shuffle.default,
+        ),
+        "move",
+    ),
+}
+
+
+def bounds(node: Node) -> tuple[float, float | None]:
+    """Lower and upper bound of a clamp; None for no upper one."""
+    if node.target is aten.relu.default:
+        return 0.0, None
+    low, high = (*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]) if node.target is aten.hardtanh.default else (0.0, 6.0)
+    return float(low), float(high)
+
+
+def fusible(node: Node) -> bool:
+    """A clamp from 0 up: an unsigned grid with zero point 0 does its work."""
+    return node.target is not aten.clamp.default and bounds(node)[0] == 0.0
+
+
+def is_float_tensor(node: Node) -> bool:
+    """Whether the operator gives a floating point tensor, or several."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, tuple | list) else [value]
+    return any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
+
+
+def is_global(node: Node) -> bool:
+    """Whether a mean goes over all spatial positions and nothing else."""
+    rank = node.args[0].meta["val"].ndim
+    if node.target is aten.mean.dim:
+        return rank > 2 and sorted(d % rank for d in node.args[1]) == list(range(2, rank))
+    size = node.args[1]
+    return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
+
+
+def moved(node: Node) -> Node | None:
+    """What a node reads that only moves values, so that they stay on their grid; None for one that computes."""
+    if KINDS.get(node.target) not in ("move", "concat") or not keeps_grid(node):
+        return None
+    first = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
+    return first if isinstance(first, fx.Node) else None
+
+
+def keeps_grid(node: Node) -> bool:
+    """Whether the moved values lie on the grid of the input: padding with anything but zeros does not."""
+    if node.target in (aten.pad.default, aten.constant_pad_nd.default):
+        mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
+        fill = node.args[-1] if len(node.args) > (3 if node.target is aten.pad.default else 2) else 0.0
+        return mode != "constant" or fill in (None, 0, 0.0)
+    return True

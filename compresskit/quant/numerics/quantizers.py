@@ -1,0 +1,298 @@
+"""Modules that stand on the edges of a captured graph and round what passes: activations, weights, biases."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compresskit.base.errors import DataError
+from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
+from compresskit.quant.numerics.observers import Observer, extremes
+from compresskit.quant.numerics.scheme import Scheme, affine, anchored, fake_quantize, to_integers
+
+LEAST = 1e-12  # a learned scale goes no lower
+
+
+class Quantizer(nn.Module):
+    """What the three have in common: a switch, and that mixed precision leaves them in fp32.
+
+    `enabled` lets it round; until then everything passes as it is.
+    """
+
+    keeps_fp32 = True  # a scale in bf16 is off by up to 0.4 %
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = False
+
+    def unrounded(self, x: Tensor, *rest: Any) -> Any:
+        """What passes while it is switched off."""
+        return x
+
+
+class ActivationQuantizer(Quantizer):
+    """Rounds an activation to a per-tensor grid.
+
+    clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
+    anchor: a number that must lie on the grid, see `placement.Point`.
+    label: the operator whose result it rounds, for messages.
+    `observing` lets its observer see what passes, and the grid follow it; `learn_` makes the scale a parameter.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        observer: Observer,
+        clamp: tuple[float, float | None] | None = None,
+        anchor: float | None = None,
+        label: str = "",
+    ) -> None:
+        super().__init__()
+        self.scheme, self.observer, self.clamp, self.anchor, self.label = scheme, observer, clamp, anchor, label
+        self.observing = False
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled:
+            x = self.unrounded(x)
+            if self.observing:
+                self.observer.update(x.detach().reshape(1, -1))
+            return x
+        # Once it rounds, what is only evaluated must not move the range.
+        if self.observing and self.training:
+            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
+            self.freeze_range_()
+        share = 1.0
+        if self.scale.requires_grad:
+            share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
+        return fake_quantize(x, self.step(), self.zero_point, self.scheme, share=share)
+
+    def unrounded(self, x: Tensor, *rest: Any) -> Tensor:
+        """The value, clamped where the grid does an activation function's work."""
+        if self.clamp is None:
+            return x
+        low, high = self.clamp
+        return F.relu(x) if low == 0 and high is None else F.hardtanh(x, low, torch.inf if high is None else high)
+
+    def step(self) -> Tensor:
+        """The scale; a learned one may not pass zero."""
+        if isinstance(self.scale, nn.Parameter):
+            return self.scale.clamp(min=LEAST)
+        # A quantizer that stands in several places moves its scale between them; each needs its own for the gradient.
+        return self.scale.clone() if self.observing else self.scale
+
+    def freeze_range_(self, *, checked: bool = False) -> None:
+        """Take the scale and zero point of the range seen so far; DataError, if `checked`, where it is none."""
+        low, high = self.observer.range()
+        if checked:
+            self._check(float(low[0]), float(high[0]))
+        if self.anchor is None:
+            scale, zero_point = affine(low[0], high[0], self.scheme)
+        else:
+            scale, zero_point = anchored(low[0], high[0], self.scheme, self.anchor)
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+
+    def _check(self, low: float, high: float) -> None:
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise DataError(
+                f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
+            )
+        if low == high:
+            raise DataError(
+                f"{self.label}: every one of its values is {low:g} on the calibration data, so they show no range; give data that"
+                " reaches the layer, or leave its module in float with skip="
+            )
+
+    def learn_(self, on: bool = True) -> None:
+        """Make the scale a parameter, with its present value, or a buffer again; one with an anchor stays as it is."""
+        if self.anchor is None:
+            _turn(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.step().detach().clone())
+
+    def extra_repr(self) -> str:
+        sign = "int" if self.scheme.signed else "uint"
+        return f"{sign}{self.scheme.bits}, scale={self.scale.item():.4g}, zero_point={self.zero_point.item()}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
+        new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
+        new.observing, new.enabled = self.observing, self.enabled
+        _turn(new, "scale", copy.deepcopy(self.scale, memo))
+        new.zero_point = self.zero_point.clone()
+        new.training = self.training
+        memo[id(self)] = new
+        return new
+
+
+def _turn(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter where there was a buffer, or the other way round."""
+    delattr(module, name)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value)
+
+
+class WeightQuantizer(Quantizer):
+    """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`.
+
+    scale: of each channel, or one; 0 where it follows the weight. `learn_` makes it a parameter, `hold_` fixes it.
+    floor: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
+        their grid than int32 can hold.
+    stretch: factor of each scale, 1 or next to it, that keeps results off ties (see `ties`).
+    """
+
+    scale: Tensor
+    floor: Tensor
+    stretch: Tensor
+
+    def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
+        super().__init__()
+        self.scheme, self.axis = scheme, axis
+        for name, value in (("scale", 0.0), ("floor", 0.0), ("stretch", 1.0)):
+            self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
+
+    def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, zero_point) for a weight, each (channels,) or a scalar."""
+        values = weight.detach().float()
+        values = values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1)
+        low, high = extremes(values)
+        low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
+        scale, zero_point = affine(low, high, self.scheme)
+        if isinstance(self.scale, nn.Parameter):
+            return self.scale.clamp(min=LEAST).maximum(self.floor) * self.stretch, zero_point
+        return torch.where(self.scale > 0, self.scale, scale).maximum(self.floor) * self.stretch, zero_point
+
+    def hold_(self, scale: Tensor) -> None:
+        """Fix the scale from now on, whatever the weight does."""
+        self.scale.copy_(scale)
+        self.stretch.fill_(1)
+
+    def learn_(self, weight: Tensor, on: bool = True) -> None:
+        """Make the scale a parameter, or a fixed number again.
+
+        It begins at 2 mean|w| / sqrt(largest integer) (1902.08153, section 2.1), or at that of the extremes where it is smaller,
+        as it is for 8 bits.
+        """
+        scale = self.numbers(weight)[0].detach()
+        if on:
+            axes = [d for d in range(weight.ndim) if d != self.axis] if self.scheme.per_channel else list(range(weight.ndim))
+            mean = weight.detach().float().abs().mean(axes)
+            first = 2 * mean / self.scheme.high**0.5
+            scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
+        _turn(self, "scale", scale)
+        self.stretch.fill_(1)
+
+    def keep_(self, weight: Tensor, mask: Tensor) -> None:
+        """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
+        scale, zero_point = self.numbers(weight)
+        rounded = fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis)
+        steps = scale.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
+        one = torch.where(weight < 0, -steps, steps).to(weight.dtype)
+        weight.copy_(torch.where(mask & (rounded == 0), one, weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if not self.enabled:
+            return weight
+        scale, zero_point = self.numbers(weight)
+        share = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
+        return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, share=share)
+
+
+class BiasQuantizer(Quantizer):
+    """Rounds a bias as the runtime does: to int32 in steps of (scale of the input) * (scale of the weight)."""
+
+    def __init__(self, activation: ActivationQuantizer, weight: WeightQuantizer) -> None:
+        super().__init__()
+        # In a tuple, so that they are not registered here as well: state dicts name each quantizer once.
+        self.grid = (activation, weight)
+
+    def numbers(self, weight: Tensor) -> Tensor:
+        """The scale, (channels,) or a scalar."""
+        return (self.grid[0].step() * self.grid[1].numbers(weight)[0]).detach()
+
+    def make_room_(self, bias: Tensor) -> None:
+        """Raise the floor of the weight's scale so that this bias, and one twice as large, is an int32."""
+        activation, weight = self.grid
+        floor = bias.detach().float().abs() / (activation.scale * 2.0**30)
+        weight.floor.copy_(torch.maximum(weight.floor, floor if weight.floor.ndim else floor.max()))
+
+    def forward(self, bias: Tensor, weight: Tensor) -> Tensor:
+        if not self.enabled:
+            return bias
+        step = self.numbers(weight)
+        rounded = (torch.round(bias.detach().float() / step) * step).to(bias.dtype)
+        return bias + (rounded - bias).detach()
+
+
+class DeployedActivation(nn.Module):
+    """QuantizeLinear, DequantizeLinear."""
+
+    def __init__(self, quantizer: ActivationQuantizer) -> None:
+        super().__init__()
+        self.register_buffer("scale", quantizer.scale.clone())
+        self.register_buffer("zero_point", quantizer.zero_point.to(quantizer.scheme.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dequantize_linear(quantize_linear(x, self.scale, self.zero_point), self.scale, self.zero_point, 0)
+
+
+class DeployedHardSigmoid(nn.Module):
+    """hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1) on integers: with 3 on the grid at n steps from zero, it is the same integers,
+    clipped to [zero_point - n, zero_point + n] and read with zero point `zero_point - n` and scale / 6.
+    """
+
+    bottom: Tensor
+    top: Tensor
+
+    def __init__(self, quantizer: ActivationQuantizer) -> None:
+        super().__init__()
+        steps = int(torch.round(3.0 / quantizer.scale))
+        middle, dtype = int(quantizer.zero_point), quantizer.scheme.dtype
+        self.register_buffer("scale", quantizer.scale.clone())
+        self.register_buffer("zero_point", quantizer.zero_point.to(dtype))
+        self.register_buffer("sixth", quantizer.scale / 6)
+        self.register_buffer("bottom", torch.tensor(middle - steps, dtype=dtype))
+        self.register_buffer("top", torch.tensor(middle + steps, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = quantize_linear(x, self.scale, self.zero_point)
+        return dequantize_linear(torch.clamp(q, self.bottom, self.top), self.sixth, self.bottom, 0)
+
+
+class DeployedConstant(nn.Module):
+    """Stored integers and DequantizeLinear."""
+
+    def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.register_buffer("integers", integers)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self) -> Tensor:
+        return dequantize_linear(self.integers, self.scale, self.zero_point, self.axis)
+
+
+def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConstant:
+    """The weight as stored integers."""
+    scale, zero_point = quantizer.numbers(weight)
+    integers = to_integers(weight, scale, zero_point, quantizer.scheme, quantizer.axis)
+    # A zero point of zeros may be left out by the standard, but ONNX Runtime fuses no Gemm without it.
+    return DeployedConstant(integers, scale, zero_point.to(quantizer.scheme.dtype), quantizer.axis)
+
+
+def deployed_bias(quantizer: BiasQuantizer, bias: Tensor, weight: Tensor) -> DeployedConstant:
+    """The bias as stored int32."""
+    step = quantizer.numbers(weight)
+    limit = 2.0**31 - 2**8  # the largest fp32 below 2^31 that int32 can hold
+    integers = torch.round(bias.detach().float() / step).clamp(-limit, limit).to(torch.int32)
+    return DeployedConstant(integers, step, None, 0)

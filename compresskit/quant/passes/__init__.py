@@ -1,0 +1,1 @@
+"""Passes over the captured graph: fold, rewrite, place, insert quantizers, lower to ONNX."""

@@ -1,0 +1,121 @@
+"""Where attention hands on a value: what is added to v comes out of it again, since rows of softmax sum to one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from compresskit.graph.capture import Captured, parameter_name
+from compresskit.graph.normalize import Node, aten
+from compresskit.quant.passes.channel_scaling import MOVES
+
+_SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
+
+
+def attended(captured: Captured, bases: Sequence[Node]) -> dict[Node, tuple[str, Tensor]]:
+    """Of those values that attention makes: the name of v's bias, and the place in it of each of the value's channels.
+
+    Places are found by sending the numbers of the bias's entries through the moves before and behind the attention.
+    """
+    found = {base: parts for base in bases if (parts := _parts(base)) is not None}
+    if not found:
+        return {}
+    sizes = _Sizes(captured.module)
+    with torch.no_grad():
+        sizes.run(*pytree.tree_leaves(captured.example))
+    placed = {}
+    for base, (bias, linear, before, attention, behind) in found.items():
+        count = captured.shapes[linear.name][-1]
+        numbers = torch.arange(float(count)).expand(captured.shapes[linear.name])
+        v = _sent(numbers, linear, before, sizes.seen)
+        if v is None or v.ndim < 2 or not bool((v == v[..., :1, :]).all()):
+            continue  # tokens differ: moves have mixed them with channels
+        shape = captured.shapes[attention.name]
+        if v.shape[:-2] != shape[:-2] or v.shape[-1] != shape[-1]:
+            continue  # heads that share one v
+        places = _sent(v[..., :1, :].expand(shape), attention, behind, sizes.seen)
+        if places is None:
+            continue
+        rows = places.reshape(-1, places.shape[-1])
+        if bool((rows == rows[0]).all()) and len(rows[0].unique()) == rows.shape[1]:
+            placed[base] = (bias, rows[0].long())
+    return placed
+
+
+def _parts(base: Node) -> tuple[str, Node, list[Node], Node, list[Node]] | None:
+    """(name of v's bias, v's layer, moves from it to the attention, the attention, moves from it to the value)."""
+    behind, value = _back(base)
+    if value.target is aten.scaled_dot_product_attention.default and not (len(value.args) > 4 and value.args[4]):
+        v = value.args[2]
+    elif value.target is aten.matmul.default and isinstance(value.args[0], fx.Node) and _sums_to_one(value.args[0]):
+        v = value.args[1]
+    else:
+        return None
+    if len(value.users) != 1 or any(len(node.users) != 1 for node in behind[:-1]):
+        return None
+    before, linear = _back(v)
+    if linear.target is not aten.linear.default or len(linear.args) < 3:
+        return None
+    name = parameter_name(linear.args[2])
+    # From v back to where q and k branch off, nobody else may read what is moved.
+    alone = all(len(node.users) == 1 for node in before if node.target is not operator.getitem)
+    if name is None or len(linear.args[2].users) != 1 or not (alone or _splits(before)):
+        return None
+    return name, linear, before, value, behind
+
+
+def _splits(before: list[Node]) -> bool:
+    """Whether the moves to v take their part of a layer that makes q, k and v at once, and nobody else reads that part."""
+    for i, node in enumerate(before):
+        if node.target in (aten.select.int, aten.slice.Tensor, operator.getitem):
+            return all(len(later.users) == 1 for later in before[i:])
+    return False
+
+
+def _sums_to_one(node: Node) -> bool:
+    while node.target in MOVES:
+        node = node.args[0]
+    return node.target in _SOFTMAX and node.args[1] in (-1, node.meta["val"].ndim - 1)
+
+
+def _back(value: Node) -> tuple[list[Node], Node]:
+    """(moves in the order of execution, what they begin with)."""
+    moves = []
+    while value.target in MOVES or value.target is operator.getitem or value.target in _CUTS:
+        moves.append(value)
+        value = value.args[0]
+    return moves[::-1], value
+
+
+_CUTS = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+
+
+class _Sizes(fx.Interpreter):
+    """Runs a graph and keeps what is no tensor: sizes that other operators take."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seen: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, int | float):
+            self.seen[n] = value
+        return value
+
+
+def _sent(x: Any, source: Node, moves: list[Node], sizes: dict[Node, Any]) -> Tensor | None:
+    """A tensor in the place of what `source` makes, through moves; None where one of them wants more."""
+    here: dict[Node, Any] = {**sizes, source: x}
+    for node in moves:
+        if any(n not in here for n in node.all_input_nodes):
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), here.__getitem__)
+        here[node] = node.target(*args, **kwargs)
+    result = here[moves[-1]] if moves else x
+    return result if isinstance(result, Tensor) else None

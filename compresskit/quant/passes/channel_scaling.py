@@ -1,0 +1,171 @@
+"""Move a factor of each channel from a value to the weights that read it: layer norm(x) W = (layer norm(x) / s) (s W).
+
+A value's channels stand in its last dimension. Dividing them by s > 0 costs nothing where what makes the value can be divided
+itself (layer norm, RMS norm, a linear layer, one factor of a product), and only matrix products by a constant read it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.surgery import get_tensor
+
+#: Operators that only carry values from one place to another.
+MOVES = frozenset(
+    {aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.permute.default, aten.transpose.int}
+    | {aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.expand.default}
+)
+#: Matrix products by a constant: operator -> (where its input stands, where its weight stands, the weight's dimension of inputs).
+PRODUCTS = {
+    aten.linear.default: (0, 1, 1),
+    aten.matmul.default: (0, 1, 0),
+    aten.mm.default: (0, 1, 0),
+    aten.addmm.default: (1, 2, 0),
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A value, the products that read it, and what makes it.
+
+    base: the node of the value. readers: matrix products by a constant, all that read it. weights: name and dimension of inputs
+    of each one's weight. makers: names of tensors, and the dimension, whose division by s divides the value; empty where there
+    are none.
+    """
+
+    base: Node
+    readers: tuple[Node, ...]
+    weights: tuple[tuple[str, int], ...]
+    makers: tuple[tuple[str, int], ...]
+
+
+def links_of(module: fx.GraphModule) -> list[Link]:
+    """All values of a captured graph that only matrix products by a constant read, in the order of the graph."""
+    reads: dict[str, int] = {}
+    for node in module.graph.nodes:
+        if (name := parameter_name(node)) is not None:
+            reads[name] = reads.get(name, 0) + len(node.users)
+    found: dict[Node, Link] = {}
+    for node in module.graph.nodes:
+        if (weight_of(node)) is None:
+            continue
+        base = base_of(node.args[PRODUCTS[node.target][0]])
+        if base in found or (readers := _readers(base)) is None:
+            continue
+        weights = [w for reader in readers if (w := weight_of(reader)) is not None]
+        if len(weights) == len(readers) and all(reads[name] == 1 for name, _ in weights):
+            found[base] = Link(base, tuple(readers), tuple(weights), _makers(module, base, reads))
+    return list(found.values())
+
+
+def weight_of(node: Node) -> tuple[str, int] | None:
+    """Name and dimension of inputs of the weight of a matrix product by a parameter, or None."""
+    if node.op != "call_function" or node.target not in PRODUCTS:
+        return None
+    _, place, axis = PRODUCTS[node.target]
+    weight = node.args[place]
+    if isinstance(weight, fx.Node) and weight.op == "call_module" and weight.args:
+        weight = weight.args[0]  # behind its quantizer
+    name = parameter_name(weight)
+    return None if name is None or weight.meta["val"].ndim != 2 else (name, axis)
+
+
+def base_of(value: Node) -> Node:
+    """Where a value's channels were made, looking back through what keeps its last dimension."""
+    while value.target in MOVES and _keeps_channels(value):
+        value = value.args[0]
+    return value
+
+
+def _keeps_channels(node: Node) -> bool:
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    if before.ndim == 0 or after.ndim == 0 or before.shape[-1] != after.shape[-1] or not isinstance(after.shape[-1], int):
+        return False
+    last = before.ndim - 1
+    if node.target is aten.permute.default:
+        return bool(node.args[1][-1] % before.ndim == last)
+    if node.target is aten.transpose.int:
+        return last not in {d % before.ndim for d in node.args[1:3]}
+    if node.target in (aten.slice.Tensor, aten.select.int, aten.squeeze.dim):
+        return (node.args[1] if len(node.args) > 1 else 0) % before.ndim != last
+    if node.target is aten.unsqueeze.default:
+        return node.args[1] % after.ndim != after.ndim - 1
+    return True
+
+
+def _readers(base: Node) -> list[Node] | None:
+    """All matrix products that read a value, through moves; None where anything else does."""
+    found, pending = [], [base]
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            if weight_of(user) is not None and user.args[PRODUCTS[user.target][0]] is value:
+                found.append(user)
+            elif user.target in MOVES and _keeps_channels(user) and user.args[0] is value:
+                pending.append(user)
+            else:
+                return None
+    return found
+
+
+def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """See `Link.makers`."""
+    args: list[Node] = list(base.args)
+    tensors: list[tuple[Node, int]] = []
+    if base.target is aten.layer_norm.default and len(base.args) > 2 and len(args[1]) == 1:
+        tensors = [(args[2], 0), (args[3] if len(args) > 3 else None, 0)]
+    elif base.target is aten.rms_norm.default and len(args) > 2 and len(args[1]) == 1:
+        tensors = [(args[2], 0)]
+    elif base.target in PRODUCTS and (weight := weight_of(base)) is not None:
+        place = PRODUCTS[base.target][1]
+        bias = args[0] if base.target is aten.addmm.default else args[2] if len(args) > 2 else None
+        tensors = [(args[place], 1 - weight[1]), (bias, 0)]
+    elif base.target is aten.mul.Tensor:
+        for factor, other in (args, args[::-1]):
+            if not isinstance(factor, fx.Node):
+                continue
+            if _is_vector(module, factor, other):  # the weight of an RMS norm that is written out
+                tensors = [(factor, 0)]
+                break
+            inner = base_of(factor)
+            if len(factor.users) == 1 and inner is factor and inner.target in PRODUCTS:  # x * act(y): of a gated layer
+                return _makers(module, inner, reads)
+    if base.target is aten.layer_norm.default and tensors and None in (tensors[0][0], tensors[1][0]):
+        return ()  # without both of them it has nothing to divide
+    given = [(parameter_name(node), dim) for node, dim in tensors if node is not None]
+    if not given or any(name is None or reads.get(name, 0) != 1 for name, _ in given):
+        return ()
+    channels = base.meta["val"].shape[-1]
+    if any(get_tensor(module, str(name)).shape[dim] != channels for name, dim in given):
+        return ()
+    return tuple((str(name), dim) for name, dim in given)
+
+
+def _is_vector(module: fx.GraphModule, factor: Node, other: object) -> bool:
+    name = parameter_name(factor)
+    if name is None or not isinstance(other, fx.Node) or other.op == "get_attr":
+        return False
+    values, channels = get_tensor(module, name), other.meta["val"].shape[-1]
+    return operator.eq(tuple(values.shape), (channels,))
+
+
+def divide_(module: torch.nn.Module, link: Link, factor: Tensor) -> None:
+    """Divide the makers of a link by `factor` (channels,) and multiply the weights that read it, in place.
+
+    module: any model that calls its tensors by the same names.
+    """
+    with torch.no_grad():
+        for name, dim in link.makers:
+            _scale_(get_tensor(module, name), factor.reciprocal(), dim)
+        for name, dim in link.weights:
+            _scale_(get_tensor(module, name), factor, dim)
+
+
+def _scale_(tensor: Tensor, factor: Tensor, dim: int) -> None:
+    tensor.mul_(factor.to(tensor).view([-1 if d == dim else 1 for d in range(tensor.ndim)]))

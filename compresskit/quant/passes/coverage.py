@@ -1,0 +1,110 @@
+"""How much of a model runs in integers: by layers, parameters and multiply-accumulates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.normalize import Node
+from compresskit.graph.surgery import get_tensor
+from compresskit.quant.numerics.operators import KINDS
+
+#: Kinds that multiply and add: the layers that coverage counts.
+LAYERS = frozenset({"conv", "conv_transpose", "linear", "matmul", "addmm", "recurrent"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """A layer's parameters, and its multiply-accumulates for one sample."""
+
+    parameters: int
+    macs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Layers, parameters and MACs, each as (in integers, all). reasons: float layer -> why."""
+
+    layers: tuple[int, int]
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+    reasons: Mapping[str, str]
+
+    def __str__(self) -> str:
+        named = (("layers", self.layers), ("parameters", self.parameters), ("MACs", self.macs))
+        shares = ", ".join(f"{done / every:.1%} of {name}" for name, (done, every) in named if every)
+        head = f"{self.layers[0]} of {self.layers[1]} layers in integers: {shares}"
+        return "\n".join([head, *(f"  {name}: float, {reason}" for name, reason in self.reasons.items())])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        return asdict(self) | {"reasons": dict(self.reasons)}
+
+
+def costs(graph: fx.Graph) -> dict[str, Cost]:
+    """The cost of each layer of a captured graph, by the name of its node."""
+    return {n.name: _cost(graph, n) for n in graph.nodes if KINDS.get(n.target) in LAYERS and "val" in n.meta}
+
+
+def _cost(graph: fx.Graph, node: Node) -> Cost:
+    kind = KINDS[node.target]
+    if kind == "recurrent":
+        return _recurrent_cost(graph, node)
+    given = node.args[1:3] if kind == "addmm" else node.args[:3]
+    tensors = [_tensor(graph, a) for a in given]
+    parameters = sum(t.numel() for a, t in zip(given, tensors, strict=False) if t is not None and parameter_name(a))
+    x, weight = tensors[:2]
+    assert x is not None
+    assert weight is not None
+    value, rows = node.meta["val"], _rows(graph)
+    if kind == "conv_transpose":
+        macs = _size(x) // rows * _size(weight) // int(weight.shape[0])
+    elif kind in ("matmul", "addmm"):
+        macs = _size(value) * int(x.shape[-1]) // rows
+    else:
+        macs = _size(value) // rows * (_size(weight) // int(weight.shape[0]))
+    return Cost(parameters=int(parameters), macs=macs)
+
+
+def _recurrent_cost(graph: fx.Graph, node: Node) -> Cost:
+    """Every matrix once for each step of a sequence."""
+    tensors = [t for a in node.args[2] if (t := _tensor(graph, a)) is not None]
+    x, batch_first = node.args[0].meta["val"], node.args[8]
+    steps = int(x.shape[1 if batch_first else 0])
+    return Cost(parameters=sum(t.numel() for t in tensors), macs=steps * sum(t.numel() for t in tensors if t.ndim == 2))
+
+
+def _rows(graph: fx.Graph) -> int:
+    """As many as the example had that the graph was captured with; heads and windows may stand in a value's first dimension."""
+    inputs = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
+    return next((int(v.shape[0]) for v in inputs if isinstance(v, Tensor) and v.ndim), 1)
+
+
+def _size(tensor: Tensor) -> int:
+    return math.prod(int(d) for d in tensor.shape)
+
+
+def _tensor(graph: fx.Graph, value: Any) -> Tensor | None:
+    if not isinstance(value, fx.Node):
+        return None
+    name = parameter_name(value)
+    return value.meta.get("val") if name is None or graph.owning_module is None else get_tensor(graph.owning_module, name)
+
+
+def coverage_of(
+    costs: Mapping[str, Cost], integer: Mapping[str, str], floating: Mapping[str, str], layers: Mapping[str, str]
+) -> Coverage:
+    """Sum the costs of what runs in integers, and say why the rest does not."""
+    inside = [cost for name, cost in costs.items() if name in integer]
+    every = list(costs.values())
+    return Coverage(
+        layers=(len(inside), len(every)),
+        parameters=(sum(c.parameters for c in inside), sum(c.parameters for c in every)),
+        macs=(sum(c.macs for c in inside), sum(c.macs for c in every)),
+        reasons={layers.get(name) or name: floating[name] for name in costs if name in floating},
+    )

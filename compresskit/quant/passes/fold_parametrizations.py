@@ -1,0 +1,86 @@
+"""Weights that the forward pass computes from parameters alone, made parameters: weight norm, spectral norm, standardisation.
+
+What they give is the same for every input in eval mode, so a file needs the result only, and integers need it beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.surgery import get_tensor
+from compresskit.quant.passes.fold_batchnorm import CONVS, TRANSPOSED, drop_unused_
+
+
+def fold_computed_(module: fx.GraphModule) -> int:
+    """Replace every computed weight and bias of a layer by a parameter that holds it; returns how many.
+
+    The parameter stands where the layer's module is, as `weight` or `bias`; it trains where one of those that it came from did.
+    """
+    count = 0
+    layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED or n.target is aten.linear.default]
+    for layer in layers:
+        for position, leaf in ((1, "weight"), (2, "bias")):
+            node = layer.args[position] if len(layer.args) > position else None
+            sources = _sources(node)
+            if node is None or sources is None:
+                continue
+            value = _evaluate(module, node)
+            trains = any(get_tensor(module, str(parameter_name(source))).requires_grad for source in sources)
+            with module.graph.inserting_before(node):
+                name = _free_name(module, module_path(layer), leaf)
+                owner = module.get_submodule(name.rpartition(".")[0])
+                setattr(owner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=trains))
+                new = module.graph.get_attr(name)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            count += 1
+    if count:
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        drop_unused_(module)
+    return count
+
+
+def _sources(node: Node | None) -> list[Node] | None:
+    """The parameters that a computed value comes from; None where it is no such value, or where inputs have a part in it."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    pending, seen = [node], {node}
+    while pending:
+        for read in pending.pop().all_input_nodes:
+            if read.op not in ("call_function", "get_attr"):
+                return None
+            pending += [read] if read not in seen else []
+            seen.add(read)
+    return [n for n in seen if n.op == "get_attr"] or None
+
+
+def _evaluate(module: fx.GraphModule, node: Node) -> Tensor:
+    known: dict[Node, Any] = {}
+
+    def value(at: Node) -> Any:
+        if at not in known:
+            read = at.op == "get_attr"
+            known[at] = get_tensor(module, str(at.target)) if read else at.target(*given(at.args), **given(at.kwargs))
+        return known[at]
+
+    def given(arguments: Any) -> Any:
+        return fx.map_arg(arguments, value)
+
+    with torch.no_grad():
+        return value(node).detach().clone()
+
+
+def _free_name(module: fx.GraphModule, path: str, leaf: str) -> str:
+    """A dotted name in a module, which is made if the graph does not know it, that no parameter or buffer has yet."""
+    if path and path not in dict(module.named_modules()):
+        module.add_submodule(path, nn.Module())
+    taken = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    stem = f"{path}.{leaf}" if path else leaf
+    return next(n for n in itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2))) if n not in taken)

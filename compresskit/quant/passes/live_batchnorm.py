@@ -1,0 +1,164 @@
+"""BatchNorm that stays alive while a quantized model is trained, and is folded at the end.
+
+The runtime computes conv(x; W k, b) with k = gamma / sqrt(var + eps), and k is what is rounded with W. While the statistics
+follow the batches, a layer computes (Krishnamoorthi, 1806.08342, section 3.2.2; Jacob et al., 1712.05877, section 3.2)
+
+    batch_norm(conv(x; round(W k)) / k)
+
+so that the rounding is that of the folded weight and BatchNorm still holds the scale of the layer; once they hold still,
+exactly what the runtime computes. Parameters keep the names that they have in the float model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compresskit.base.distributed import batch_norm
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.normalize import Node
+from compresskit.graph.surgery import get_tensor, owner
+from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
+from compresskit.quant.passes.fold_batchnorm import Folded
+
+
+class LiveLayer(nn.Module):
+    """A layer and its BatchNorm: called with the layer's input, weight and bias; the parameters of the BatchNorm are its own.
+
+    following: whether the statistics follow the batches, in train mode.
+    """
+
+    keeps_fp32 = True
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, folded: Folded, call: tuple[Any, tuple[Any, ...]], rounding: tuple[Any, Any]) -> None:
+        super().__init__()
+        self.operator, self.rest = call
+        self.rounding = rounding  # in a tuple, so that they are not registered here as well
+        self.momentum, self.eps = folded.momentum, folded.eps
+        self.following = True
+        self.axis = rounding[0].axis if rounding[0] is not None else 0
+        for name, key in (("weight", "gamma"), ("bias", "beta")):
+            values = folded.tensors[key]
+            self.register_parameter(name, None if values is None else nn.Parameter(values.clone()))
+        for name, key in (("running_mean", "mean"), ("running_var", "var")):
+            values = folded.tensors[key]
+            assert values is not None
+            self.register_buffer(name, values.clone())
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.training and self.following:
+            factor = self.factor().detach()
+            factor = torch.where(factor.abs() > 1e-8, factor, torch.ones_like(factor))
+            y = self.operator(x, self._rounded(self._scaled(weight, factor)), None, *self.rest)
+            shape = [1, -1, *[1] * (y.ndim - 2)]
+            y = y * factor.reciprocal().to(y.dtype).view(shape)
+            if bias is not None:
+                y = y + bias.view(shape)
+            return batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.momentum, self.eps)
+        weight, bias = self.folded(weight, bias)
+        rounding = self.rounding[1]
+        rounded = bias if rounding is None else rounding(bias, weight)
+        return self.operator(x, self._rounded(weight), rounded.to(weight.dtype), *self.rest)
+
+    def factor(self) -> Tensor:
+        """k, (channels,)."""
+        k = torch.rsqrt(self.running_var + self.eps)
+        return k if self.weight is None else self.weight * k
+
+    def folded(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The weight and bias that the runtime has."""
+        k = self.factor()
+        shift = -self.running_mean if bias is None else bias - self.running_mean
+        return self._scaled(weight, k), shift * k + (0 if self.bias is None else self.bias)
+
+    def _scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
+        shape = [1] * weight.ndim
+        shape[self.axis] = -1
+        return (weight.float() * factor.view(shape)).to(weight.dtype)
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        return weight if self.rounding[0] is None else self.rounding[0](weight)  # type: ignore[no-any-return]
+
+
+def live_(body: fx.GraphModule, folds: list[Folded]) -> None:
+    """Take the folded BatchNorms out of a quantized graph's weights again, and train them beside."""
+    for fold in folds:
+        layer = fold.layer
+        weight, rounding = _behind(body, layer.args[1], WeightQuantizer)
+        bias, bias_rounding = _behind(body, layer.args[2], BiasQuantizer)
+        live = LiveLayer(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
+        body.add_submodule(fold.norm, live)
+        module, leaf = owner(body, str(parameter_name(weight)))
+        old = getattr(module, leaf)
+        setattr(module, leaf, nn.Parameter(_given(fold, "weight").to(old), requires_grad=old.requires_grad))
+        module, leaf = owner(body, str(parameter_name(bias)))
+        if fold.tensors["bias"] is None:
+            delattr(module, leaf)
+        else:
+            setattr(module, leaf, nn.Parameter(_given(fold, "bias").to(old), requires_grad=old.requires_grad))
+        live.to(old.device).train(body.training).requires_grad_(old.requires_grad)
+        layer.op, layer.target = "call_module", fold.norm
+        layer.args = (layer.args[0], weight, None if fold.tensors["bias"] is None else bias)
+        layer.meta["bias"] = str(parameter_name(bias))
+    _clean(body)
+
+
+def _given(fold: Folded, name: str) -> Tensor:
+    values = fold.tensors[name]
+    assert values is not None
+    return values.clone()
+
+
+def _behind(body: fx.GraphModule, node: Node, kind: type[nn.Module]) -> tuple[Node, Any]:
+    """(the node that reads the parameter, its quantizer or None)."""
+    quantizer = body.get_submodule(node.target) if node.op == "call_module" else None
+    return (node.args[0], quantizer) if isinstance(quantizer, kind) else (node, None)
+
+
+def settle_(body: fx.GraphModule) -> None:
+    """Fold every live BatchNorm for good: the graph as it was before `live_`, with the weights and biases of now."""
+    names = {id(module): name for name, module in body.named_modules()}
+    for node in list(body.graph.nodes):
+        live = body.get_submodule(node.target) if node.op == "call_module" else None
+        if not isinstance(live, LiveLayer):
+            continue
+        x, weight, bias = node.args
+        name, other = str(parameter_name(weight)), node.meta["bias"]
+        with torch.no_grad():
+            values = live.folded(get_tensor(body, name), None if bias is None else get_tensor(body, other))
+        path = node.target
+        node.op, node.target = "call_function", live.operator
+        for target, value in zip((name, other), values, strict=True):
+            module, leaf = owner(body, target)
+            setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=live.weight is None or live.weight.requires_grad))
+        body.delete_submodule(path)
+        with body.graph.inserting_before(node):
+            bias = body.graph.get_attr(other) if bias is None else bias
+            reads = [weight, bias]
+            if live.rounding[0] is not None:
+                reads[0] = body.graph.call_module(names[id(live.rounding[0])], (weight,))
+            if live.rounding[1] is not None:
+                reads[1] = body.graph.call_module(names[id(live.rounding[1])], (bias, weight))
+                live.rounding[1].make_room_(values[1])
+        node.args = (x, *reads, *live.rest)
+    _clean(body)
+
+
+def live_layers(body: fx.GraphModule) -> list[LiveLayer]:
+    """Those that are not folded yet."""
+    return [module for module in body.modules() if isinstance(module, LiveLayer)]
+
+
+def _clean(body: fx.GraphModule) -> None:
+    """Drop nodes that nobody reads; the quantizers' modules stay."""
+    for node in reversed(list(body.graph.nodes)):
+        if node.op in ("get_attr", "call_module") and not node.users:
+            body.graph.erase_node(node)
+    body.graph.lint()
+    body.recompile()

@@ -1,0 +1,83 @@
+"""The form of a quantized model that is exported: QuantizeLinear, DequantizeLinear, weights and biases stored as integers."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import fx, nn
+
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.surgery import get_tensor
+from compresskit.quant.numerics.quantizers import (
+    ActivationQuantizer,
+    BiasQuantizer,
+    DeployedActivation,
+    DeployedConstant,
+    DeployedHardSigmoid,
+    WeightQuantizer,
+    deployed_bias,
+    deployed_weight,
+)
+
+
+def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
+    """A copy of a graph with quantizers, in ONNX's terms; `hardsigmoids` names those that run on integers."""
+    shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here: a copy would be dropped
+    body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
+    calls = [node for node in body.graph.nodes if node.op == "call_module"]
+    quantizers: dict[Node, nn.Module] = {node: body.get_submodule(node.target) for node in calls}
+    for node in [n for n in body.graph.nodes if n.name in hardsigmoids]:
+        _clip_integers(body, node, quantizers[node.args[0]])
+    for node in [n for n in body.graph.nodes if n.target is aten.linear.default]:
+        _linear_to_matmul(body, node, quantizers)
+    for node, quantizer in quantizers.items():
+        values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
+        if isinstance(quantizer, ActivationQuantizer):
+            body.add_submodule(node.target, DeployedActivation(quantizer))
+        elif node.users:
+            constant = deployed_weight(quantizer, *values) if isinstance(quantizer, WeightQuantizer) else None
+            body.add_submodule(node.target, constant or deployed_bias(quantizer, *values))  # type: ignore[arg-type]
+            node.args = ()
+    body.graph.eliminate_dead_code()
+    for node in reversed(list(body.graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            body.graph.erase_node(node)
+    body.recompile()
+    body.delete_all_unused_submodules()
+    return body
+
+
+def _clip_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> None:
+    assert isinstance(quantizer, ActivationQuantizer)
+    name = f"quantizers.{node.name}"
+    body.add_submodule(name, DeployedHardSigmoid(quantizer))
+    with body.graph.inserting_before(node):
+        clipped = body.graph.call_module(name, (node.args[0],))
+    node.replace_all_uses_with(clipped)
+    body.graph.erase_node(node)
+
+
+def _linear_to_matmul(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module]) -> None:
+    """A linear layer of more than two dimensions is no Gemm: as MatMul and Add, its weight stored transposed so that nothing
+    stands between DequantizeLinear and MatMul. The bias, rounded as always, is added in float.
+    """
+    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
+    quantizer = quantizers.get(weight)
+    if not isinstance(quantizer, WeightQuantizer) or node.args[0].meta["val"].ndim == 2:
+        return
+    stored = deployed_weight(quantizer, get_tensor(body, weight.args[0].target))
+    zero_point = stored.get_buffer("zero_point")
+    turned = DeployedConstant(stored.get_buffer("integers").T.contiguous(), stored.get_buffer("scale"), zero_point, 1)
+    name = f"{weight.target}_transposed"
+    body.add_submodule(name, turned)
+    with body.graph.inserting_before(node):
+        new = body.graph.call_function(aten.matmul.default, (node.args[0], body.graph.call_module(name)))
+        if bias is not None:
+            rounding = quantizers.get(bias)
+            if isinstance(rounding, BiasQuantizer):
+                values = [get_tensor(body, a.target) for a in bias.args]
+                body.register_buffer(f"{node.name}_bias", deployed_bias(rounding, *values)().detach())
+                bias = body.graph.get_attr(f"{node.name}_bias")
+            new = body.graph.call_function(aten.add.Tensor, (new, bias))
+    node.replace_all_uses_with(new)
+    body.graph.erase_node(node)

@@ -1,0 +1,267 @@
+"""Decide, on a captured graph, which operators run in integers and where quantizers stand. Pure: nothing is changed.
+
+* kinds: each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown".
+* points: the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled) is
+  rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it.
+* groups: values that a concat joins must share their numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from compresskit.base.errors import SettingError
+from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.normalize import Node
+from compresskit.quant.numerics.operators import KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
+from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.coverage import Cost, Coverage, costs, coverage_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A value that is rounded.
+
+    group: points with the same number share scale and zero point.
+    clamp: bounds whose work the ends of the grid do, or None.
+    everywhere: all readers see the rounded value, because the runtime never computes another; else only integer ones.
+    anchor: a number that must lie on the grid, on both sides of 0, or None. A hardsigmoid then needs no arithmetic: its result
+        is the same integers, clipped, read with another zero point and a sixth of the scale.
+    """
+
+    node: str
+    group: int
+    clamp: tuple[float, float | None] | None = None
+    everywhere: bool = True
+    anchor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The plan: prints as a table, serializes to JSON, decides nothing more once it is made.
+
+    integer: operators that run in integers, node name -> kind. carried: those that pass integers on.
+    floating: operators that stay float, node name -> reason. costs: of each layer, by node name.
+    """
+
+    target: str
+    integer: dict[str, str] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
+    floating: dict[str, str] = field(default_factory=dict)
+    points: tuple[Point, ...] = ()
+    layers: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    @property
+    def coverage(self) -> Coverage:
+        """How much runs in integers, by layers, parameters and MACs, and why the rest does not."""
+        return coverage_of(self.costs, self.integer, self.floating, self.layers)
+
+    def __str__(self) -> str:
+        rows = [(name, self.layers.get(name, ""), f"integer {kind}") for name, kind in self.integer.items()]
+        rows += [(name, self.layers.get(name, ""), f"float: {reason}") for name, reason in self.floating.items()]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+        head = f"{len(self.integer)} operators in integers for {self.target}, {len(self.points)} values rounded"
+        return "\n".join([head, *(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        points = [
+            {
+                "node": p.node,
+                "group": p.group,
+                "clamp": None if p.clamp is None else list(p.clamp),
+                "everywhere": p.everywhere,
+                "anchor": p.anchor,
+            }
+            for p in self.points
+        ]
+        return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
+
+
+def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None) -> Placement:
+    """Decide where the integers are.
+
+    Args:
+        graph: captured and BatchNorm-folded.
+        target: where it will run.
+        skip: dotted paths of modules whose operators stay float.
+        floating: names of nodes that stay float, each with its reason.
+    """
+    paths = {module_path(node) for node in graph.nodes}
+    if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
+        raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
+    return _Placer(graph, target, skip, floating or {}).run()
+
+
+class _Placer:
+    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...], kept: Mapping[str, str]) -> None:
+        self.graph, self.target, self.skip, self.kept = graph, target, skip, kept
+        self.integer: dict[Node, str] = {}
+        self.floating: dict[Node, str] = {}
+        self.carried: dict[Node, str] = {}
+        self.rounded: dict[Node, bool] = {}  # value -> everywhere
+        self.group: dict[Node, Node] = {}  # union-find over rounded values
+        self.anchored: set[Node] = set()
+
+    def run(self) -> Placement:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and is_float_tensor(node):
+                self._visit(node)
+        numbers: dict[Node, int] = {}
+        points = []
+        for node in self.graph.nodes:
+            if node in self.rounded:
+                number = numbers.setdefault(self._root(node), len(numbers))
+                clamp = self._clamp(node)
+                anchor = 3.0 if self._root(node) in {self._root(a) for a in self.anchored} else None
+                points.append(Point(node=node.name, group=number, clamp=clamp, everywhere=self.rounded[node], anchor=anchor))
+        named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
+        return Placement(
+            target=self.target.name,
+            integer={n.name: kind for n, kind in self.integer.items()},
+            carried={n.name: kind for n, kind in self.carried.items()},
+            floating={n.name: reason for n, reason in self.floating.items()},
+            points=tuple(points),
+            layers=named,
+            costs=costs(self.graph),
+        )
+
+    def _visit(self, node: Node) -> None:
+        kind = KINDS.get(node.target, "unknown")
+        if node.target is operator.getitem and node.args[0] not in self.carried:
+            return  # one result of an operator that has had its say
+        if kind == "move" or kind == "concat":
+            self._carry(node, kind)
+            return
+        if kind == "clamp" and self._fused(node):
+            return  # rounded behind it, when its producer was visited
+        reason = self._reason_to_stay_float(node, kind)
+        if reason is not None:
+            self.floating[node] = reason
+            return
+        rule = self.target.operators[kind]
+        self.integer[node] = kind
+        for value in self._rounded_operands(node, kind):
+            if self.integer.get(value) == "hardsigmoid":
+                continue  # it has the numbers of what it reads
+            for source in self._sources(value):
+                self._round(source, everywhere=False)
+        if kind == "hardsigmoid":
+            self.anchored.add(self._root(node.args[0]))
+        if rule.output:
+            self._round(self._behind(node), everywhere=True)
+        if rule.shared:
+            self._share([*self._operands(node, kind), self._behind(node)])
+
+    def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
+        path = module_path(node)
+        if any(path == s or path.startswith(f"{s}.") for s in self.skip):
+            return "skipped by the user"
+        if node.name in self.kept:
+            return self.kept[node.name]
+        if kind == "unknown":
+            return f"no rule for {node.target}"
+        if kind not in self.target.operators:
+            return f"{self.target.name} runs no {kind} in integers"
+        operands = self._operands(node, kind)
+        if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
+            return "its weight is computed during the forward pass"
+        if kind in ("add", "mul"):
+            if len(operands) < 2 or operands[0] is operands[1]:
+                return "one of its operands is a constant"
+            if node.kwargs.get("alpha", 1) != 1:
+                return "it scales an operand (alpha)"
+        if kind == "mean" and not is_global(node):
+            return "it does not average over all spatial positions"
+        if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):
+            return "it does not stand directly behind an integer operator"
+        if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
+            return "none of its inputs is in integers"
+        return None
+
+    def _rounded_operands(self, node: Node, kind: str) -> list[Node]:
+        """The operands, without the one that a convolution hands over inside its kernel."""
+        operands = self._operands(node, kind)
+        if self.target.operators[kind].fuses:
+            inside = [v for v in operands if self.integer.get(v) == "conv" and len(v.users) == 1]
+            operands = [v for v in operands if v not in inside[:1]]
+        return operands
+
+    def _share(self, values: list[Node]) -> None:
+        """One scale for all of them."""
+        sources = [s for value in values for s in self._sources(value) if s in self.rounded]
+        for other in sources[1:]:
+            self.group[self._root(other)] = self._root(sources[0])
+
+    @staticmethod
+    def _operands(node: Node, kind: str) -> list[Node]:
+        if kind in ("conv", "linear"):
+            return [node.args[0]]
+        return [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr" and is_float_tensor(a)]
+
+    def _carry(self, node: Node, kind: str) -> None:
+        values = node.args[0] if kind == "concat" else [node.args[0]]
+        known = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
+        # A concat that joins mostly float values would cost more roundings than it saves bytes.
+        if sum(known) * 2 < len(known) or not any(known) or not keeps_grid(node):
+            if kind == "concat":
+                self.floating[node] = "most of what it joins is float"
+            return
+        if any(not isinstance(v, fx.Node) or v.op == "get_attr" for v in values):
+            self.floating[node] = "it joins a constant"
+            return
+        sources = [s for value in values for s in self._sources(value)]
+        for source in sources:
+            self._round(source, everywhere=self.rounded.get(source, False))
+        if kind == "concat" and len({self._clamp(source) for source in sources}) > 1:
+            # On one grid for all, the clamps of some would have to be computed after all, in float.
+            if kind not in self.target.operators:
+                self.floating[node] = "what it joins is clamped differently"
+                return
+            self.integer[node] = kind
+            self._round(self._behind(node), everywhere=True)
+            return
+        self.carried[node] = kind
+        self._share(sources)
+
+    def _sources(self, value: Node) -> list[Node]:
+        """Where the value was made, looking through moves."""
+        if value in self.carried:
+            inputs = value.args[0] if self.carried[value] == "concat" else [value.args[0]]
+            return [s for v in inputs for s in self._sources(v)]
+        return [value]
+
+    def _is_rounded(self, value: Node) -> bool:
+        """Whether the runtime has the value in integers only."""
+        if self.integer.get(value) == "hardsigmoid":
+            return True
+        return all(self.rounded.get(source, False) for source in self._sources(value))
+
+    def _round(self, value: Node, *, everywhere: bool) -> None:
+        self.group.setdefault(value, value)
+        self.rounded[value] = self.rounded.get(value, False) or everywhere
+
+    def _root(self, value: Node) -> Node:
+        while self.group.setdefault(value, value) is not value:
+            value = self.group[value]
+        return value
+
+    def _behind(self, node: Node) -> Node:
+        """The node itself, or the clamp that is its only reader."""
+        users = list(node.users)
+        if len(users) == 1 and KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
+            return users[0]
+        return node
+
+    def _fused(self, node: Node) -> bool:
+        """Whether the grid does this clamp's work: it is all that its integer producer feeds."""
+        return node.op == "call_function" and node.args[0] in self.integer and self._behind(node.args[0]) is node
+
+    def _clamp(self, source: Node) -> tuple[float, float | None] | None:
+        return bounds(source) if KINDS.get(source.target) == "clamp" and self._fused(source) else None

@@ -1,0 +1,157 @@
+"""Rewrites of a captured graph that put its operators in the terms that integer kernels have.
+
+silu(x)        -> x * sigmoid(x)
+hardswish(x)   -> x * hardsigmoid(x)
+batch_norm(x) that no layer could take in  -> a depthwise 1x1 convolution: one scale and one bias for each channel
+conv(x) of patches, its result read in float only  -> a linear layer on the patches, whose result need not be rounded
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.masks import reshape_mask_
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.surgery import get_tensor, owner
+from compresskit.quant.numerics.operators import KINDS
+from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.fold_batchnorm import drop_unused_
+
+_GATES = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
+_CONVS = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
+
+
+def rewrite_(module: fx.GraphModule, target: Target) -> None:
+    """Apply the rewrites that help on the target."""
+    for node in list(module.graph.nodes):
+        gate = _GATES.get(node.target)
+        if gate is not None and _kind_of(gate) in target.operators and "mul" in target.operators:
+            _split_gate(module.graph, node, gate)
+        elif node.target is aten.batch_norm.default and "conv" in target.operators:
+            _norm_to_conv(module, node)
+        elif node.target is aten.conv2d.default and _is_of_patches(module, node, target):
+            _patches_to_linear(module, node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    drop_unused_(module)
+
+
+def _kind_of(gate: Node) -> str:
+    return "sigmoid" if gate is aten.sigmoid.default else "hardsigmoid"
+
+
+def _split_gate(graph: fx.Graph, node: Node, gate: Node) -> None:
+    x = node.args[0]
+    with graph.inserting_before(node):
+        opened = graph.call_function(gate, (x,))
+        product = graph.call_function(aten.mul.Tensor, (x, opened))
+    opened.meta, product.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
+
+
+def _is_of_patches(module: fx.GraphModule, node: Node, target: Target) -> bool:
+    """Whether a convolution cuts its input into patches without overlap or rest, and only float operators read what it gives."""
+    linear, weight = target.operators.get("linear"), parameter_name(node.args[1])
+    if linear is None or linear.output or "conv" not in target.operators or weight is None:
+        return False
+    kernel = list(get_tensor(module, weight).shape[2:])
+    given = [*node.args[3:], *[[1, 1], [0, 0], [1, 1], 1][len(node.args[3:]) :]]
+    size = list(node.args[0].meta["val"].shape[2:])
+    if list(given[0]) != kernel or given[1:] != [[0, 0], [1, 1], 1] or max(kernel) == 1:
+        return False
+    if any(not isinstance(s, int) or s % k for s, k in zip(size, kernel, strict=True)) or len(node.args[1].users) > 1:
+        return False
+    return _reads_in_float(module, node, target)
+
+
+def _reads_in_float(module: fx.GraphModule, node: Node, target: Target) -> bool:
+    """Whether no layer that runs in integers reads a value, looking through what would only follow integers if there were any:
+    moves, clamps, sums, depthwise convolutions.
+    """
+    pending, seen = [node], {node}
+    while pending:
+        for reader in pending.pop().users:
+            kind = KINDS.get(reader.target, "unknown")
+            rule = target.operators.get(kind)
+            if reader.op == "output":
+                return False
+            if kind in ("move", "clamp") or (rule and rule.follow) or (kind == "conv" and _is_depthwise(module, reader)):
+                pending += [reader] if reader not in seen else []
+                seen.add(reader)
+            elif rule:
+                return False
+    return True
+
+
+def _is_depthwise(module: fx.GraphModule, conv: Node) -> bool:
+    """Whether each filter of a convolution reads one channel."""
+    weight = parameter_name(conv.args[1])
+    return weight is not None and get_tensor(module, weight).shape[1] == 1
+
+
+def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
+    """(N, C, H, W) as (N, H / h, W / w, C * h * w), times the weight as a matrix, and its channels back in their place.
+
+    QLinearConv hands on integers, and a residual stream that is rounded is rounded for good, as ConvNeXt's would be.
+    """
+    x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
+    name = str(parameter_name(weight))
+    values = get_tensor(module, name)
+    out, channels, h, w = values.shape
+    rows, columns = (s // k for s, k in zip(x.meta["val"].shape[2:], (h, w), strict=True))
+    here, leaf = owner(module, name)
+    setattr(here, leaf, nn.Parameter(values.detach().reshape(out, -1), requires_grad=values.requires_grad))
+    reshape_mask_(module, name, (out, channels * h * w))
+    weight.meta["val"] = x.meta["val"].new_empty(out, channels * h * w)
+    if bias is not None:
+        bias.meta["val"] = x.meta["val"].new_empty(out)
+    graph = module.graph
+
+    def add(target: Any, *args: Any) -> Node:
+        new = graph.call_function(target, args)
+        new.meta = dict(node.meta)
+        new.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return new
+
+    with graph.inserting_before(node):
+        split = add(aten.reshape.default, x, [-1, channels, rows, h, columns, w])
+        patches = add(aten.permute.default, split, [0, 2, 4, 1, 3, 5])
+        flat = add(aten.reshape.default, patches, [-1, rows, columns, channels * h * w])
+        result = add(aten.permute.default, add(aten.linear.default, flat, weight, bias), [0, 3, 1, 2])
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
+    x, gamma, beta, mean, var = node.args[:5]
+    conv = _CONVS.get(x.meta["val"].ndim)
+    names = [parameter_name(n) for n in (gamma, beta, mean, var)]
+    if conv is None or None in names[2:]:
+        return
+    mean_value, var_value = (get_tensor(module, str(n)).detach().double() for n in names[2:])
+    scale = torch.rsqrt(var_value + node.args[7])
+    if names[0] is not None:
+        scale = scale * get_tensor(module, names[0]).detach().double()
+    shift = -mean_value * scale
+    if names[1] is not None:
+        shift = shift + get_tensor(module, names[1]).detach().double()
+    channels, rank = len(scale), x.meta["val"].ndim
+    dtype = x.meta["val"].dtype
+    holder = nn.Module()
+    holder.weight = nn.Parameter(scale.to(dtype).view(-1, *[1] * (rank - 1)))
+    holder.bias = nn.Parameter(shift.to(dtype))
+    name = f"affine_{node.name}"
+    module.add_submodule(name, holder)
+    spatial = rank - 2
+    with module.graph.inserting_before(node):
+        weight, bias = (module.graph.get_attr(f"{name}.{leaf}") for leaf in ("weight", "bias"))
+        args = (x, weight, bias, [1] * spatial, [0] * spatial, [1] * spatial, channels)
+        new = module.graph.call_function(conv, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    module.graph.erase_node(node)

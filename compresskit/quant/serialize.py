@@ -1,0 +1,122 @@
+"""A quantized model as plain data beside its tensors, and back: nothing is executed on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.errors import CheckpointError
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import Dynamic
+from compresskit.graph.surgery import restructure_
+from compresskit.quant.dynamic.insert_dynamic import build_dynamic
+from compresskit.quant.numerics.observers import MinMax
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.numerics.targets import Integer, Target
+from compresskit.quant.passes.insert import Quantized, build
+from compresskit.quant.weight_only.per_matrix import rebuild_mixed
+from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
+
+#: Inputs may be of these types; names from a file are only ever looked up here.
+DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)}
+
+
+LARGEST = 2**28  # values of an example that is made from a record
+
+
+def record(model: Quantized) -> dict[str, Any]:
+    """What `rebuild` needs besides the tensors and the float model's class."""
+    plan = {"plan": model.plan.to_json()} if isinstance(model, WeightQuantized) else {}
+    return plan | {
+        "kind": "quantized",
+        "origin": model.origin,
+        "target": asdict(model.target),
+        "placement": model.placement.to_json(),
+        "example": _example_record(model.example),
+        "dynamic": _dynamic_record(model.dynamic),
+    }
+
+
+def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
+    """Quantize a float model of the same class again, as recorded; ranges and weights still have to be loaded.
+
+    Raises CheckpointError for a record of another model, or one that this torch captures as another graph.
+    """
+    try:
+        target = _target(saved["target"])
+        example = _example(saved["example"])
+        origin, placement = saved["origin"], saved["placement"]
+        restructure_(model, origin["structure"])
+        how = origin.get("dynamically")
+        skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
+    quantized: Quantized
+    if "mixed" in origin:
+        quantized = rebuild_mixed(model, example, origin, target, skip=skip, dynamic=dynamic)
+    elif "plan" in saved:
+        quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
+    elif how is None:
+        quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
+    else:
+        operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
+        quantized = build_dynamic(
+            model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
+        )
+    quantized.origin["smoothed"] = origin.get("smoothed", 0)
+    if json.loads(json.dumps(quantized.placement.to_json())) != placement:
+        raise CheckpointError(
+            f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"
+            " saved; load it with the torch that saved it, or quantize again"
+        )
+    quantized.enable_()
+    return quantized.eval()
+
+
+def _target(saved: dict[str, Any]) -> Target:
+    fields = dict(saved)
+    for name in ("activations", "weights"):
+        fields[name] = Scheme(**fields[name])
+    fields["operators"] = {kind: Integer(**rule) for kind, rule in fields["operators"].items()}
+    return Target(**fields)
+
+
+def _dynamic_record(dynamic: Dynamic) -> Any:
+    if isinstance(dynamic, Mapping):
+        return {name: {str(d): given for d, given in dims.items()} for name, dims in dynamic.items()}
+    return list(dynamic)
+
+
+def _dynamic(saved: Any) -> Dynamic:
+    if isinstance(saved, dict):
+        return {str(name): {int(d): str(given) for d, given in dims.items()} for name, dims in saved.items()}
+    return tuple(int(d) for d in saved)
+
+
+def _example_record(example: Inputs) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"an input is {type(value).__name__}; only models whose inputs are all tensors can be saved")
+        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+
+    if isinstance(example, dict):
+        return {"kwargs": {name: one(value) for name, value in example.items()}}
+    return {"args": [one(value) for value in example]}
+
+
+def _example(saved: dict[str, Any]) -> Inputs:
+    def one(value: dict[str, Any]) -> Tensor:
+        shape = [int(n) for n in value["shape"]]
+        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST:
+            raise ValueError(f"an example of shape {shape}")
+        return torch.zeros(shape, dtype=DTYPES[value["dtype"]])
+
+    if "kwargs" in saved:
+        return {str(name): one(value) for name, value in saved["kwargs"].items()}
+    return tuple(one(value) for value in saved["args"])

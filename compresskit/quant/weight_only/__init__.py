@@ -1,0 +1,1 @@
+"""Weight-only quantization, and quantization with an accuracy target."""

@@ -1,0 +1,1 @@
+"""Recipes: stages in order, each kept on disk, verified and resumed."""
