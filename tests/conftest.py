@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests in folders can import oracles and networks
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread each, and for what they start
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import checkout
 import pytest
+from checkout import ROOT, SUPPORT
 
 import compresskit
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compresskit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES})
@@ -250,13 +249,13 @@ def test_import_is_light() -> None:
         "heavy = ('onnx', 'onnxruntime', 'onnxscript', 'onnx_ir', 'matplotlib', 'torchvision');"
         "print((time.process_time() - begin) / begin, [m for m in heavy if m in sys.modules])"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(5)]
+    runs = [checkout.python("-c", code).stdout for _ in range(5)]
     assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
     assert min(float(run.split()[0]) for run in runs) < 0.28  # of the time that torch takes, whatever the machine
 
 
 def test_oracles_share_no_code() -> None:
-    assert "compresskit" not in [n.split(".")[0] for n in _imported(ROOT / "tests" / "oracles.py")]
+    assert "compresskit" not in [n.split(".")[0] for n in _imported(SUPPORT / "oracles.py")]
 
 
 def _imported(path: Path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import fields, replace
 from functools import partial
 
+import checkout
 import networks
 import numpy as np
 import onnx
@@ -620,9 +619,7 @@ dist.destroy_process_group()
 
 
 def test_two_processes_agree(tmp_path) -> None:
-    where = os.path.dirname(networks.__file__)
-    command = [sys.executable, "-c", WORKER]
-    started = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=where, stderr=subprocess.PIPE) for rank in (0, 1)]
+    started = [checkout.start("-c", WORKER, rank, tmp_path, stderr=subprocess.PIPE) for rank in (0, 1)]
     for process in started:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors.decode()[-2000:]

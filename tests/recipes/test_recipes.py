@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import re
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
+import checkout
 import numpy as np
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).parents[1]
-RECIPES = sorted(p.name for p in (ROOT / "recipes").glob("*.py") if p.name not in ("vision.py", "text.py"))
+RECIPES = sorted(p.name for p in (checkout.ROOT / "recipes").glob("*.py") if p.name not in ("vision.py", "text.py"))
 
 
 def start(name, *args, timeout=600):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / name), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return checkout.python(checkout.ROOT / "recipes" / name, *args, check=False, timeout=timeout)
 
 
 def finished(process, out, stages):
@@ -43,7 +34,7 @@ def test_help(name) -> None:
     assert process.returncode == 0, process.stderr
     options = re.findall(r"^  (--?\w.*)$", process.stdout, re.M)
     assert len(options) >= 4
-    source = (ROOT / "recipes" / name).read_text()
+    source = (checkout.ROOT / "recipes" / name).read_text()
     assert source.count("add_argument(") == source.count("help=")
 
 
@@ -91,7 +82,7 @@ def test_cifar10(tmp_path) -> None:
 def test_cifar10_distill(tmp_path) -> None:
     """With every term at once."""
     data, out = image_folder(tmp_path / "data"), tmp_path / "run"
-    terms = re.findall(r'^    "(\w+)": \[kd', (ROOT / "recipes" / "cifar10_distill.py").read_text(), re.M)
+    terms = re.findall(r'^    "(\w+)": \[kd', (checkout.ROOT / "recipes" / "cifar10_distill.py").read_text(), re.M)
     assert len(terms) >= 10
     small = ("--data", data, "--epochs", 1, "--depth", 8, "--limit", 64)
     finished(start("cifar10_distill.py", *small, "--out", out, "--terms", *terms), out, 2)
@@ -145,9 +136,8 @@ def test_lottery_ticket() -> None:
 
 def test_readme_blocks_run(tmp_path) -> None:
     """Every Python block of the README, one after another, in one process and a folder of its own."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (checkout.ROOT / "README.md").read_text(), re.S)
     assert blocks
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
-    process = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
+    checkout.python(script, cwd=tmp_path, timeout=600)

@@ -7,11 +7,11 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 
+import checkout
 import networks
 import pytest
 import torch
@@ -169,8 +169,7 @@ def test_loading_in_another_process(finished, tmp_path) -> None:
         "import sys, torch, networks, compresskit as ck; x = torch.load(sys.argv[1])\n"
         "with torch.no_grad(): torch.save(ck.load(networks.Residual(), sys.argv[2])(*x), sys.argv[3])"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "x.pt"), str(out / "3-qat"), str(tmp_path / "y.pt")]
-    subprocess.run(command, check=True, cwd=networks.__file__.rsplit("/", 1)[0])
+    checkout.python("-c", code, tmp_path / "x.pt", out / "3-qat", tmp_path / "y.pt")
     with torch.no_grad():
         assert torch.equal(torch.load(tmp_path / "y.pt"), result.model(*torch.load(tmp_path / "x.pt")))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import chains
+import checkout
 import pytest
 import torch
 
@@ -16,14 +14,10 @@ import compresskit as ck
 from compresskit.base.errors import CheckpointError, Interrupted
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
-HERE = Path(__file__).parent
 
 
 def case(name, chain, folder):
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "kills.py"), name, str(folder), chain]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    checkout.python(checkout.SUPPORT / "kills.py", name, folder, chain)
 
 
 @pytest.mark.parametrize("name", ["writes", "signals"])

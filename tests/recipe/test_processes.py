@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import checkout
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,19 +13,15 @@ from safetensors.torch import load_file
 import compresskit as ck
 from compresskit.base import distributed
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
 pytestmark = pytest.mark.skipif(not dist.is_available() or sys.platform != "linux", reason="gloo, and signals")
 
 
-def launch(count, *arguments, restarts=0, script=HERE / "two.py", timeout=500):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(script), *map(str, arguments)]
+def launch(count, *arguments, restarts=0, script=checkout.SUPPORT / "two_processes.py", timeout=500):
+    command = [script, *arguments]
     if count > 1:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}",
-                   f"--max-restarts={restarts}", *command[1:]]  # fmt: skip
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", f"--max-restarts={restarts}"]
+        command = [*torchrun, *command]
+    return checkout.python(*command, check=False, timeout=timeout, extra={"PYTHONWARNINGS": "ignore"})
 
 
 def states(name, folder):

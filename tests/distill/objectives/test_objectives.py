@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from functools import partial
-from pathlib import Path
 
+import checkout
 import networks
 import oracles
 import pytest
@@ -439,7 +439,7 @@ def test_every_loss_is_public() -> None:
 
 
 def test_the_page_names_every_public_function_that_users_write() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "distillation.md").read_text()
+    page = (checkout.ROOT / "docs" / "distillation.md").read_text()
     helpers = {"LOSSES", "DistillLoss", "Cached", "Imitate", "Mutual", "PseudoLabel", "SelfDistill", "MemoryBank", "TopK"}
     helpers |= {"find_taps", "tapped", "top_k", "standardize", "pooled_head", "number", "numbered", "mixup"}
     assert [name for name in kd.__all__ if name not in helpers and f"{name}" not in page] == []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
+import checkout
 import networks
 import oracles
 import pytest
@@ -308,8 +306,7 @@ def test_every_policy_trains(policy) -> None:
 
 def test_two_ranks(tmp_path) -> None:
     """Ranges are those of all values together, and DistributedDataParallel leaves every rank with one model."""
-    script = Path(__file__).with_name("two_ranks.py")
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path)]) for rank in (0, 1)]
+    ranks = [checkout.start(checkout.SUPPORT / "qat_ranks.py", rank, tmp_path) for rank in (0, 1)]
     assert [process.wait(timeout=240) for process in ranks] == [0, 0]
     first, second = (load_file(tmp_path / f"observed{rank}.safetensors") for rank in (0, 1))
     torch.manual_seed(1)

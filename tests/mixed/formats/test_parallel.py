@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import mixed_ranks as ranks
 import pytest
-import ranks
 import torch
 from torch import nn
 

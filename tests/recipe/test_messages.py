@@ -7,11 +7,10 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
+import checkout
 import networks
 import pytest
 import torch
@@ -32,7 +31,6 @@ from compresskit.base.errors import (
     TrainingError,
 )
 
-ROOT = Path(__file__).parents[1]
 NET = build(networks.Chain)
 TRAIN = ck.Train(epochs=1)
 
@@ -353,9 +351,10 @@ def test_data_that_fails(workers, said) -> None:
 
 def test_a_worker_that_is_killed() -> None:
     # In a process of its own: torch raises the death of a worker again whenever another child ends.
-    code = "import test_messages as t; t.lose_a_sample(t.killed, 1)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_messages as t; t.lose_a_sample(t.killed, 1)"
+    )
+    done = checkout.python("-c", code, check=False)
     assert done.returncode != 0
     # It is noticed at that batch or, as loaders read ahead, at one before, by torch or by the pipe that closed.
     said = r"DataError: epoch 1, batch [1-4]: the training loader gives no batch: .*num_workers=0"
@@ -384,9 +383,9 @@ def test_a_metric_of_nan_can_be_mended(whole, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_the_page_of_errors_is_complete() -> None:
-    spec = importlib.util.spec_from_file_location("make_errors", ROOT / "docs" / "make_errors.py")
+    spec = importlib.util.spec_from_file_location("make_errors", checkout.ROOT / "docs" / "make_errors.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = (ROOT / "docs" / "errors.md").read_text()
+    page = (checkout.ROOT / "docs" / "errors.md").read_text()
     assert page == module.page(), "python docs/make_errors.py writes the page anew"
     assert len(re.findall(r"^\| .* \| `[a-z/_]+\.py` \|$", page, re.M)) > 300

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import checkout
 import networks
 import onnx
 import pytest
@@ -20,8 +17,6 @@ import compresskit as ck
 from compresskit.base.errors import DataError, ExportError, ModelError, SettingError
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Quantized, prepare_qat, quantize_static
-
-ROOT = Path(__file__).parents[2]
 
 
 class Sequence(nn.Module):
@@ -369,19 +364,19 @@ def test_what_is_not_quantized() -> None:
 
 
 def zoo() -> list[str]:
-    text = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())
+    text = json.loads((checkout.ROOT / "benchmarks" / "quantize_coverage.json").read_text())
     return sorted(text["rows"])
 
 
 def test_the_committed_table_has_every_model() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
+    rows = json.loads((checkout.ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
     torchvision = pytest.importorskip("torchvision")
     assert {name for name in torchvision.models.list_models() if "quantized" not in name} <= set(rows)
     assert all(row["verified"] for row in rows.values())
 
 
 def test_the_committed_table_of_pruning_has_every_model() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "prune_zoo.json").read_text())["rows"]
+    rows = json.loads((checkout.ROOT / "benchmarks" / "prune_zoo.json").read_text())["rows"]
     torchvision = pytest.importorskip("torchvision")
     assert {name for name in torchvision.models.list_models() if "quantized" not in name} <= set(rows)
     for name, row in rows.items():
@@ -392,7 +387,7 @@ def test_the_committed_table_of_pruning_has_every_model() -> None:
 
 
 def test_the_committed_table_says_why() -> None:
-    rows = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
+    rows = json.loads((checkout.ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"]
     torchvision = pytest.importorskip("torchvision")
     assert set(rows) <= set(torchvision.models.list_models())
     for name, row in rows.items():
@@ -403,11 +398,9 @@ def test_the_committed_table_says_why() -> None:
 @pytest.mark.parametrize("name", zoo())
 def test_torchvision(name) -> None:
     """The row of one model, measured again in a process of its own; the large ones take minutes and up to 8 GiB."""
-    script = ROOT / "benchmarks" / "quantize_coverage.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script), "--row", name], capture_output=True, text=True, env=environment)
+    done = checkout.python(checkout.ROOT / "benchmarks" / "quantize_coverage.py", "--row", name, check=False)
     row = json.loads(done.stdout.splitlines()[-1])
-    known = json.loads((ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"][name]
+    known = json.loads((checkout.ROOT / "benchmarks" / "quantize_coverage.json").read_text())["rows"][name]
     assert row["verified"] or not known["verified"], row
     assert row["captured"] or not known["captured"]
 

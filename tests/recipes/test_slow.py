@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import checkout
 import pytest
 import torch
 from torch import nn
@@ -17,13 +17,12 @@ import compresskit as ck
 
 pytestmark = [pytest.mark.slow]
 DATA = Path(os.environ.get("COMPRESSKIT_DATA", "data"))
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
+sys.path.insert(0, str(checkout.ROOT / "recipes"))
 
 
 def proof_of(recipe, tmp_path, *args):
     out = tmp_path / "run"
-    subprocess.run([sys.executable, str(ROOT / "recipes" / recipe), "--out", str(out), *args], check=True)
+    checkout.python(checkout.ROOT / "recipes" / recipe, "--out", out, *args)
     rows = json.loads((out / "report.json").read_text())["rows"]
     return rows, json.loads((out / rows[-1]["stage"] / "verify.json").read_text())
 
