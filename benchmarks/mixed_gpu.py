@@ -80,7 +80,7 @@ def ours(policy: mixed.Policy, *, compiled: bool = False, **settings: Any) -> Ma
 def apex_style(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor]) -> Step:
     """Half weights, masters in a loop, the sum of every gradient read by the host, as apex's Python path did."""
     for module in model.modules():
-        if not isinstance(module, mixed.policy.BATCH_NORMS):
+        if not isinstance(module, mixed.formats.policy.BATCH_NORMS):
             for p in module.parameters(recurse=False):
                 p.data = p.data.bfloat16()
     parameters = list(model.parameters())

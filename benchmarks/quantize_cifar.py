@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
+from compresskit.train.train import Supervised
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
@@ -209,7 +210,7 @@ def training(
         "qat, held at 0.5, clipped, nine tenths imitation": ck.QAT(
             **settings, **early, objective=ck.imitate(temperature=1.0, weight=0.9, task_weight=0.1)
         ),
-        "qat, held at 0.5, clipped, task loss": ck.QAT(**settings, **early, objective=ck.train.Supervised()),
+        "qat, held at 0.5, clipped, task loss": ck.QAT(**settings, **early, objective=Supervised()),
         "qat, learned": ck.QAT(**settings, learned=True),
     }
     for name, how in arms.items():

@@ -110,16 +110,14 @@ class opaque(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, state, weights, has_biases, layers, _, _, bidirectional, batch_first = args
         states = list(state) if kind == "lstm" else [state]
-        results = torch.ops.compresskit.graph.recurrent(
-            x, states, list(weights), kind, has_biases, layers, bidirectional, batch_first
-        )
+        results = torch.ops.compresskit.recurrent(x, states, list(weights), kind, has_biases, layers, bidirectional, batch_first)
         return results if kind == "lstm" else results[:2]
 
 
 def restore_(graph: fx.Graph) -> None:
     """Torch's own operators in the place of this library's."""
     for node in graph.nodes:
-        if node.target is torch.ops.compresskit.graph.recurrent.default:
+        if node.target is torch.ops.compresskit.recurrent.default:
             x, state, weights, kind, has_biases, layers, bidirectional, batch_first = node.args
             node.target = OPERATORS[kind]
             given = state if kind == "lstm" else state[0]

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 FULL = [FP32, MASTER_BF16, MASTER_FP16, SPLIT_BF16, KAHAN_BF16, SR_BF16]
-compiles = mixed.compiled.has_compiler(torch.device("cpu"))
+compiles = mixed.step.compiled.has_compiler(torch.device("cpu"))
 
 
 def together(*compiled):

@@ -97,7 +97,7 @@ def main(name, out, stop=None):
     recipe = ck.Recipe(*stages(name), save=ck.Every(seconds=None, steps=3), export="last")
     made = recipe.run(model, task(), Path(out) / "run").model
     state = {name: value.float().contiguous() for name, value in made.state_dict().items()}
-    masks = ck.masks.masks_of(made)
+    masks = ck.graph.masks.masks_of(made)
     state |= {} if masks is None else {f"mask {name}": mask.float() for name, mask in masks.masks.items()}
     save_file(state, Path(out) / f"{number}.safetensors")
     assert distributed.ranks() == 1  # no process group is left behind

@@ -396,7 +396,7 @@ def test_self_distill_bad_input() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ck.mixed.compiled.has_compiler(torch.device("cpu")), reason="no C++ compiler here")
+@pytest.mark.skipif(not ck.mixed.step.compiled.has_compiler(torch.device("cpu")), reason="no C++ compiler here")
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own machinery warns of torch's other parts
 def test_a_compiled_teacher_says_the_same() -> None:
     model, student, task = build(networks.Residual), build(networks.Chain), images_task(ck)

@@ -93,10 +93,10 @@ def small():
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [
-        (mixed.policy.BATCH_NORMS, {"2.1.weight", "2.1.bias"}),
+        (mixed.formats.policy.BATCH_NORMS, {"2.1.weight", "2.1.bias"}),
         (("2",), {"2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"}),
         ((nn.LayerNorm, "3"), {"1.weight", "1.bias", "3.weight", "3.bias"}),
-        (("0.bias", *mixed.policy.BATCH_NORMS), {"0.bias", "2.1.weight", "2.1.bias"}),
+        (("0.bias", *mixed.formats.policy.BATCH_NORMS), {"0.bias", "2.1.weight", "2.1.bias"}),
         ((), set()),
     ],
 )

@@ -134,4 +134,4 @@ def test_fsdp_policy_says_every_dtype() -> None:
 
 
 def test_a_model_that_is_not_sharded_is_not_taken_for_one() -> None:
-    assert not mixed.parallel.is_sharded(nn.Linear(2, 2))
+    assert not mixed.formats.parallel.is_sharded(nn.Linear(2, 2))

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-compiles = pytest.mark.skipif(not mixed.compiled.has_compiler(torch.device("cpu")), reason="no C++ compiler here")
+compiles = pytest.mark.skipif(not mixed.step.compiled.has_compiler(torch.device("cpu")), reason="no C++ compiler here")
 OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
