@@ -6,7 +6,7 @@ the activations or are learned (LSQ, Esser et al., 1902.08153), and after a shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import AnyInputs
+from compresskit.base.inputs import Batches
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
@@ -31,7 +31,7 @@ from compresskit.train.train import Train, fit_
 
 def prepare_qat(
     model: nn.Module,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),
