@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.stage import Stage
 from compresskit.base.task import Task, first_rows
 from compresskit.graph.capture import Dynamic
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
@@ -50,7 +51,7 @@ def quantize_dynamic(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicQuant:
+class DynamicQuant(Stage):
     """Quantize dynamically: no calibration, no training.
 
     target, weights, operators, skip, dynamic: as in `quantize_dynamic`.
