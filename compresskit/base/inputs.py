@@ -13,7 +13,7 @@ from compresskit.base.task import Inputs
 
 #: Inputs of one batch, as a caller may pass them.
 AnyInputs = Tensor | Sequence[Any] | Mapping[str, Any]
-#: Batches of inputs, without labels. A tensor, a tuple or a mapping is one batch; a list, a loader or another iterable holds many.
+#: Batches of inputs, without labels: one batch as a tensor, a tuple or a mapping, or a list, loader or other iterable of batches.
 Batches = Iterable[AnyInputs] | AnyInputs
 
 
