@@ -15,7 +15,8 @@ from compresskit.base.distributed import first_of, ranks
 from compresskit.base.errors import SettingError
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
-from compresskit.base.task import PROPERTIES, Task
+from compresskit.base.stage import PROPERTIES, Stage
+from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_parameters
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prune(Budgeted):
+class Prune(Budgeted, Stage):
     """Remove channels.
 
     budget: how much stays, such as `ck.keep(macs=0.5)`; see `plan_channels`.
@@ -52,7 +53,6 @@ class Prune(Budgeted):
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
-    keeps: ClassVar[frozenset[str]] = PROPERTIES
 
     budget: Budget
     criterion: Criterion = l2

@@ -19,6 +19,7 @@ from torch import nn
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import check_kinds
+from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
 from compresskit.prune.criteria import Criterion, l2
@@ -76,7 +77,7 @@ def shuffled(masks: Masks) -> Masks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryTicket(Budgeted):
+class LotteryTicket(Budgeted, Stage):
     """Find a sparse network that can be trained alone: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
 
     budget: how many of the maskable weights go in the end, such as `ck.remove(weights=0.8)`; every round removes the same
@@ -102,8 +103,6 @@ class LotteryTicket(Budgeted):
     protect: tuple[str, ...] = ()
     samples: int = 1024
 
-    trains_itself: ClassVar[bool] = True  # its snapshots are its own
-
     def __post_init__(self) -> None:
         check_kinds(self)
         check_pattern(self.pattern, "LotteryTicket")
@@ -117,6 +116,11 @@ class LotteryTicket(Budgeted):
                                " function such as erk_ratios, or rounds=1")  # fmt: skip
         if self.pattern.fixed is not None and self.rounds > 1:
             raise SettingError(f"LotteryTicket(rounds=...): {self.pattern} is reached in one round, got {self.rounds}")
+
+    @property
+    def starts_from_trained(self) -> bool:
+        """False: it trains the incoming model, and keeps the snapshots it rewinds to itself."""
+        return False
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)

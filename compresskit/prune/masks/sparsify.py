@@ -15,7 +15,8 @@ from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
-from compresskit.base.task import PROPERTIES, Task
+from compresskit.base.stage import Stage
+from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_, masks_of
 from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparsify(Budgeted):
+class Sparsify(Budgeted, Stage):
     """Set weights to zero, and hold them there through every later stage.
 
     budget: how many of the maskable weights go, such as `ck.remove(weights=0.9)`; an N:M pattern prescribes its own, and so
@@ -95,6 +96,11 @@ class Sparsify(Budgeted):
             )
         if self.regrow and (self.schedule is None or self.pattern.fixed is not None):
             raise SettingError("Sparsify(regrow=...): growing needs a schedule, such as schedules.Constant(), and no N:M pattern")
+
+    @property
+    def rewinds_to(self) -> float | None:
+        """The fraction of the preceding training that `rewind` asks for."""
+        return None if self.rewind is None else self.rewind.to
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
@@ -178,7 +184,7 @@ class Sparsify(Budgeted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Densify:
+class Densify(Stage):
     """Take the masks off: all weights may move again, those at zero included.
 
     Between `Sparsify` and another training it makes dense-sparse-dense (Han et al., 1607.04381): the sparse phase finds what
@@ -186,7 +192,6 @@ class Densify:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
-    keeps: ClassVar[frozenset[str]] = PROPERTIES
     restores: ClassVar[frozenset[str]] = frozenset({"dense"})
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
