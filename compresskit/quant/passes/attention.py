@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.graph.capture import Captured, parameter_name
 from compresskit.graph.normalize import Node, aten
-from compresskit.quant.passes.channel_scaling import MOVES
+from compresskit.quant.numerics.operators import LAYOUT_OPERATORS
 
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
@@ -78,7 +78,7 @@ def _splits(before: list[Node]) -> bool:
 
 
 def _sums_to_one(node: Node) -> bool:
-    while node.target in MOVES:
+    while node.target in LAYOUT_OPERATORS:
         node = node.args[0]
     return node.target in _SOFTMAX and node.args[1] in (-1, node.meta["val"].ndim - 1)
 
@@ -86,7 +86,7 @@ def _sums_to_one(node: Node) -> bool:
 def _back(value: Node) -> tuple[list[Node], Node]:
     """(moves in the order of execution, what they begin with)."""
     moves = []
-    while value.target in MOVES or value.target is operator.getitem or value.target in _CUTS:
+    while value.target in LAYOUT_OPERATORS or value.target is operator.getitem or value.target in _CUTS:
         moves.append(value)
         value = value.args[0]
     return moves[::-1], value

@@ -14,16 +14,17 @@ from torch import Tensor, fx, nn
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.passes.fold_batchnorm import CONVS, TRANSPOSED, drop_unused_
+from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
+from compresskit.quant.passes.fold_batchnorm import drop_unused_
 
 
-def fold_computed_(module: fx.GraphModule) -> int:
+def fold_parametrizations_(module: fx.GraphModule) -> int:
     """Replace every computed weight and bias of a layer by a parameter that holds it; returns how many.
 
     The parameter stands where the layer's module is, as `weight` or `bias`; it trains where one of those that it came from did.
     """
     count = 0
-    layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED or n.target is aten.linear.default]
+    layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED_CONVS or n.target is aten.linear.default]
     for layer in layers:
         for position, leaf in ((1, "weight"), (2, "bias")):
             node = layer.args[position] if len(layer.args) > position else None

@@ -34,9 +34,10 @@ from compresskit.graph.surgery import get_tensor, mode
 from compresskit.measure import latency, numpy_inputs, session
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT
 from compresskit.quant.dynamic.quantize_dynamic import quantize_dynamic
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.passes.channel_scaling import PRODUCTS, weight_of
-from compresskit.quant.passes.insert import lower
+from compresskit.quant.passes.channel_scaling import weight_of
+from compresskit.quant.passes.prepare_graph import prepare_graph
 from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, MatrixForm, Mixed, Trial, build_mixed
 from compresskit.quant.weight_only.quantize_weights import quantize_weights
 from compresskit.quant.weight_only.storage import NBITS_INT8
@@ -121,7 +122,7 @@ def meet_floor(
     data = list(batches)
     if not data:
         raise DataError("meet_floor: no batch was given; a few dozen samples show what rounding does")
-    captured, _, _ = lower(model, data[0], replace(target, operators={}), skip, dynamic)
+    captured, _, _ = prepare_graph(model, data[0], replace(target, operators={}), skip, dynamic)
     work = _Work(captured, data, target, skip)
     if not work.products:
         raise ModelError(f"{type(model).__name__}: it has no product by a stored matrix whose form could be chosen")
