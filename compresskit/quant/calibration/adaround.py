@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx
 from tqdm import tqdm
 
-from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
@@ -22,7 +22,7 @@ from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 Seen = tuple[Tensor, Tensor, list[Tensor]]
 
 
-def correct_bias_(quantized: Quantized, batches: Iterable[AnyInputs]) -> int:
+def correct_bias_(quantized: Quantized, batches: Batches) -> int:
     """Add to each bias what its layer's output channels lost on average; returns the number of layers.
 
     E[float output] - E[rounded output], layer by layer, each after those before it (Nagel et al., 1906.04721, section 4.2,
@@ -46,7 +46,7 @@ def correct_bias_(quantized: Quantized, batches: Iterable[AnyInputs]) -> int:
 
 def adaround_(
     quantized: Quantized,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     steps: int = 1000,
     rate: float = 1e-2,
@@ -91,11 +91,8 @@ def adaround_(
     return len(layers)
 
 
-def _all(batches: Iterable[AnyInputs], where: str) -> list[Inputs]:
-    every = list(each_inputs(batches, where))
-    if not every:
-        raise DataError(f"{where}: no calibration batch was given; a few hundred samples show what rounding does")
-    return every
+def _all(batches: Batches, where: str) -> list[Inputs]:
+    return list(first_and_all(batches, where)[1])
 
 
 def _layers(quantized: Quantized) -> Iterator[tuple[Node, WeightQuantizer, str | None]]:

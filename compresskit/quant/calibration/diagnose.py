@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compresskit.base.errors import DataError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
@@ -83,19 +82,17 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.name, row.layer, row.runs, *costs, *("" if n is None else f"{n:.1f}" for n in numbers), saturated)
 
 
-def diagnose(quantized: Quantized, batches: Iterable[AnyInputs], *, model: nn.Module | None = None) -> Diagnosis:
-    """Compare a quantized model with the float one, operator by operator, on batches of inputs (tuples or dicts).
+def diagnose(quantized: Quantized, batches: Batches, *, model: nn.Module | None = None) -> Diagnosis:
+    """Compare a quantized model with the float one, operator by operator.
 
+    batches: an iterable of inputs, or one batch.
     model: the float model it came from; None takes the quantized model's own weights, unrounded. What training changed counts
         among the weights. Not taken where `smooth_` moved weights on the way (`quantize_static` does so with transformers).
 
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
     quantized = quantized.converted()
-    batches = each_inputs(batches, "diagnose")
-    first = next(batches, None)
-    if first is None:
-        raise DataError("diagnose: no batch was given; a few hundred samples show the noise")
+    first, every = first_and_all(batches, "diagnose")
     weights = None
     if model is not None and quantized.origin.smoothed:
         log.warning("diagnose: smoothing moved weights of this model; the comparison is with its own weights, unrounded")
@@ -104,9 +101,7 @@ def diagnose(quantized: Quantized, batches: Iterable[AnyInputs], *, model: nn.Mo
         weights = {name: value.detach() for name, value in captured.module.named_parameters()}
     noise = _Noise(quantized)
     with mode(quantized, training=False):
-        samples = noise.take(first, weights, saturation=True)
-        for inputs in batches:
-            samples += noise.take(inputs, weights)
+        samples = sum(noise.take(inputs, weights, saturation=inputs is first) for inputs in every)
     return noise.report(samples)
 
 

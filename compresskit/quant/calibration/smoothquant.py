@@ -11,12 +11,13 @@ on moves by as much. How far is tried out for every value, on the rounding of it
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
 from compresskit.graph.normalize import Node, aten
@@ -33,7 +34,7 @@ SAMPLE = 1024  # positions of a value that are kept to try factors and shifts on
 
 def smooth_(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Batches,
     *,
     strengths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75),
     shift: bool = True,
@@ -43,7 +44,7 @@ def smooth_(
 
     Args:
         model: any float module.
-        batches: calibration inputs (tuples or dicts); one pass, and a thousand positions of each value are kept.
+        batches: an iterable of inputs, or one batch; one pass, and a thousand positions of each value are kept.
         strengths: candidates for a in s = max|x|^a / max|w|^(1 - a); 0 stands for s = 1. The one is taken whose rounding to 8
             bits, activations with one scale and weights with one a channel, changes the products least.
         shift: move each channel, too, so that its range or its mean lies at 0, where that serves the rounding.
@@ -57,10 +58,9 @@ def smooth_(
         raise ModelError("smooth_: this model is quantized already; smooth the float model it came from")
     if not strengths or any(not 0 <= a <= 1 for a in strengths):
         raise SettingError(f"smooth_(strengths=...): wanted numbers in [0, 1], got {strengths}")
-    data = list(batches)
-    if not data:
-        raise DataError("smooth_: no calibration batch was given; a few dozen samples show the channels")
-    return smooth_tensors_(model, capture(copy.deepcopy(model), data[0], dynamic=dynamic), data, strengths=strengths, shift=shift)
+    first, every = first_and_all(batches, "smooth_")
+    captured = capture(copy.deepcopy(model), first, dynamic=dynamic)
+    return smooth_tensors_(model, captured, list(every), strengths=strengths, shift=shift)
 
 
 def smooth_tensors_(

@@ -6,7 +6,7 @@ the activations or are learned (LSQ, Esser et al., 1902.08153), and after a shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import AnyInputs
+from compresskit.base.inputs import Batches
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
@@ -31,7 +31,7 @@ from compresskit.train.train import Train, fit_
 
 def prepare_qat(
     model: nn.Module,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),
@@ -108,6 +108,11 @@ class QAT(Train):
             raise SettingError(f"QAT(freeze=...): wanted a share of the training in [0, 1], got {self.freeze}")
         if self.samples < 1:
             raise SettingError(f"QAT(samples=...): wanted a whole number >= 1, got {self.samples}")
+
+    @property
+    def starts_from_trained(self) -> bool:
+        """True: it quantizes the incoming model before it trains."""
+        return True
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()

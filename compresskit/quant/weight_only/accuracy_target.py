@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic, module_path
@@ -92,7 +93,7 @@ class Met:
 
 def meet_floor(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Batches,
     *,
     floor: float | None = None,
     cosine: float | None = None,
@@ -108,7 +109,7 @@ def meet_floor(
 
     Args:
         model: any float module; it is left as it was.
-        batches: calibration inputs, tuples or dicts, of the batch size and length that it will see: dynamic ranges are those of a
+        batches: an iterable of inputs, or one batch, of the batch size and length that it will see: dynamic ranges are those of a
             batch. The file is timed on the first row of the first.
         floor: SQNR of all outputs, in dB, that the file must have on these batches; or
         cosine: of outputs with the float model's, in (0, 1), from which the floor follows: -10 log10(2 (1 - cosine)).
@@ -119,9 +120,7 @@ def meet_floor(
     is faster than float.
     """
     floor = _floor(floor, cosine)
-    data = list(batches)
-    if not data:
-        raise DataError("meet_floor: no batch was given; a few dozen samples show what rounding does")
+    data = list(first_and_all(batches, "meet_floor")[1])
     captured, _, _ = prepare_graph(model, data[0], replace(target, operators={}), skip, dynamic)
     work = _Work(captured, data, target, skip)
     if not work.products:

@@ -159,7 +159,7 @@ def test_grids_that_must_stay_do(monkeypatch) -> None:
 
     tried = []
     move = boundaries._move_scale_
-    monkeypatch.setattr(ties, "_move_scale_", lambda out, costs: (tried.append(out), move(out, costs)))
+    monkeypatch.setattr(boundaries, "_move_scale_", lambda out, costs: (tried.append(out), move(out, costs)))
     quantized = quantize_static(Gate().eval(), [image(8)])
     (anchored,) = [q for q in quantized.activation_quantizers() if q.anchor is not None]
     assert anchored not in tried

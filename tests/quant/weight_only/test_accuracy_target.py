@@ -128,7 +128,7 @@ def test_bad_input() -> None:
     for wish, said in (({}, "one of the two"), ({"floor": -1.0}, "decibels > 0"), ({"cosine": 1.0}, r"\(0, 1\)")):
         with pytest.raises(SettingError, match=said):
             meet_floor(model, [ids()], **wish)
-    with pytest.raises(DataError, match="no batch"):
+    with pytest.raises(DataError, match="no calibration batch"):
         meet_floor(model, [], floor=20)
     with pytest.raises(ModelError, match="no product by a stored matrix"):
         meet_floor(nn.LayerNorm(8), [(torch.randn(2, 8),)], floor=20)
