@@ -39,7 +39,7 @@ from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.targets import X86, Target
 from compresskit.quant.passes.channel_scaling import weight_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
-from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, MatrixForm, Mixed, Trial, build_mixed
+from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, MatrixForm, Mixed, build_mixed, run_in_forms
 from compresskit.quant.weight_only.quantize_weights import quantize_weights
 from compresskit.quant.weight_only.storage import NBITS_INT8
 
@@ -164,7 +164,6 @@ class _Work:
 
     def __init__(self, captured: Captured, data: Sequence[Inputs], target: Target, skip: tuple[str, ...]) -> None:
         self.captured, self.data, self.target = captured, data, target
-        self.trial = Trial(captured.module, target.weights)
         self.products: dict[str, Node] = {}
         for node in captured.module.graph.nodes:
             path = module_path(node)
@@ -177,11 +176,11 @@ class _Work:
         self.ms: dict[tuple[str, MatrixForm], float] = {}
         self.noise: dict[tuple[str, MatrixForm], float] = {}
         with torch.no_grad():
-            self.wanted = [self._outputs(inputs) for inputs in data]
+            self.wanted = [self._outputs(inputs, {}) for inputs in data]
         self.signal = sum(float(v.square().sum()) for v in self.wanted)
 
-    def _outputs(self, inputs: Inputs) -> Tensor:
-        return joined(self.trial.run(*pytree.tree_leaves(inputs)))
+    def _outputs(self, inputs: Inputs, forms: Mapping[str, MatrixForm]) -> Tensor:
+        return joined(run_in_forms(self.captured.module, pytree.tree_leaves(inputs), forms, self.target.weights))
 
     def time_forms(self, seconds: float) -> None:
         """Time each form of each shape of product by itself, the forms in turn."""
@@ -218,13 +217,11 @@ class _Work:
 
     def total(self, forms: Mapping[str, MatrixForm]) -> float:
         """Noise in the outputs with the given forms, as a share of the signal."""
-        self.trial.forms = forms
         with torch.no_grad():
             lost = sum(
-                float((self._outputs(inputs) - wanted).square().sum())
+                float((self._outputs(inputs, forms) - wanted).square().sum())
                 for inputs, wanted in zip(self.data, self.wanted, strict=True)
             )
-        self.trial.forms = {}
         return lost / self.signal
 
     def choose(self, budget: float) -> dict[str, MatrixForm]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from compresskit.base.task import Inputs
 from compresskit.export.ops.blocks import rounded_blocks
 from compresskit.export.ops.quantize import round_dynamically
 from compresskit.graph.capture import Captured, Dynamic
+from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, DynamicOrigin, insert_dynamic_
@@ -75,23 +76,20 @@ def input_of(x: Tensor, form: MatrixForm) -> Tensor:
     return round_dynamically(x) if form.dynamic else x
 
 
-class Trial(fx.Interpreter):
-    """Runs a float graph with some of its products as their forms compute them."""
+def run_in_forms(module: fx.GraphModule, inputs: Sequence[Any], forms: Mapping[str, MatrixForm], scheme: Scheme) -> Any:
+    """Run a float graph with some of its products, by node, as their forms compute them."""
 
-    def __init__(self, module: fx.GraphModule, scheme: Scheme) -> None:
-        super().__init__(module)
-        self.scheme = scheme
-        self.forms: Mapping[str, MatrixForm] = {}
-
-    def run_node(self, n: Node) -> Any:
-        form = self.forms.get(n.name, FLOAT)
+    def compute(node: Node, value_of: ValueOf) -> Any:
+        form = forms.get(node.name, FLOAT)
         if form == FLOAT:
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        place, weight, axis = PRODUCTS[n.target]
+            return execute(module, node, value_of)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        place, weight, axis = PRODUCTS[node.target]
         given = list(args)
-        given[place], given[weight] = input_of(given[place], form), rounded(given[weight], axis, form, self.scheme)
-        return n.target(*given, **kwargs)
+        given[place], given[weight] = input_of(given[place], form), rounded(given[weight], axis, form, scheme)
+        return node.target(*given, **kwargs)
+
+    return run_graph(module, inputs, compute=compute)
 
 
 @dataclass(frozen=True, kw_only=True)
