@@ -18,11 +18,12 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
 from compresskit.graph.surgery import mode
+from compresskit.quant.build import build_quantized
 from compresskit.quant.latency_search import slower_in_integers
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.passes.avoid_ties import avoid_ties_
-from compresskit.quant.passes.insert import Quantized, build
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 
 @overload
@@ -86,7 +87,7 @@ def quantize_static(
             this machine, timed in ONNX Runtime (some seconds for each part that is tried).
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`); the function of the
             float model stays what it was; and leave the first and last layer of a transformer float where they cost next to
-            nothing (`ends_of`). For models without layer norms it does nothing.
+            nothing (`sensitive_ends`). For models without layer norms it does nothing.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
         strict: raise where an operator is one that no rule knows, instead of leaving it float.
         inside: dotted name of a submodule. It alone is quantized, with what it receives when the model runs on the batches,
@@ -99,12 +100,12 @@ def quantize_static(
     check_choose(choose, "quantize_static")
     part, example, everything = part_of(model, batches, inside, "quantize_static")
     floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
-    quantized = build(
+    quantized = build_quantized(
         part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict,
         smooth=example if smooth else None,
     )  # fmt: skip
     whole = calibrated_in(model, quantized, everything, inside)
-    avoid_ties_(quantized.body)
+    nudge_scales_(quantized.body)
     quantized.keep_masked_()
     return whole
 

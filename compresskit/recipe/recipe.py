@@ -28,6 +28,7 @@ from compresskit.base.task import Task, first_rows
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import Row, latency
 from compresskit.recipe.folder import (
@@ -202,7 +203,7 @@ class Recipe:
         return {"seed": self.seed, "dynamic": describe(self.dynamic)}
 
     def _check_model(self, model: nn.Module) -> None:
-        if hasattr(model, "deployed") and "float" in self.stages[0].needs:
+        if is_quantized(model) and "float" in self.stages[0].needs:
             raise ModelError("the model is quantized already; start from the float model it came from")
         if masks_of(model) is not None and (bad := _needing_dense(self.stages)) is not None:
             raise ModelError(f"the model carries masks, and {bad} needs a dense model; put Densify before it, or leave it out")

@@ -12,8 +12,9 @@ from compresskit.base.errors import ModelError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.graph.capture import capture, parameter_name
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.passes.fold_batchnorm import CONVS
+from compresskit.quant.numerics.operators import CONVS
 
 #: What scaling a channel by a positive number passes through unchanged.
 _PASSED = frozenset({aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default})
@@ -39,7 +40,7 @@ def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
 
     Raises ModelError for a quantized model; what it does not find (ReLU6, sums) it leaves alone.
     """
-    if hasattr(model, "deployed"):
+    if is_quantized(model):
         raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
     links = _links(capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0]).module)
     with torch.no_grad():

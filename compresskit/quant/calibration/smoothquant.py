@@ -21,11 +21,13 @@ from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.calibration.statistics import Seen, watch
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
 from compresskit.quant.passes.attention import attended
-from compresskit.quant.passes.channel_scaling import PRODUCTS, Link, divide_, links_of
+from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links_of
 
 SAMPLE = 1024  # positions of a value that are kept to try factors and shifts on
 
@@ -52,7 +54,7 @@ def smooth_(
     it; a shift needs biases on both sides. Raises DataError where there is no batch or a value is not finite, ModelError for a
     quantized model, SettingError for strengths outside [0, 1].
     """
-    if hasattr(model, "deployed"):
+    if is_quantized(model):
         raise ModelError("smooth_: this model is quantized already; smooth the float model it came from")
     if not strengths or any(not 0 <= a <= 1 for a in strengths):
         raise SettingError(f"smooth_(strengths=...): wanted numbers in [0, 1], got {strengths}")
@@ -81,7 +83,13 @@ def smooth_tensors_(
 
 
 def _smooth(
-    model: nn.Module, link: Link, mixed: tuple[str, Tensor] | None, seen: Seen, strengths: tuple[float, ...], *, shift: bool
+    model: nn.Module,
+    link: ScalingLink,
+    mixed: tuple[str, Tensor] | None,
+    seen: Seen,
+    strengths: tuple[float, ...],
+    *,
+    shift: bool,
 ) -> bool:
     """Try shifts and factors on the products of one value, and apply the best; whether there was one better than none."""
     weights = [get_tensor(model, name).movedim(dim, 1) for name, dim in link.weights]
@@ -153,7 +161,7 @@ def _bias_of(model: nn.Module, reader: Node) -> Tensor | None:
     return get_tensor(model, name) if name is not None and alone else None
 
 
-def _additive(model: nn.Module, link: Link) -> tuple[str, Tensor] | None:
+def _additive(model: nn.Module, link: ScalingLink) -> tuple[str, Tensor] | None:
     """The vector among the makers of a value that is added to it, and the places of its channels there."""
     if link.base.target not in (aten.layer_norm.default, *PRODUCTS) or len(link.makers) < 2:
         return None

@@ -9,7 +9,7 @@ BlockQuantizer         stands behind the weight, which is on its grid from now o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar
 
@@ -28,10 +28,17 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.calibration.statistics import Moments, moments
 from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks, Rounding, Rows, nearest
-from compresskit.quant.passes.channel_scaling import PRODUCTS, Link, base_of, divide_, links_of
+from compresskit.quant.numerics.operators import PRODUCTS
+from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
 from compresskit.quant.weight_only.awq import WORTH, scaling
 from compresskit.quant.weight_only.storage import DECODED, Form, insert_inputs_
-from compresskit.quant.weight_only.weight_model import WeightQuantized, insert_blocks_, insert_factor_, lower_weights
+from compresskit.quant.weight_only.weight_model import (
+    WeightQuantized,
+    insert_blocks_,
+    insert_factor_,
+    lower_weights,
+    weight_origin,
+)
 from compresskit.quant.weight_only.weight_plan import Weight, WeightPlan, WeightRow, sqnr, weights_of
 
 TABLE = Blocks(bits=8, block=None)  # of embeddings
@@ -74,24 +81,23 @@ def quantize_weights(
     quantized already, holds nan, or has nothing to round; SettingError for settings that do not fit it.
     """
     example, every = first_and_all(batches, "quantize_weights")
-    captured, origin = lower_weights(model, example, skip, dynamic)
+    captured, plain = lower_weights(model, example, skip, dynamic)
     weights = weights_of(captured.module)
     wanted = _wanted(weights, blocks, embeddings, convolutions, exceptions or {}, skip)
     if not wanted.chosen:
         raise ModelError(f"{type(model).__name__}: it has no matrix that can be rounded: {wanted.floating}")
     if strict and (bad := [w for w in weights if w.reason]):
         raise ModelError(f"strict=True: {bad[0].name} would stay float: {bad[0].reason}; leave its module out with skip=")
-    origin["weights"] = {name: asdict(chosen) for name, chosen in wanted.chosen.items()}
-    origin["form"] = asdict(form)
     originals = {name: get_tensor(captured.module, name).detach().clone() for name in wanted.chosen}
     insert_blocks_(captured.module, [w for w in weights if w.name in wanted.chosen], wanted.chosen)
     work = _Work(captured.module, wanted, rounding, every)
     with torch.no_grad():
-        notes, origin["scaled"] = work.round_(awq=awq)
+        notes, scaled = work.round_(awq=awq)
     if form.integers:
         insert_inputs_(captured.module)
-    quantized = WeightQuantized(captured, origin, form).train(model.training)
-    quantized.plan = _plan(quantized, weights, wanted, originals, notes, origin["scaled"])
+    origin = weight_origin(plain, weights=wanted.chosen, form=form, scaled=tuple(scaled))
+    quantized = WeightQuantized(captured, origin).train(model.training)
+    quantized.plan = _plan(quantized, weights, wanted, originals, notes, scaled)
     quantized.enable_()
     quantized.keep_masked_()
     return quantized
@@ -175,7 +181,7 @@ class _Work:
         assert isinstance(quantizer, BlockQuantizer)
         return quantizer
 
-    def _scale(self, link: Link, notes: dict[str, str], scaled: list[str]) -> None:
+    def _scale(self, link: ScalingLink, notes: dict[str, str], scaled: list[str]) -> None:
         quantizers = [self._quantizer(name) for name, _ in link.weights]
         weights = [(q.rows(get_tensor(self.body, n)), q.blocks) for q, (n, _) in zip(quantizers, link.weights, strict=True)]
         factor, share = scaling(weights, self._moments(link.base))

@@ -204,7 +204,7 @@ def test_scaling_serves_loud_inputs(tmp_path) -> None:
     notes = {row.name: row.note for row in scaled.plan.rows}
     assert "folded" in notes["up.weight"]
     assert "at run time" in notes["down.weight"]
-    assert scaled.origin["scaled"] == ["gelu"]
+    assert scaled.origin.scaled == ("gelu",)
     path = ck.export_onnx(scaled, tmp_path / "q.onnx", test)
     assert ck.verify_onnx(path, scaled, [test]).passed
     products = [n for n in onnx.load(path).graph.node if n.op_type == "Mul"]
