@@ -47,7 +47,7 @@ def compare(ratio: float, train: ck.Train, rounds: int, seed: int, batch_size: i
     assert masks is not None
     for name, chosen in (
         ("shuffled", shuffled(masks)),
-        ("random", plan_mask(start, ck.remove(weights=ck.remove(weights=ratio)), criterion=random_scores)),
+        ("random", plan_mask(start, ck.remove(weights=ratio), criterion=random_scores)),
     ):
         torch.manual_seed(seed)
         found[name] = accuracy(train(chosen.apply_(copy.deepcopy(start)), task))

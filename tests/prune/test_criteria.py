@@ -232,7 +232,7 @@ def test_normalisations() -> None:
 
 def evidence_of(model, task, *needs, samples=64):
     groups = find(model, task.example())[0].groups
-    each = collect(model, [g.places for g in groups], "", task, needs=set(needs), samples=samples)
+    each = collect(model, [g.indices for g in groups], "", task, needs=set(needs), samples=samples)
     return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]
 
 

@@ -65,7 +65,7 @@ def int8_zeros(path):
 
 def sparse(ratio=0.9, kind=networks.Residual):
     model = build(kind)
-    return plan_mask(model, ck.remove(weights=ck.remove(weights=ratio))).apply_(model)
+    return plan_mask(model, ck.remove(weights=ratio)).apply_(model)
 
 
 def nothing_moved(model, masks) -> None:
@@ -90,7 +90,7 @@ def test_masks_are_held_under_every_policy(policy, optimizer) -> None:
             run.step()
 
     step()  # dense: momentum of weights that are going to be removed
-    masks = plan_mask(copy.deepcopy(model).float(), ck.remove(weights=ck.remove(weights=0.9)))
+    masks = plan_mask(copy.deepcopy(model).float(), ck.remove(weights=0.9))
     attach_(model, masks)
     release = hold_(model, run)
     before = {n: v.float().clone() for n, v in run.named_masters().items()}
@@ -108,7 +108,7 @@ def test_removed_weights_do_not_count_in_the_norm() -> None:
     """Clipping sees the gradients of what is left."""
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8, bias=False), torch.randn(16, 8)
-    plan_mask(model, ck.remove(weights=ck.remove(weights=0.5))).apply_(model)
+    plan_mask(model, ck.remove(weights=0.5)).apply_(model)
     run = ck.mixed.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), clip=1e-9)
     release = hold_(model, run)
     run.backward(model(x).square().mean())
@@ -221,7 +221,7 @@ def test_regrowth_changes_the_mask_and_keeps_the_ratio() -> None:
     task = images_task(ck, samples=96)
     torch.manual_seed(0)
     model = build(networks.Residual)
-    first = plan_mask(model, ck.remove(weights=ck.remove(weights=0.8))).masks
+    first = plan_mask(model, ck.remove(weights=0.8)).masks
     masks = masks_of(
         Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Constant(), regrow=0.5, until=0.6, updates=4, finetune=FOUR)(
             model, task
@@ -403,7 +403,7 @@ def test_what_a_mask_keeps_never_rounds_to_zero(tmp_path) -> None:
     """A weight next to zero would be a zero of the file that the mask does not know."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    masks = plan_mask(model, ck.remove(weights=ck.remove(weights=0.5)))
+    masks = plan_mask(model, ck.remove(weights=0.5))
     masks.apply_(model)
     with torch.no_grad():
         row, column = masks.masks["0.weight"].nonzero()[0].tolist()
@@ -424,7 +424,7 @@ def test_a_layer_shared_under_two_norms_keeps_its_mask() -> None:
             return self.b1(self.c(x)) + self.b2(self.c(x.flip(3)))
 
     model = networks.trained_like(Shared(), image(8))
-    masks = plan_mask(model, ck.remove(weights=ck.remove(weights=0.6)))
+    masks = plan_mask(model, ck.remove(weights=0.6))
     masks.apply_(model)
     body = ck.quant.quantize_static(model, [image(8)]).body
     carried = masks_of(body)
@@ -479,7 +479,7 @@ def test_a_stage_that_undoes_the_masks_fails(tmp_path) -> None:
     class Shrinking(Train):
         def __call__(self, model, task):
             ck.prune.detach_(model)
-            return plan_mask(model, ck.remove(weights=ck.remove(weights=0.4)), criterion=random_scores).apply_(model)
+            return plan_mask(model, ck.remove(weights=0.4), criterion=random_scores).apply_(model)
 
     task = images_task(ck, samples=64)
     for kind, message in (
@@ -531,7 +531,7 @@ def test_snapshots_are_the_weights_of_that_moment() -> None:
 def test_rewinding_gives_survivors_their_early_weights() -> None:
     task = replace(images_task(ck, samples=96), snapshots={0.5: {}})
     model = FOUR(build(networks.Residual), task)
-    planned = plan_mask(model, ck.remove(weights=ck.remove(weights=0.8)))
+    planned = plan_mask(model, ck.remove(weights=0.8))
     rates = []
 
     class Slow(torch.optim.SGD):
