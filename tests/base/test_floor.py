@@ -61,7 +61,7 @@ def test_one_tensor_stands_for_the_inputs(tmp_path) -> None:
     quantized = ck.quant.quantize_static(model, [x, [x]])
     assert ck.quant.equalize_(model, x) >= 0
     assert ck.quant.quantize_dynamic(model, x)(x).shape == (8, 10)
-    assert ck.quant.quantize_weights(model, x, batches=[x], rounding=ck.quant.gptq)(x).shape == (8, 10)
+    assert ck.quant.quantize_weights(model, [x], rounding=ck.quant.gptq)(x).shape == (8, 10)
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
     assert ck.verify_onnx(path, quantized, [x]).passed
     assert len(ck.latency([path], x, seconds=0.01)) == 1
@@ -70,10 +70,8 @@ def test_one_tensor_stands_for_the_inputs(tmp_path) -> None:
     ck.quant.diagnose(quantized, [x])
     ck.quant.prepare_qat(model, [x])
     ck.prune.reestimate_batchnorm_(model, [x])
-    with pytest.raises(
-        DataError, match=r"quantize_static: wanted batches, such as \[\(x,\), ...\], got one Tensor; put it in a list"
-    ):
-        ck.quant.quantize_static(model, x)
+    with pytest.raises(DataError, match="quantize_static: wanted batches of inputs, such as .*, or one batch, got int"):
+        ck.quant.quantize_static(model, 3)
     with pytest.raises(DataError, match=r"the example: wanted inputs as a tensor, a tuple or a dict of them, got int"):
         capture(model, 3)
 
