@@ -273,7 +273,7 @@ def test_bad_input(tmp_path) -> None:
     info.write_text(json.dumps({"format": 1}))
     with pytest.raises(CheckpointError, match="has no digest; a cache of predictions was expected"):
         Cached(tmp_path / "top")
-    ck.checkpoint.write_json(info, {"format": 1})
+    ck.base.files.write_json(info, {"format": 1})
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "top")
 

@@ -337,16 +337,16 @@ def test_damaged_masks_and_snapshots(chain, tmp_path) -> None:
     file.write_bytes(data[:-9])
     with pytest.raises(CheckpointError, match=r"masks\.safetensors: has changed since the stage wrote it"):
         run_chain(tmp_path / "run", task)
-    tensors = ck.checkpoint.read_tensors(out / "2-sparsify" / "masks.safetensors")
+    tensors = ck.base.files.read_tensors(out / "2-sparsify" / "masks.safetensors")
     tensors["head.weight"] = tensors["head.weight"] ^ 255
-    ck.checkpoint.write_tensors(file, tensors)
+    ck.base.files.write_tensors(file, tensors)
     with pytest.raises(CheckpointError, match=r"removes \d+ of 5872 weights, structure.json says|are not zero that it removes"):
         ck.load(networks.Residual(), file.parent)
-    ck.checkpoint.write_tensors(tmp_path / "run" / "1-train" / "snapshots.safetensors", {"0.5/x": torch.zeros(1)})
+    ck.base.files.write_tensors(tmp_path / "run" / "1-train" / "snapshots.safetensors", {"0.5/x": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"snapshots\.safetensors: has changed since the stage wrote it"):
         run_chain(tmp_path / "run", task)
     with pytest.raises(CheckpointError, match=r"no snapshot of 0\.33 of the training in it"):
-        ck.store.load_snapshots_({0.33: {}}, tmp_path / "run" / "1-train")
+        ck.recipe.store.load_snapshots_({0.33: {}}, tmp_path / "run" / "1-train")
 
 
 def test_another_share_to_rewind_to_runs_the_training_again(chain, tmp_path) -> None:
