@@ -1,11 +1,12 @@
 """compresskit: train, distil, prune and quantize small PyTorch models, and hand over ONNX files that are proved to run.
 
 task = Task(train=train_loader, val=val_loader)
-recipe = Recipe(Train(epochs=12), Prune(macs=0.5, finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
+recipe = Recipe(Train(epochs=12), Prune(budget=keep(macs=0.5), finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
 print(recipe.run(model, task, out="runs/first"))
 """
 
 from compresskit import distill, export, mixed, prune, quant
+from compresskit.base.budget import Budget, keep, remove
 from compresskit.base.errors import (
     CheckpointError,
     CompressError,
@@ -32,6 +33,7 @@ from compresskit.train.train import Train, constant, cosine, fit_, one_cycle
 
 __all__ = [
     "QAT",
+    "Budget",
     "CheckpointError",
     "CompressError",
     "DataError",
@@ -71,12 +73,14 @@ __all__ = [
     "export_onnx",
     "fit_",
     "imitate",
+    "keep",
     "latency",
     "load",
     "mixed",
     "one_cycle",
     "prune",
     "quant",
+    "remove",
     "save",
     "verify_onnx",
 ]

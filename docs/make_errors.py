@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HEAD = """# Errors: what they say, and what to do
 
-Written by `docs/make_errors.py` from the source; `tests/docs/test_errors_page.py` holds that it is complete, and many of the messages.
+Written by `docs/make_errors.py` from the source; `tests/docs/test_errors_page.py` checks that it is complete.
 
 ```
 {tree}

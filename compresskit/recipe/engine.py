@@ -31,6 +31,7 @@ from compresskit.base.task import Task, first_rows
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
+from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import latency
 from compresskit.recipe.folder import (
@@ -178,8 +179,8 @@ def check_masks_kept_(stage: Stage, model: nn.Module, zeros_before: dict[str, in
             f"{kind} lost the masks of its model ({sum(zeros_before.values())} weights at zero); a stage that is meant to take"
             " them off says restores = frozenset({'dense'})"
         )
-    for part in model.modules():
-        getattr(part, "keep_masked_", lambda: None)()
+    for part in quantized_parts(model).values():
+        part.keep_masked_()
     for name, count in masks.broken(model).items():
         raise ModelError(
             f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"

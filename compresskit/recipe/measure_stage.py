@@ -21,7 +21,7 @@ from compresskit.export.onnx import export_onnx
 from compresskit.export.rewrite.sparse import compressed_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
-from compresskit.graph.surgery import quantized_parts
+from compresskit.graph.quantized import quantized_parts
 from compresskit.measure import count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
 from compresskit.recipe.report import StageReport
 

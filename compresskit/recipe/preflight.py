@@ -10,6 +10,7 @@ from torch import nn
 from compresskit.base.errors import CompressError, DataError
 from compresskit.base.task import Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
+from compresskit.graph.quantized import is_quantized
 from compresskit.train.train import supervised_loss
 
 
@@ -42,5 +43,5 @@ def preflight_check(model: nn.Module, task: Task) -> None:
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first_line}"
                 ) from error
-    if not hasattr(model, "deployed"):
+    if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))

@@ -25,6 +25,7 @@ from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
+from compresskit.graph.quantized import is_quantized
 from compresskit.recipe.engine import Run, run_steps
 from compresskit.recipe.folder import RunPlan, Step, locked, plan_run, stage_keys, structure_hash, versions
 from compresskit.recipe.preflight import preflight_check
@@ -201,7 +202,7 @@ class Recipe:
         return {"seed": self.seed, "dynamic": describe(self.dynamic)}
 
     def _check_model(self, model: nn.Module) -> None:
-        if hasattr(model, "deployed") and "float" in self.stages[0].needs:
+        if is_quantized(model) and "float" in self.stages[0].needs:
             raise ModelError("the model is quantized already; start from the float model it came from")
         if masks_of(model) is not None and (stage := _first_that_needs_dense(self.stages)) is not None:
             raise ModelError(

@@ -18,7 +18,7 @@ from compresskit.base.errors import CheckpointError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_, detach_, masks_of
 from compresskit.graph.surgery import owner, restructure_, structure
-from compresskit.quant.passes.insert import Quantized
+from compresskit.quant.model import Quantized
 from compresskit.quant.serialize import rebuild
 from compresskit.quant.serialize import record as quantization_record
 from compresskit.train.snapshots import SNAPSHOTS, Snapshots
@@ -33,7 +33,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """
     folder = Path(folder)
     quantized = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
-    converted = {name: part.settled() for name, part in quantized.items()}
+    converted = {name: part.converted() for name, part in quantized.items()}
     if any(converted[name] is not part for name, part in quantized.items()):  # one is still in training: a copy is written
         model = converted[""] if "" in converted else _with_parts(model, converted)
     folder.mkdir(parents=True, exist_ok=True)
