@@ -1,7 +1,7 @@
 """Sparse learning: objectives that empty channels during training, so that cutting them afterwards costs little.
 
-Prune(macs=0.5, learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
-Train(epochs=10, objective=growing(plan_channels(model, example, macs=0.5)))
+Prune(budget=keep(macs=0.5), learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
+Train(epochs=10, objective=growing(plan_channels(model, example, keep(macs=0.5))))
 """
 
 from __future__ import annotations

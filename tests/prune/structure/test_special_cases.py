@@ -13,7 +13,7 @@ import torch
 from networks import trained_like
 from torch import nn
 
-from compresskit import count_macs
+from compresskit import count_macs, keep
 from compresskit.prune import Plan, apply_, plan_channels
 from compresskit.prune.structure.trial import TrialRepair, trial_plan
 
@@ -90,7 +90,7 @@ def built(kind):
 def cut(kind, macs=0.55, **settings):
     """A model, its plan, and the pruned copy."""
     model = built(kind)
-    plan = plan_channels(model, special.example(kind), macs=macs, round_to=1, **settings)
+    plan = plan_channels(model, special.example(kind), budget=keep(macs=macs), round_to=1, **settings)
     return model, plan, apply_(copy.deepcopy(model), plan)
 
 
