@@ -17,7 +17,8 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
-from compresskit.base.task import Objective, Stage, Task, accuracy
+from compresskit.base.objective import Objective
+from compresskit.base.task import Stage, Task, accuracy
 from compresskit.base.version import __version__ as __version__
 from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx
@@ -27,8 +28,9 @@ from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.recipe.store import load, save
+from compresskit.train import lr
 from compresskit.train.progress import Every, Progress
-from compresskit.train.train import Train, constant, cosine, fit_, one_cycle
+from compresskit.train.train import Train, fit_
 
 __all__ = [
     "QAT",
@@ -61,8 +63,6 @@ __all__ = [
     "accuracy",
     "audit",
     "capture",
-    "constant",
-    "cosine",
     "count_macs",
     "count_nonzero",
     "count_parameters",
@@ -74,8 +74,8 @@ __all__ = [
     "imitate",
     "latency",
     "load",
+    "lr",
     "mixed",
-    "one_cycle",
     "prune",
     "quant",
     "save",

@@ -26,7 +26,7 @@ from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import quantized_parts
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 def rehearse(model: nn.Module, task: Task) -> None:
