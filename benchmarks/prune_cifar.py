@@ -198,8 +198,8 @@ def our_cut(setup: Setup, share: float, seed: int) -> nn.Module:
     """The stage with its defaults, but for BatchNorm, which the caller re-estimates: what it is right after the cut."""
     torch.manual_seed(seed)
     model, task = setup.model(), setup.task(None)
-    settings = ck.Prune(macs=share)
-    plan = ck.prune.plan_channels(model, task.example(), macs=share, criterion=settings.criterion, task=task)
+    settings = ck.Prune(budget=ck.keep(macs=share))
+    plan = ck.prune.plan_channels(model, task.example(), budget=ck.keep(macs=share), criterion=settings.criterion, task=task)
     cut = ck.prune.apply_(copy.deepcopy(model), plan)
     ck.prune.reconstruct_(cut, model, plan, (batch[:1] for batch in task.batches("calibration")))  # type: ignore[index]
     return cut
@@ -243,7 +243,7 @@ def zoo_pair(name: str, share: float) -> tuple[dict[str, nn.Module], float]:
 
     torch.manual_seed(0)
     model = getattr(torchvision.models, name)(weights=None).eval()
-    plan = ck.prune.plan_channels(model, (torch.randn(2, 3, 224, 224),), macs=share)
+    plan = ck.prune.plan_channels(model, (torch.randn(2, 3, 224, 224),), budget=ck.keep(macs=share))
     cut = ck.prune.apply_(copy.deepcopy(model), plan)
     return {"dense": model, "pruned": cut}, plan.macs_before / plan.macs
 

@@ -72,7 +72,7 @@ def measure(model: nn.Module, data: list[tuple[Tensor]], val: tuple[Tensor, Tens
     for grid, blocks in GRIDS.items():
         for way, how in HOW.items():
             begin = time.perf_counter()
-            quantized = quantize_weights(model, (ids[:2],), blocks=blocks, batches=data, embeddings=None, **how)
+            quantized = quantize_weights(model, data, blocks=blocks, embeddings=None, **how)
             seconds = time.perf_counter() - begin
             path = ck.export_onnx(quantized, folder / "q.onnx", (ids,))
             runtime = session(path, optimize=False)

@@ -1,11 +1,12 @@
 """compresskit: train, distil, prune and quantize small PyTorch models, and hand over ONNX files that are proved to run.
 
 task = Task(train=train_loader, val=val_loader)
-recipe = Recipe(Train(epochs=12), Prune(macs=0.5, finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
+recipe = Recipe(Train(epochs=12), Prune(budget=keep(macs=0.5), finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
 print(recipe.run(model, task, out="runs/first"))
 """
 
 from compresskit import distill, export, mixed, prune, quant
+from compresskit.base.budget import Budget, keep, remove
 from compresskit.base.errors import (
     CheckpointError,
     CompressError,
@@ -18,7 +19,8 @@ from compresskit.base.errors import (
     TrainingError,
 )
 from compresskit.base.objective import Objective
-from compresskit.base.task import Stage, Task, accuracy
+from compresskit.base.stage import Stage
+from compresskit.base.task import Task, accuracy
 from compresskit.base.version import __version__ as __version__
 from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx
@@ -34,6 +36,7 @@ from compresskit.train.train import Train, fit_
 
 __all__ = [
     "QAT",
+    "Budget",
     "CheckpointError",
     "CompressError",
     "DataError",
@@ -72,12 +75,14 @@ __all__ = [
     "export_onnx",
     "fit_",
     "imitate",
+    "keep",
     "latency",
     "load",
     "lr",
     "mixed",
     "prune",
     "quant",
+    "remove",
     "save",
     "verify_onnx",
 ]

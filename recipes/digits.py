@@ -68,7 +68,11 @@ def main() -> None:
     recipe = ck.Recipe(
         ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=ck.mixed.MASTER_BF16),
         ck.Distill(student=partial(resnet, 24, 48, 64), epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle()),
-        ck.Prune(macs=0.5, criterion=ck.prune.taylor, finetune=ck.Train(epochs=half, optimizer=sgd, objective=ck.imitate())),
+        ck.Prune(
+            budget=ck.keep(macs=0.5),
+            criterion=ck.prune.taylor,
+            finetune=ck.Train(epochs=half, optimizer=sgd, objective=ck.imitate()),
+        ),
         ck.QAT(epochs=max(1, half // 2), optimizer=partial(torch.optim.SGD, lr=0.005, momentum=0.9), objective=ck.imitate()),
         seed=args.seed,
     )

@@ -1,4 +1,4 @@
-"""What is to be learned: data, loss, metric; and the seam every part meets at, `Stage`.
+"""What is to be learned: data, loss and metric (`Task`).
 
 A batch may be `(x, y)`, `(x1, x2, ..., y)` or a dict. `Task.split` turns each into *inputs* (a tuple of
 positional arguments, or a dict of keyword arguments) and a *target*; `call(model, inputs)` feeds either to a model.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,6 @@ from compresskit.base.errors import CompressError, DataError, SettingError
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Any], Any]
-
-#: What may be true of a model on its way through a chain: its weights are floating point; it has no sparsity mask.
-PROPERTIES = frozenset({"float", "dense"})
-
-
-class Stage(Protocol):
-    """`(model, task) -> model`: one step of a chain; a frozen dataclass of settings that is also the action.
-
-    needs: properties (a subset of `PROPERTIES`) the incoming model must have.
-    keeps: properties that are still true afterwards.
-    """
-
-    needs: ClassVar[frozenset[str]]
-    keeps: ClassVar[frozenset[str]]
-
-    def __call__(self, model: nn.Module, task: Task) -> nn.Module: ...
 
 
 def accuracy(predictions: Tensor, target: Tensor) -> float:

@@ -17,14 +17,15 @@ from compresskit.base.errors import CompressError, DataError, ExportError, Model
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.randomness import held_by, seed_
 from compresskit.base.samples import ValidationInputs
-from compresskit.base.task import Inputs, Stage, Task, call, first_rows, shapes_of
+from compresskit.base.stage import Stage
+from compresskit.base.task import Inputs, Task, call, first_rows, shapes_of
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import export_onnx
 from compresskit.export.rewrite.sparse import compressed_bytes
 from compresskit.graph.capture import Dynamic, capture, check_runs
 from compresskit.graph.masks import masks_of
-from compresskit.graph.surgery import quantized_parts
+from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
 from compresskit.train.objective import supervised_loss
 
@@ -57,7 +58,7 @@ def rehearse(model: nn.Module, task: Task) -> None:
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first}"
                 ) from error
-    if not hasattr(model, "deployed"):
+    if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))
 
 
@@ -79,14 +80,14 @@ def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
     before = masks_of(model)
     counts = {} if before is None else {name: int((~mask).sum()) for name, mask in before.masks.items()}
     model = stage(model, task)
-    if before is None or "dense" in getattr(stage, "restores", ()):
+    if before is None or "dense" in stage.restores:
         return model
     kind, after = type(stage).__name__, masks_of(model)
     if after is None:
         raise ModelError(f"{kind} lost the masks of its model ({sum(counts.values())} weights at zero); a stage that is meant to"
                          " take them off says restores = frozenset({'dense'})")  # fmt: skip
-    for part in model.modules():
-        getattr(part, "keep_masked_", lambda: None)()
+    for part in quantized_parts(model).values():
+        part.keep_masked_()
     for name, count in after.broken(model).items():
         raise ModelError(
             f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"

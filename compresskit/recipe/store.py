@@ -18,7 +18,7 @@ from compresskit.base.errors import CheckpointError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_, detach_, masks_of
 from compresskit.graph.surgery import owner
-from compresskit.quant.passes.insert import Quantized
+from compresskit.quant.model import Quantized
 from compresskit.quant.serialize import rebuild, record
 from compresskit.recipe.model_files import MODEL, STRUCTURE, bytes_of, load_model_, load_values_, save_model
 from compresskit.train.snapshots import SNAPSHOTS, Snapshots
@@ -30,9 +30,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
     folder = Path(folder)
-    settled = {name: part.settled() for name, part in parts.items()}
-    if any(settled[name] is not part for name, part in parts.items()):  # a copy stands for what is still being trained
-        model = settled[""] if "" in settled else _with_parts(model, settled)
+    converted = {name: part.converted() for name, part in parts.items()}
+    if any(converted[name] is not part for name, part in parts.items()):  # a copy stands for what is still being trained
+        model = converted[""] if "" in converted else _with_parts(model, converted)
     folder.mkdir(parents=True, exist_ok=True)
     masks = masks_of(model)
     extra = {} if masks is None else {"masks": {"removed": masks.removed, "total": masks.total}}
@@ -42,7 +42,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         save_model(model, folder, **extra)
         return
     write_tensors(folder / MODEL, model.state_dict())
-    records = {name: record(part) for name, part in settled.items()}
+    records = {name: record(part) for name, part in converted.items()}
     write_json(folder / STRUCTURE, {"format": FORMAT, **records.get("", {"kind": "parts", "parts": records}), **extra})
 
 

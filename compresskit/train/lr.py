@@ -113,7 +113,7 @@ class Tail(LRSchedule):
         return self.schedule(self.start + (1 - self.start) * done)
 
 
-def check_schedule(schedule: LRSchedule, where: str) -> None:
+def check_lr_schedule(schedule: LRSchedule, where: str) -> None:
     """Raise `SettingError`, which begins with `where`, for anything but a learning-rate schedule."""
     if isinstance(schedule, LRSchedule):
         return

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,17 +23,18 @@ from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.settings import check_kinds
-from compresskit.base.task import PROPERTIES, Task
+from compresskit.base.stage import Stage
+from compresskit.base.task import Task
 from compresskit.graph.masks import hold_
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.loop import Left, Loop, begin_alike_
-from compresskit.train.lr import Cosine, LRSchedule, check_schedule
+from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
 from compresskit.train.objective import bind_objective
 from compresskit.train.snapshots import take_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(Stage):
     """Train a model; also the settings of any fine-tuning.
 
     epochs: passes over the training data.
@@ -45,9 +46,6 @@ class Train:
     accumulate: batches per optimizer step; their gradients are summed in fp32.
     flat, backend: how the optimizer's step is laid out and computed; see `mixed.prepare`.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-    keeps: ClassVar[frozenset[str]] = PROPERTIES
 
     epochs: int
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -73,7 +71,12 @@ class Train:
             raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
         if not callable(self.optimizer):
             raise SettingError(f"Train(optimizer=...): wanted a function, got {type(self.optimizer).__name__}")
-        check_schedule(self.schedule, "Train(schedule=...)")
+        check_lr_schedule(self.schedule, "Train(schedule=...)")
+
+    @property
+    def starts_from_trained(self) -> bool:
+        """False: it trains the incoming model."""
+        return False
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         return fit_(model.to(task.device), task, self)

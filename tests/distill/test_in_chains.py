@@ -96,7 +96,7 @@ def test_a_whole_chain_with_terms(tmp_path) -> None:
         ck.Train(epochs=1, optimizer=ADAM),
         ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain, terms=[Term(kd.rkd_distance, "b", "down")]),
         ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain, terms=[term]),
-        ck.Prune(macs=0.7, round_to=4, finetune=ck.Train(epochs=1, optimizer=ADAM, objective=dense)),
+        ck.Prune(budget=ck.keep(macs=0.7), round_to=4, finetune=ck.Train(epochs=1, optimizer=ADAM, objective=dense)),
         ck.QAT(epochs=1, objective=dense),
         export="last",
     )
@@ -113,7 +113,7 @@ def test_a_teacher_in_a_chain_keeps_its_bits() -> None:
     before = copy.deepcopy(teacher.state_dict())
     goal = ck.imitate(teacher, terms=[Term(kd.hint, "inner", adapt=kd.project)])
     ck.QAT(epochs=1, objective=goal)(copy.deepcopy(teacher), task)
-    ck.Prune(macs=0.8, round_to=4, finetune=ck.Train(epochs=1, objective=goal))(copy.deepcopy(teacher), task)
+    ck.Prune(budget=ck.keep(macs=0.8), round_to=4, finetune=ck.Train(epochs=1, objective=goal))(copy.deepcopy(teacher), task)
     assert all(torch.equal(v, before[k]) for k, v in teacher.state_dict().items())
 
 

@@ -34,7 +34,7 @@ ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {
     "train": ck.Train(epochs=1, optimizer=ADAM),
     "distill": ck.Distill(epochs=1, optimizer=ADAM, student=networks.Residual),
-    "prune": ck.Prune(macs=0.7, round_to=4),
+    "prune": ck.Prune(budget=ck.keep(macs=0.7), round_to=4),
     "qat": ck.QAT(epochs=1),
 }
 ORDERS = list(itertools.permutations(STAGES))
@@ -69,7 +69,9 @@ def test_legal_orders_run(order, tmp_path) -> None:
 
 def run(out, task, *, macs=0.7, epochs=1, model=None):
     recipe = ck.Recipe(
-        ck.Train(epochs=2, optimizer=ADAM), ck.Prune(macs=macs, round_to=4), ck.QAT(epochs=epochs, objective=ck.imitate())
+        ck.Train(epochs=2, optimizer=ADAM),
+        ck.Prune(budget=ck.keep(macs=macs), round_to=4),
+        ck.QAT(epochs=epochs, objective=ck.imitate()),
     )
     torch.manual_seed(0)
     return recipe.run(model or networks.Residual(), task, out)
@@ -250,7 +252,7 @@ def test_bad_recipes(tmp_path) -> None:
     task = images_task(ck, samples=64)
     quantized = ck.quant.quantize_static(networks.build(networks.Chain), [image(16)])
     with pytest.raises(ModelError, match="quantized already"):
-        ck.Recipe(ck.Prune(macs=0.5)).run(quantized, task, tmp_path / "run")
+        ck.Recipe(ck.Prune(budget=ck.keep(macs=0.5))).run(quantized, task, tmp_path / "run")
     with pytest.raises(ModelError, match="does not run on the example"):
         ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(3, 4), task, tmp_path / "run")
     recipe = ck.Recipe(ck.Train(epochs=1))
@@ -314,7 +316,7 @@ def test_dict_batches_two_inputs_and_a_dict_of_outputs(tmp_path) -> None:
     recipe = ck.Recipe(
         ck.Train(epochs=20, optimizer=ADAM),
         ck.Distill(epochs=1, student=networks.TwoInputs, optimizer=ADAM),
-        ck.Prune(macs=0.7, round_to=4, finetune=ck.Train(epochs=20, optimizer=ADAM, objective=ck.imitate())),
+        ck.Prune(budget=ck.keep(macs=0.7), round_to=4, finetune=ck.Train(epochs=20, optimizer=ADAM, objective=ck.imitate())),
         ck.QAT(epochs=1, objective=ck.imitate()),
     )
     task = ck.Task(train=batches, val=batches)
@@ -386,7 +388,9 @@ def test_long_work_shows_itself_on_a_terminal(tmp_path, monkeypatch, capsys) -> 
         def isatty(self):
             return True
 
-    recipe = ck.Recipe(ck.Train(epochs=1), ck.Prune(ratio=0.3, criterion=ck.prune.taylor), ck.StaticQuant(), export="last")
+    recipe = ck.Recipe(
+        ck.Train(epochs=1), ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.taylor), ck.StaticQuant(), export="last"
+    )
     recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "quiet")
     assert capsys.readouterr().err == ""
     terminal = Terminal()

@@ -30,7 +30,9 @@ def run(tmp_path_factory):
     torch.manual_seed(0)
     recipe = ck.Recipe(
         ck.Train(epochs=1, optimizer=chains.sgd),
-        ck.Sparsify(ratio=0.5, rewind=ck.prune.rewind(to=0.3), finetune=ck.Train(epochs=1, optimizer=chains.sgd)),
+        ck.Sparsify(
+            budget=ck.remove(weights=0.5), rewind=ck.prune.rewind(to=0.3), finetune=ck.Train(epochs=1, optimizer=chains.sgd)
+        ),
         ck.QAT(epochs=1, optimizer=chains.sgd, samples=32),
         export="last",
     )

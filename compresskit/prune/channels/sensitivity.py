@@ -11,17 +11,18 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from compresskit.base.budget import Budget, takes_budget
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.base.inputs import AnyInputs
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.task import Task
 from compresskit.measure import evaluate
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.channels.budget import Limits
 from compresskit.prune.channels.normalize import unscaled
 from compresskit.prune.channels.plan_channels import NO_RATIOS, find, plan_channels
 from compresskit.prune.channels.ranking import Ranking, Step
 from compresskit.prune.channels.reconstruct import reconstruct_
+from compresskit.prune.channels.resources import Limits
 from compresskit.prune.channels.select import plan_of
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.scores import score_
@@ -100,17 +101,17 @@ def channel_sensitivity(
             for ratio in ratios:
                 count = limits.count(group, ratio)
                 if 0 < count < group.size and count / group.size not in curve:
-                    group.gone = count
+                    group.removed = count
                     plan = plan_of(found, total, prefix)
                     cut = apply_(copy.deepcopy(model), plan)
                     if reconstruct:
                         reconstruct_(cut, model, plan, calibration_inputs(task, samples, "refit"))
                     reestimate_batchnorm_(cut, calibration_inputs(task, samples, "re-estimate BatchNorm"))
                     curve[count / group.size] = evaluate(cut, task)
-                    group.gone = 0
+                    group.removed = 0
                 bar.update()
             if curve:
-                points[prefix + group.title] = tuple(sorted(curve.items()))
+                points[prefix + group.layer] = tuple(sorted(curve.items()))
     return Curves(dense=dense, points=points, prefix=prefix)
 
 
@@ -121,29 +122,26 @@ def by_curves(curves: Curves) -> Ranking:
     """
 
     def price(step: Step) -> float:
-        name = curves.prefix + step.group.title
+        name = curves.prefix + step.group.layer
         if name not in curves.points:
             return 1e9 / step.useful
-        before, after = step.group.gone / step.group.size, (step.group.gone + step.count) / step.group.size
+        before, after = step.group.removed / step.group.size, (step.group.removed + step.count) / step.group.size
         return (curves.drop(name, after) - curves.drop(name, before) + 1e-6) / step.useful
 
     return price
 
 
+@takes_budget
 def allocate(
     model: nn.Module,
     example: AnyInputs,
     curves: Curves,
-    *,
-    macs: float | None = None,
-    parameters: float | None = None,
-    latency: float | None = None,
+    budget: Budget,
     **settings: Any,
 ) -> dict[str, float]:
     """Ratios of all groups that meet a budget at the least loss of the metric: layer -> share of its channels that goes.
 
-    macs, parameters, latency: share that stays; exactly one. settings: further ones of `plan_channels`, whose `ratios` takes the
-    result, changed by hand if need be.
+    budget, settings: as in `plan_channels`, whose `ratios` takes the result, changed by hand if need be.
     """
-    plan = plan_channels(model, example, macs=macs, parameters=parameters, latency=latency, ranking=by_curves(curves), **settings)
-    return {line.title: 1 - line.keep / line.size for line in plan.lines}
+    plan = plan_channels(model, example, budget, ranking=by_curves(curves), **settings)
+    return {line.layer: 1 - line.keep / line.size for line in plan.lines}

@@ -1,7 +1,7 @@
 """Sparse learning: objectives that empty channels during training, so that cutting them afterwards costs little.
 
-Prune(macs=0.5, learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
-Train(epochs=10, objective=growing(plan_channels(model, example, macs=0.5)))
+Prune(budget=keep(macs=0.5), learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
+Train(epochs=10, objective=growing(plan_channels(model, example, keep(macs=0.5))))
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compresskit.base.objective import Losses, LossFunction, Objective, as_objec
 from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.prune.channels.plan_channels import find
-from compresskit.prune.structure.groups import NORMS, Group
+from compresskit.prune.structure.groups import NORM_LAYERS, ChannelGroup
 from compresskit.prune.structure.plan import Plan
 from compresskit.train.objective import Supervised
 
@@ -52,7 +52,7 @@ class GroupLasso(Wrapper):
     objective: Objective = field(default_factory=Supervised)
     strength: float = 1e-4
     ignore: tuple[str, ...] = ()
-    groups: tuple[Group, ...] = field(default=(), repr=False)
+    groups: tuple[ChannelGroup, ...] = field(default=(), repr=False)
     model: nn.Module | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,13 +87,15 @@ def _inner(objective: Objective | LossFunction | None) -> Objective:
     return Supervised() if objective is None else as_objective(objective)
 
 
-def _norms(group: Group, model: nn.Module) -> Tensor:
+def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
     """(units,) root of the number of values times their Euclidean norm; differentiable."""
     squares, count = [], 0
-    for (name, dim, _), indices in group.places.items():
+    for (name, dim, _), indices in group.indices.items():
         tensor = get_tensor(model, name)
         module, leaf = owner(model, name)
-        if not isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and not (isinstance(module, NORMS) and leaf == "weight")):
+        if not isinstance(tensor, nn.Parameter) or (
+            tensor.ndim < 2 and not (isinstance(module, NORM_LAYERS) and leaf == "weight")
+        ):
             continue
         rows = tensor.float().movedim(dim, 0)[indices.to(tensor.device)].reshape(group.size, -1)
         squares.append(rows.square().sum(1))

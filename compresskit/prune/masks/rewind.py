@@ -15,14 +15,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import check_kinds
+from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.masks.allocate import Allocation
 from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
-from compresskit.prune.masks.plan_mask import check_pattern, check_ratio, plan_mask
+from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
 from compresskit.train.lr import Tail
 from compresskit.train.snapshots import rewind_
 from compresskit.train.train import Train, fit_
@@ -70,10 +72,11 @@ def shuffled(masks: Masks) -> Masks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryTicket:
+class LotteryTicket(Budgeted, Stage):
     """Find a sparse network that can be trained alone: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
 
-    ratio: removed in the end; every round removes the same share of what is left.
+    budget: how many of the maskable weights go in the end, such as `ck.remove(weights=0.8)`; every round removes the same
+        fraction of what remains.
     train: every training, that of the ticket included. rounds: of train, mask and rewind, before it.
     rewind: to where; the very beginning, or for deep networks a little later (Frankle et al., 1912.05671).
     control: `(masks) -> masks` changes the masks that were found before the ticket is trained: `shuffled` keeps only their
@@ -84,7 +87,7 @@ class LotteryTicket:
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"float"})
 
-    ratio: float | None = None
+    budget: Budget | None = None
     train: Train
     rounds: int = 5
     rewind: Rewind = Rewind(to=0.0)
@@ -95,12 +98,10 @@ class LotteryTicket:
     protect: tuple[str, ...] = ()
     samples: int = 1024
 
-    trains_itself: ClassVar[bool] = True  # its snapshots are its own
-
     def __post_init__(self) -> None:
         check_kinds(self)
         check_pattern(self.pattern, "LotteryTicket")
-        check_ratio(self.ratio, self.pattern, "LotteryTicket")
+        removed_fraction(self.budget, self.pattern, "LotteryTicket")
         if not isinstance(self.train, Train):
             raise SettingError(f"LotteryTicket(train=...): wanted Train(...), got {type(self.train).__name__}")
         if self.rounds < 1:
@@ -111,14 +112,18 @@ class LotteryTicket:
         if self.pattern.fixed is not None and self.rounds > 1:
             raise SettingError(f"LotteryTicket(rounds=...): {self.pattern} is reached in one round, got {self.rounds}")
 
+    @property
+    def starts_from_trained(self) -> bool:
+        """False: it trains the incoming model, and keeps the snapshots it rewinds to itself."""
+        return False
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
         own = replace(task, snapshots={self.rewind.to: {}})
         how = self.train
         for done in range(1, self.rounds + 1):
             fit_(model, own, how, label=f"round {done}/{self.rounds}")
-            ratio = None if self.ratio is None else 1 - (1 - self.ratio) ** (done / self.rounds)
-            masks = self._plan(model, task, ratio)
+            masks = self._plan(model, task, done / self.rounds)
             log.info("round %d: %s", done, masks)
             if done == self.rounds and self.control is not None:
                 masks = self.control(masks)
@@ -127,10 +132,12 @@ class LotteryTicket:
             how = self.rewind.rest(self.train)
         return fit_(model, own, how, label="ticket")
 
-    def _plan(self, model: nn.Module, task: Task, ratio: float | None) -> Masks:
+    def _plan(self, model: nn.Module, task: Task, done: float) -> Masks:
+        own = isinstance(self.allocation, Mapping) or self.pattern.fixed is not None  # a ratio that no budget sets
+        ratio = removed_fraction(self.budget, self.pattern, "LotteryTicket")
         return plan_mask(
             model,
-            None if isinstance(self.allocation, Mapping) or self.pattern.fixed is not None else ratio,
+            None if own else remove(weights=1 - (1 - ratio) ** done),
             pattern=self.pattern,
             criterion=self.criterion,
             allocation=self.allocation,

@@ -1,61 +1,32 @@
-"""What a plan must reach and keep: targets, limits, and the count of what is left while channels go."""
+"""Resources of a model, counted while channels are removed, and the limits that every plan keeps."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
+from compresskit.base.budget import Budget, Quantity
 from compresskit.base.errors import SettingError
-from compresskit.prune.structure.groups import Found, Group, Widths
+from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
+
+#: Quantities that a plan of channels can have as its budget.
+PRUNABLE: tuple[Quantity, ...] = ("macs", "parameters", "bytes", "latency", "channels")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """How much goes; exactly one is given. All but `ratio` are shares that stay, in (0, 1].
+def measured_quantity(budget: Budget) -> Literal["bytes", "latency"] | None:
+    """The budget's quantity where it has to be measured on exported candidates, because counting does not tell; else None."""
+    return budget.quantity if budget.quantity in ("bytes", "latency") else None
 
-    macs: of the multiply-accumulates. parameters: of the parameters. bytes: of the ONNX file. latency: of the milliseconds that
-    ONNX Runtime takes for one sample on one thread, measured here. ratio: share that goes of the channels that can be cut,
-    in [0, 1).
-    """
 
-    macs: float | None = None
-    parameters: float | None = None
-    bytes: float | None = None
-    latency: float | None = None
-    ratio: float | None = None
-
-    def check(self, where: str) -> None:
-        """Raise SettingError unless exactly one target is given, within its range."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            raise SettingError(f"{where}: wanted exactly one of macs, parameters, bytes, latency, ratio; got {given or 'none'}")
-        name, value = next(iter(given.items()))
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if name == "ratio" and not (number and 0 <= value < 1):
-            raise SettingError(f"{where[:-1]}ratio=...): wanted the share of channels that goes, in [0, 1), got {value!r}")
-        if name != "ratio" and not (number and 0 < value <= 1):
-            raise SettingError(f"{where[:-1]}{name}=...): wanted the share that stays, in (0, 1], got {value!r}")
-
-    @property
-    def unit(self) -> str:
-        """What is counted while channels are chosen; measured targets are approached through MACs or parameters."""
-        return "channels" if self.ratio is not None else "parameters" if self.parameters or self.bytes else "MACs"
-
-    @property
-    def measured(self) -> str | None:
-        """What is measured on exported candidates, where counting does not tell."""
-        return "bytes" if self.bytes else "latency" if self.latency else None
-
-    @property
-    def share(self) -> float:
-        """Share of it that stays."""
-        if self.ratio is not None:
-            return 1 - self.ratio
-        return next(v for v in (self.macs, self.parameters, self.bytes, self.latency) if v is not None)
+def counted_unit(budget: Budget) -> Literal["MACs", "parameters", "channels"]:
+    """What is counted while channels are chosen: latency is approached through MACs, bytes through parameters."""
+    if budget.quantity == "channels":
+        return "channels"
+    return "parameters" if budget.quantity in ("parameters", "bytes") else "MACs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,28 +50,28 @@ class Limits:
             if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
                 raise SettingError(f"{where[:-1]}ratios={{{name!r}: ...}}): wanted the share that goes, in [0, 1), got {ratio!r}")
 
-    def step(self, group: Group) -> int:
+    def step(self, group: ChannelGroup) -> int:
         """Units to cut at once so that widths stay multiples of `round_to`; finer where a layer is too narrow for that."""
         size = self.round_to
         while size > 1 and group.size < 2 * size:
             size //= 2
-        return (group.size - group.gone) % size or size
+        return (group.size - group.removed) % size or size
 
-    def count(self, group: Group, ratio: float) -> int:
+    def count(self, group: ChannelGroup, ratio: float) -> int:
         """Channels that go for a ratio of an untouched group, as near as the alignment of widths allows."""
         size = self.step(group)
         return round(ratio * group.size / size) * size
 
-    def left_over(self, group: Group, count: int) -> bool:
+    def left_over(self, group: ChannelGroup, count: int) -> bool:
         """Whether the group still has channels enough after losing `count` more."""
-        return group.size - group.gone - count >= max(1, min(self.minimum, group.size))
+        return group.size - group.removed - count >= max(1, min(self.minimum, group.size))
 
 
-class Budget:
+class ResourceCounter:
     """One resource of the model, counted while channels go: MACs, parameters, or the channels themselves."""
 
-    def __init__(self, found: Found, unit: str, module: nn.Module) -> None:
-        self.found, self.unit, self.widths = found, unit, Widths(found)
+    def __init__(self, found: ChannelAnalysis, unit: str, module: nn.Module) -> None:
+        self.found, self.unit, self.widths = found, unit, MacCounter(found)
         self.numbers = {name: p.numel() for name, p in module.named_parameters()}  # a tied one once
         self.gone: Counter[tuple[str, int]] = Counter()
         if unit == "channels":
@@ -109,15 +80,15 @@ class Budget:
             self.total = self.widths.macs() if unit == "MACs" else float(sum(self.numbers.values()))
         self.current = self.total
 
-    def saving(self, group: Group, count: int) -> float:
+    def saving(self, group: ChannelGroup, count: int) -> float:
         """What `count` channels fewer save."""
         if self.unit == "channels":
             return float(count)
         return self.widths.saving(group, count) if self.unit == "MACs" else self._parameters(group, count)
 
-    def _parameters(self, group: Group, count: int) -> float:
+    def _parameters(self, group: ChannelGroup, count: int) -> float:
         extra: dict[str, dict[int, int]] = defaultdict(dict)
-        for (tensor, dim, _), indices in group.places.items():
+        for (tensor, dim, _), indices in group.indices.items():
             extra[tensor][dim] = indices.shape[1] * count
         saved = 0.0
         for tensor, more in extra.items():
@@ -128,9 +99,9 @@ class Budget:
             saved += now - left
         return saved
 
-    def cut(self, group: Group, count: int) -> None:
+    def cut(self, group: ChannelGroup, count: int) -> None:
         """Note that `count` more channels of a group go."""
         self.current -= self.saving(group, count)
-        for (tensor, dim, _), indices in group.places.items():
+        for (tensor, dim, _), indices in group.indices.items():
             self.gone[tensor, dim] += indices.shape[1] * count
         self.widths.cut(group, count)
