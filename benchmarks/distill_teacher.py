@@ -76,7 +76,7 @@ def main() -> None:
     torch.manual_seed(0)
     batch = torch.randn(args.batch_size, 3, 32, 32), torch.randint(0, 10, (args.batch_size,))
     task, model = ck.Task(train=[batch], val=[batch]), CifarResNet(56).eval()
-    taps = [kd.Term(kd.attention_transfer, "layer?")]
+    taps = [kd.Term(kd.losses.attention_transfer, "layer?")]
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         stored = kd.cache(model, task, Path(folder) / "cache")

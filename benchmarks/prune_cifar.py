@@ -106,8 +106,8 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
 
 #: Ways in which the dense network teaches the pruned one: soft targets; decoupled ones with the features of the residual stream,
 #: whose width the cut left alone; soft targets of mixed images with these features.
-HINTS = tuple(ck.distill.Term(ck.distill.hint, f"layer{i}") for i in (1, 2, 3))
-DKD = partial(ck.distill.dkd, alpha=1.0, beta=2.0, temperature=4.0)
+HINTS = tuple(ck.distill.Term(ck.distill.losses.hint, f"layer{i}") for i in (1, 2, 3))
+DKD = partial(ck.distill.losses.dkd, alpha=1.0, beta=2.0, temperature=4.0)
 TAUGHT: dict[str, dict[str, Any]] = {
     "taught": {},
     "taught by DKD and hints": {"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS},

@@ -232,7 +232,7 @@ BAD = {
         ModelError,
         "put it in eval mode if it is",
     ),
-    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.hint]), SettingError, r"wanted Terms, got function"),
+    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.losses.hint]), SettingError, r"wanted Terms, got function"),
     "terms without a list": (lambda: ck.imitate(NET, terms=3), SettingError, "wanted a list of Terms, got int"),
     "temperature zero": (lambda: ck.imitate(NET, temperature=0), SettingError, "wanted a positive number, got 0"),
     "both weights zero": (lambda: ck.imitate(NET, weight=0, task_weight=0), SettingError, "nothing would be learned"),

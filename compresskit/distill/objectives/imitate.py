@@ -14,11 +14,13 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable
 from compresskit.base.task import Task, call
-from compresskit.distill.data.cache import Cached, TopK, top_soft_targets
-from compresskit.distill.data.indexed import numbers_of
+from compresskit.distill.data.cache import Cached
+from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
+from compresskit.distill.losses.top_k import TopK, top_k_soft_targets
 from compresskit.distill.models.taps import tapped
 from compresskit.distill.models.teacher import AnyTeacher, Source, as_source
+from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight
 from compresskit.distill.objectives.mixup import mixup
 from compresskit.distill.objectives.terms import (
     DistillLoss,
@@ -31,7 +33,6 @@ from compresskit.distill.objectives.terms import (
     takes,
     term_losses,
 )
-from compresskit.distill.objectives.warm_up import Weight, check_weight_setting
 from compresskit.graph.surgery import mode
 from compresskit.train.objective import supervised_loss
 
@@ -52,7 +53,7 @@ class Imitate(Objective):
 
     teacher: AnyTeacher | None
     loss: DistillLoss
-    weight: Weight
+    weight: LossWeight
     task_weight: float
     terms: tuple[Term, ...] = ()
     classes: int | None = None
@@ -154,7 +155,7 @@ class Imitate(Objective):
                 f"imitate(): a cache of the top {source.top} serves soft targets at temperature {source.temperature} alone;"
                 f" pass temperature={source.temperature} and no other loss of the predictions, or cache whole rows (top=None)"
             )
-        return top_soft_targets
+        return top_k_soft_targets
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task, source = self.task, self.source
@@ -169,7 +170,7 @@ class Imitate(Objective):
         losses: Losses = {}
         if opinion is not None:
             student, teacher = (self.cut(predictions), features), (self.cut(opinion[0]), opinion[1])
-            known = {"target": lambda term: target, "index": lambda term: numbers_of(batch, term)}
+            known = {"target": lambda term: target, "index": lambda term: sample_indices(batch, term)}
             losses |= term_losses(self.links, self.adapters, student, teacher, self.clock.done, **known)
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, predictions, target)
@@ -182,7 +183,7 @@ def imitate(
     terms: Sequence[Term] = (),
     loss: DistillLoss | None = None,
     temperature: float = 4.0,
-    weight: Weight = 0.9,
+    weight: LossWeight = 0.9,
     task_weight: float = 0.1,
     classes: int | None = None,
     mixup: float = 0.0,
@@ -196,12 +197,12 @@ def imitate(
         the terms alone.
     loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; soft targets at
         `temperature` where nothing is given.
-    weight: a number, or a function of the share of the training that is done, such as `warm_up`.
+    weight: a number, or a function of the share of the training that is done, such as `linear_warmup`.
     classes: compare the first so many classes alone, for vocabularies that are padded to different sizes.
     mixup: alpha of the mixture that both networks see, 1 for a uniform one (patient and consistent teaching, Beyer et al.,
         2106.05237): with weight=1, task_weight=0 and no other augmentation than crops and flips it is their recipe.
     """
-    check_weight_setting("imitate", weight)
+    check_loss_weight("imitate", weight)
     if task_weight < 0:
         raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
     if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):

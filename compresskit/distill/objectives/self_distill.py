@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.task import Task, call
-from compresskit.distill.losses.common import positive
+from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.models.taps import feature, find_taps, tapped
 from compresskit.distill.objectives.terms import attach_, drop_adapters_
@@ -108,7 +108,7 @@ def self_distill(*taps: str, head: Head = pooled_head, temperature: float = 3.0,
     """
     if not taps:
         raise SettingError("self_distill(): wanted the names of at least one module, such as self_distill('layer1', 'layer2')")
-    positive("self_distill", "temperature", temperature)
+    check_positive("self_distill", "temperature", temperature)
     if not 0 < weight <= 1:
         raise SettingError(f"self_distill(weight=...): wanted a number in (0, 1], got {weight}")
     if not callable(head):

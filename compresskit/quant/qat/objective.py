@@ -22,7 +22,7 @@ from compresskit.train.objective import supervised_loss
 def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
     """How far predictions are from those of the float model, both (N, C, ...); a scalar in fp32.
 
-    T^2 KL(softmax(wanted / T) || softmax(predictions / T)), as `distill.soft_targets`, where dim 1 holds at least two classes;
+    T^2 KL(softmax(wanted / T) || softmax(predictions / T)), as `soft_targets`, where dim 1 holds at least two classes;
     else the mean squared difference as a share of the mean square of what is wanted.
     """
     student, teacher = predictions.float(), wanted.detach().float()

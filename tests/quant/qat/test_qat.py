@@ -233,7 +233,9 @@ def test_the_default_objective_is_the_float_models_opinion() -> None:
         wanted = oracles.soft_targets(student, teacher, temperature)
         got = faithfulness(student, teacher, temperature=temperature)
         assert got.item() == pytest.approx(wanted, rel=1e-5)
-        assert got.item() == pytest.approx(ck.distill.soft_targets(student, teacher, temperature=temperature).item(), rel=1e-6)
+        assert got.item() == pytest.approx(
+            ck.distill.losses.soft_targets(student, teacher, temperature=temperature).item(), rel=1e-6
+        )
     assert faithfulness(student, student).item() == pytest.approx(0, abs=1e-6)
     one = torch.randn(16, 1)
     assert faithfulness(one, one * 1.1).item() == pytest.approx(0.01, rel=0.2)
