@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compresskit.base.task import Losses, Task, call
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.task import Task, call
 from compresskit.graph.surgery import frozen_copy
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -32,7 +33,7 @@ def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faithful:
+class Faithful(Objective):
     """weight * `faithfulness` to the float model + task_weight * the task's loss.
 
     At temperature 1 that is the cross-entropy to labels half of which are the float model's answers. With less of the task's
