@@ -29,6 +29,7 @@ from compresskit.quant import (
 )
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
+from compresskit.train.objective import Supervised
 
 SCHEMES = [
     Scheme(),
@@ -380,7 +381,7 @@ def test_every_knob_matters() -> None:
         {"learned": True},
         {"freeze": 0.0},
         {"observer": partial(ck.quant.MovingAverage, momentum=0.9)},
-        {"objective": ck.train.Supervised()},
+        {"objective": Supervised()},
         {"skip": ("out",)},
         {"samples": 16},
     ):
