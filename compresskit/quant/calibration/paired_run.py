@@ -14,7 +14,7 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.operators import moved
+from compresskit.quant.numerics.operators import moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
 
 Pair = tuple[Any, Any]  # (unrounded, rounded)
@@ -74,5 +74,5 @@ def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | Dyna
         module = body.get_submodule(str(here.target)) if here.op == "call_module" else None
         if isinstance(module, ActivationQuantizer | DynamicActivation):
             return module
-        here = moved(here)
+        here = moved_input(here)
     return None
