@@ -1,4 +1,4 @@
-"""Weight-only quantization of a small transformer that judges sentences (SST-2): to nearest, GPTQ, AWQ, in blocks of 32.
+"""Weight-only quantization of a small transformer that judges sentences (SST-2): to round_to_nearest, GPTQ, AWQ, in blocks of 32.
 
     python benchmarks/quantize_weights.py --data data/sst2 --seeds 3
 
@@ -27,17 +27,17 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import Blocks, gptq, nearest, quantize_weights
+from compresskit.quant import BlockScheme, gptq, round_to_nearest, quantize_weights
 
 HERE = Path(__file__).parent
 HOW: dict[str, dict[str, Any]] = {
-    "nearest": {"rounding": nearest},
+    "round_to_nearest": {"rounding": round_to_nearest},
     "GPTQ": {"rounding": gptq},
     "AWQ": {"awq": True},
     "AWQ + GPTQ": {"awq": True, "rounding": gptq},
 }
 GRIDS = {
-    f"int{bits}{'' if even else ' asymmetric'}": Blocks(bits=bits, symmetric=even) for bits in (4, 3) for even in (True, False)
+    f"int{bits}{'' if even else ' asymmetric'}": BlockScheme(bits=bits, symmetric=even) for bits in (4, 3) for even in (True, False)
 }
 
 
@@ -87,12 +87,12 @@ def measure(model: nn.Module, data: list[tuple[Tensor]], val: tuple[Tensor, Tens
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["weights", "KL", "share of nearest", "loss more", "accuracy", "dB", "file KB", "verified"]
+    head = ["weights", "KL", "share of round_to_nearest", "loss more", "accuracy", "dB", "file KB", "verified"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name in rows[0]:
         kl = [row[name]["kl"] for row in rows]
         base = name.rsplit(" ", 3)[0] if "AWQ + " in name else name.rsplit(" ", 1)[0]
-        shares = [row[name]["kl"] / row[f"{base} nearest"]["kl"] for row in rows] if name != "float" else []
+        shares = [row[name]["kl"] / row[f"{base} round_to_nearest"]["kl"] for row in rows] if name != "float" else []
         cells = [
             name,
             f"{statistics.mean(kl):.2e}",

@@ -21,7 +21,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
-from compresskit.quant.weight_only.per_matrix import rebuild_mixed
+from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
 #: Inputs may be of these types; names from a file are only ever looked up here.

@@ -18,7 +18,7 @@ from compresskit.graph.surgery import frozen_copy
 from compresskit.train.train import supervised_loss
 
 
-def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
+def match_float_loss(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
     """How far predictions are from those of the float model, both (N, C, ...); a scalar in fp32.
 
     T^2 KL(softmax(wanted / T) || softmax(predictions / T)), as `distill.soft_targets`, where dim 1 holds at least two classes;
@@ -32,8 +32,8 @@ def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faithful:
-    """weight * `faithfulness` to the float model + task_weight * the task's loss.
+class MatchFloatModel:
+    """weight * `match_float_loss` to the float model + task_weight * the task's loss.
 
     At temperature 1 that is the cross-entropy to labels half of which are the float model's answers. With less of the task's
     loss a network that is trained further would stay where the float model was (benchmarks/quantize_cifar.md).
@@ -45,10 +45,10 @@ class Faithful:
     temperature: float = 1.0
     task: Task | None = None
 
-    def bind(self, model: nn.Module, task: Task) -> Faithful:
+    def bind(self, model: nn.Module, task: Task) -> MatchFloatModel:
         """The same objective for a task, with a frozen teacher in eval mode."""
         teacher = frozen_copy(self.teacher).to(task.device)
-        return Faithful(
+        return MatchFloatModel(
             teacher=teacher, weight=self.weight, task_weight=self.task_weight, temperature=self.temperature, task=task
         )
 
@@ -59,7 +59,7 @@ class Faithful:
         with torch.no_grad():
             wanted = task.predict(call(self.teacher, inputs))
         predictions = task.predict(call(model, inputs))
-        losses = {"faithful": self.weight * faithfulness(predictions, wanted, temperature=self.temperature)}
+        losses = {"faithful": self.weight * match_float_loss(predictions, wanted, temperature=self.temperature)}
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, predictions, target)
         return losses

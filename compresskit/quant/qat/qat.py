@@ -24,7 +24,7 @@ from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.build import build_quantized
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.qat.objective import Faithful
+from compresskit.quant.qat.objective import MatchFloatModel
 from compresskit.quant.static import calibrated_in, part_of
 from compresskit.train.train import Train, fit_
 
@@ -135,7 +135,7 @@ class QAT(Train):
                 quantized.freeze_statistics_()
 
         hold(0, 1)
-        objective = self.objective or Faithful(teacher=model)
+        objective = self.objective or MatchFloatModel(teacher=model)
         with zeros_kept(whole):
             fit_(whole, goal, self, objective=objective, after_step=[hold], label="QAT")
         quantized.convert_()

@@ -21,10 +21,10 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.quant import (
     OBSERVERS,
     X86,
-    Faithful,
+    MatchFloatModel,
     Scheme,
     affine,
-    faithfulness,
+    match_float_loss,
     fake_quantize,
     prepare_qat,
     quantize_static,
@@ -230,15 +230,15 @@ def test_the_default_objective_is_the_float_models_opinion() -> None:
     student, teacher = torch.randn(16, 5), torch.randn(16, 5)
     for temperature in (1.0, 4.0):
         wanted = oracles.soft_targets(student, teacher, temperature)
-        got = faithfulness(student, teacher, temperature=temperature)
+        got = match_float_loss(student, teacher, temperature=temperature)
         assert got.item() == pytest.approx(wanted, rel=1e-5)
         assert got.item() == pytest.approx(ck.distill.soft_targets(student, teacher, temperature=temperature).item(), rel=1e-6)
-    assert faithfulness(student, student).item() == pytest.approx(0, abs=1e-6)
+    assert match_float_loss(student, student).item() == pytest.approx(0, abs=1e-6)
     one = torch.randn(16, 1)
-    assert faithfulness(one, one * 1.1).item() == pytest.approx(0.01, rel=0.2)
+    assert match_float_loss(one, one * 1.1).item() == pytest.approx(0.01, rel=0.2)
     model, task = build(networks.Residual), images_task(ck)
     batch = next(iter(task.batches("train")))
-    bound = Faithful(teacher=model).bind(model, task)
+    bound = MatchFloatModel(teacher=model).bind(model, task)
     losses = bound(lambda x: model(x) * 1.5, batch)
     with torch.no_grad():
         predictions = model(batch[0])
@@ -253,7 +253,7 @@ def test_qat_stays_faithful_where_labels_are_wrong(weights, share) -> None:
     model, task = build(networks.Residual), images_task(ck, samples=192, classes=4)
     ck.Train(epochs=12, optimizer=partial(torch.optim.Adam, lr=3e-3))(model, task)
     wrong = replace(task, train=[(x, (y + (torch.arange(len(y)) < share * len(y))) % 4) for x, y in task.train])
-    quantized = ck.QAT(epochs=3, objective=Faithful(teacher=model, **weights) if weights else None)(model, wrong)
+    quantized = ck.QAT(epochs=3, objective=MatchFloatModel(teacher=model, **weights) if weights else None)(model, wrong)
     assert ck.evaluate(quantized, task) > ck.evaluate(model, task) - 0.05
     assert not conv_bn_layers(quantized.body)
 

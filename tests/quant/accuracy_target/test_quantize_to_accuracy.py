@@ -14,11 +14,11 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import meet_floor
+from compresskit.quant import quantize_to_accuracy
 from compresskit.quant.numerics.targets import X86
 from compresskit.quant.passes.prepare_graph import prepare_graph
-from compresskit.quant.weight_only.accuracy_target import _Work
-from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, INT8, MatrixForm, build_mixed
+from compresskit.quant.accuracy_target.quantize_to_accuracy import _Work
+from compresskit.quant.accuracy_target.mixed_model import FLOAT, FORMS, INT8, MatrixFormat, build_mixed
 
 
 class Words(nn.Module):
@@ -68,20 +68,20 @@ def test_each_form_of_each_product_is_timed() -> None:
 def test_float_is_fastest(timed) -> None:
     timed(FORMS[::-1])
     with pytest.raises(ModelError, match="Words: float is the fastest form of its products here"):
-        meet_floor(Words().eval(), [ids()], floor=20)
+        quantize_to_accuracy(Words().eval(), [ids()], floor=20)
 
 
 def test_nothing_meets_the_floor(timed) -> None:
     timed()
     with pytest.raises(ModelError, match=r"Words: nothing that is rounded meets 200\.0 dB"):
-        meet_floor(Words().eval(), [ids()], floor=200)
+        quantize_to_accuracy(Words().eval(), [ids()], floor=200)
 
 
 @pytest.mark.parametrize("wish", [{"floor": 18.0}, {"cosine": 0.9999}], ids=str)
 def test_the_file_meets_the_floor(wish, timed, tmp_path) -> None:
     timed()
     model, data = Words().eval(), [ids() for _ in range(4)]
-    mixed, met = meet_floor(model, data, **wish, dynamic=(0, 1), seconds=0.02)
+    mixed, met = quantize_to_accuracy(model, data, **wish, dynamic=(0, 1), seconds=0.02)
     floor = wish.get("floor", 36.99)
     assert abs(met.floor - floor) < 0.01
     path = ck.export_onnx(mixed, tmp_path / "m.onnx", data[0])
@@ -112,7 +112,7 @@ def test_forms_live_side_by_side(tmp_path) -> None:
 
 
 def test_the_choice_takes_the_most_noise_for_its_time() -> None:
-    a, b = MatrixForm(dynamic=True), MatrixForm()
+    a, b = MatrixFormat(dynamic=True), MatrixFormat()
     known = SimpleNamespace(
         products={"one": None, "two": None},
         ms={("one", a): 1.0, ("one", b): 2.0, ("two", a): 1.0, ("two", b): 5.0},
@@ -127,8 +127,8 @@ def test_bad_input() -> None:
     model = Words().eval()
     for wish, said in (({}, "one of the two"), ({"floor": -1.0}, "decibels > 0"), ({"cosine": 1.0}, r"\(0, 1\)")):
         with pytest.raises(SettingError, match=said):
-            meet_floor(model, [ids()], **wish)
+            quantize_to_accuracy(model, [ids()], **wish)
     with pytest.raises(DataError, match="no calibration batch"):
-        meet_floor(model, [], floor=20)
+        quantize_to_accuracy(model, [], floor=20)
     with pytest.raises(ModelError, match="no product by a stored matrix"):
-        meet_floor(nn.LayerNorm(8), [(torch.randn(2, 8),)], floor=20)
+        quantize_to_accuracy(nn.LayerNorm(8), [(torch.randn(2, 8),)], floor=20)

@@ -39,9 +39,9 @@ from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.targets import X86, Target
 from compresskit.quant.passes.channel_scaling import weight_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
-from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, MatrixForm, Mixed, Trial, build_mixed
+from compresskit.quant.accuracy_target.mixed_model import FLOAT, FORMS, MatrixFormat, MixedQuantized, Trial, build_mixed
 from compresskit.quant.weight_only.quantize_weights import quantize_weights
-from compresskit.quant.weight_only.storage import NBITS_INT8
+from compresskit.quant.weight_only.storage import MATMUL_NBITS_INT8
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ ROUNDS = 6  # times that a choice is made again after the whole model turned out
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixRow:
+class MatrixChoice:
     """One matrix: its form, milliseconds of its products by themselves at batch 1, and the noise that it puts into the outputs, a
     share of the signal.
     """
@@ -62,14 +62,14 @@ class MatrixRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Met:
+class AccuracyReport:
     """What was chosen, and what the file that came out does; prints as a table.
 
     floor, reached: SQNR of the outputs in dB, wanted, and of the file in ONNX Runtime. cosine: of all outputs together.
     ms, float_ms: of the file and of the float model's, measured in turn, batch 1, one thread.
     """
 
-    rows: tuple[MatrixRow, ...]
+    rows: tuple[MatrixChoice, ...]
     floor: float
     reached: float
     cosine: float
@@ -91,7 +91,7 @@ class Met:
         return asdict(self)
 
 
-def meet_floor(
+def quantize_to_accuracy(
     model: nn.Module,
     batches: Batches,
     *,
@@ -101,7 +101,7 @@ def meet_floor(
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
     seconds: float = 0.3,
-) -> tuple[Mixed, Met]:
+) -> tuple[MixedQuantized, AccuracyReport]:
     """The fastest quantized copy of a model whose outputs are still good enough, and what was chosen.
 
     Each product by a stored matrix runs as dynamic int8, in blocks of 8 or 4 bits whose inputs are rounded in blocks, too, or in
@@ -120,7 +120,7 @@ def meet_floor(
     is faster than float.
     """
     floor = _floor(floor, cosine)
-    data = list(first_and_all(batches, "meet_floor")[1])
+    data = list(first_and_all(batches, "quantize_to_accuracy")[1])
     captured, _, _ = prepare_graph(model, data[0], replace(target, operators={}), skip, dynamic)
     work = _Work(captured, data, target, skip)
     if not work.products:
@@ -148,14 +148,14 @@ def meet_floor(
 
 def _floor(floor: float | None, cosine: float | None) -> float:
     if (floor is None) == (cosine is None):
-        raise SettingError("meet_floor: give floor= (dB) or cosine=, one of the two")
+        raise SettingError("quantize_to_accuracy: give floor= (dB) or cosine=, one of the two")
     if cosine is not None:
         if not 0 < cosine < 1:
-            raise SettingError(f"meet_floor(cosine=...): wanted a number in (0, 1), got {cosine}")
+            raise SettingError(f"quantize_to_accuracy(cosine=...): wanted a number in (0, 1), got {cosine}")
         return -10 * math.log10(2 * (1 - cosine))
     assert floor is not None
     if not math.isfinite(floor) or floor <= 0:
-        raise SettingError(f"meet_floor(floor=...): wanted decibels > 0, got {floor}")
+        raise SettingError(f"quantize_to_accuracy(floor=...): wanted decibels > 0, got {floor}")
     return floor
 
 
@@ -174,8 +174,8 @@ class _Work:
             readers = [n for n in captured.module.graph.nodes if n.op == "get_attr" and n.target == found[0]]
             if sum(len(n.users) for n in readers) == 1 and bool(weight.any()):
                 self.products[node.name] = node
-        self.ms: dict[tuple[str, MatrixForm], float] = {}
-        self.noise: dict[tuple[str, MatrixForm], float] = {}
+        self.ms: dict[tuple[str, MatrixFormat], float] = {}
+        self.noise: dict[tuple[str, MatrixFormat], float] = {}
         with torch.no_grad():
             self.wanted = [self._outputs(inputs) for inputs in data]
         self.signal = sum(float(v.square().sum()) for v in self.wanted)
@@ -200,7 +200,7 @@ class _Work:
                     if form.dynamic:
                         kept = quantize_dynamic(layer, example, target=self.target)
                     elif form.blocks is not None:
-                        kept = quantize_weights(layer, example, blocks=form.blocks, form=NBITS_INT8)
+                        kept = quantize_weights(layer, example, blocks=form.blocks, storage=MATMUL_NBITS_INT8)
                     paths.append(export_onnx(kept, Path(folder) / f"{i}.onnx", example))
                 times = latency(paths, first_rows(example, 1), seconds=seconds, rounds=7)
             for name in names:
@@ -216,7 +216,7 @@ class _Work:
                     best = self.ms[name, form]
                     self.noise[name, form] = self.total({name: form})
 
-    def total(self, forms: Mapping[str, MatrixForm]) -> float:
+    def total(self, forms: Mapping[str, MatrixFormat]) -> float:
         """Noise in the outputs with the given forms, as a share of the signal."""
         self.trial.forms = forms
         with torch.no_grad():
@@ -227,7 +227,7 @@ class _Work:
         self.trial.forms = {}
         return lost / self.signal
 
-    def choose(self, budget: float) -> dict[str, MatrixForm]:
+    def choose(self, budget: float) -> dict[str, MatrixFormat]:
         """A form for each product, so that their noise adds up to at most `budget`."""
         open_ = {name: [f for f in FORMS if (name, f) in self.noise] for name in self.products}
         forms = {name: min(given, key=lambda f, n=name: self.ms[n, f]) for name, given in open_.items()}  # type: ignore[misc]
@@ -267,7 +267,7 @@ def _others(model: nn.Module, work: _Work, floor: float, skip: tuple[str, ...], 
     return ("linear", "matmul")
 
 
-def _proof(model: nn.Module, mixed: Mixed, work: _Work, forms: Mapping[str, MatrixForm], floor: float, seconds: float) -> Met:
+def _proof(model: nn.Module, mixed: MixedQuantized, work: _Work, forms: Mapping[str, MatrixFormat], floor: float, seconds: float) -> AccuracyReport:
     """Write the file, run it on the data, time it beside the float one."""
     with TemporaryDirectory() as folder:
         paths = [export_onnx(m, Path(folder) / f"{i}.onnx", work.data[0]) for i, m in enumerate((mixed, work.captured.module))]
@@ -277,17 +277,17 @@ def _proof(model: nn.Module, mixed: Mixed, work: _Work, forms: Mapping[str, Matr
     lost = sum(float((g - w).square().sum()) for g, w in zip(got, work.wanted, strict=True))
     a, b = torch.cat(got), torch.cat(work.wanted)
     rows = tuple(
-        MatrixRow(
+        MatrixChoice(
             name=str(found[0]),
             layer=module_path(work.products[name]),
-            form=str(form),
+            storage=str(form),
             ms=work.ms[name, form],
             noise=work.noise[name, form],
         )
         for name, form in forms.items()
         if (found := weight_of(work.products[name])) is not None
     )
-    return Met(
+    return AccuracyReport(
         rows=rows,
         floor=floor,
         reached=10 * math.log10(work.signal / lost) if lost > 0 else math.inf,

@@ -19,44 +19,44 @@ from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, DynamicOrigin, insert_dynamic_
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT, place_dynamic
-from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks, Rows, nearest
+from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, WeightMatrix, round_to_nearest
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.channel_scaling import weight_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
-from compresskit.quant.weight_only.storage import NBITS_INT8, ROW, deploy_weights, insert_inputs_
+from compresskit.quant.weight_only.storage import MATMUL_NBITS_INT8, ROW, deploy_weights, insert_inputs_
 from compresskit.quant.weight_only.weight_model import insert_blocks_
 from compresskit.quant.weight_only.weight_plan import weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixForm:
+class MatrixFormat:
     """What a matrix is stored as, and how its products are computed: `dynamic` int8, in `blocks`, or in float."""
 
     dynamic: bool = False
-    blocks: Blocks | None = None
+    blocks: BlockScheme | None = None
 
     def __str__(self) -> str:
         return "dynamic int8" if self.dynamic else "float" if self.blocks is None else str(self.blocks)
 
 
-FLOAT, INT8 = MatrixForm(), MatrixForm(dynamic=True)
+FLOAT, INT8 = MatrixFormat(), MatrixFormat(dynamic=True)
 #: From the most accurate to the least; 4 bits are for products whose time goes into reading the matrix.
 FORMS = (
     FLOAT,
-    MatrixForm(blocks=Blocks(bits=8, block=32)),
-    MatrixForm(blocks=Blocks(bits=8, block=128)),
+    MatrixFormat(blocks=BlockScheme(bits=8, block=32)),
+    MatrixFormat(blocks=BlockScheme(bits=8, block=128)),
     INT8,
-    MatrixForm(blocks=Blocks(bits=4, block=32)),
+    MatrixFormat(blocks=BlockScheme(bits=4, block=32)),
 )
 
 
-def rounded(weight: Tensor, axis: int, form: MatrixForm, scheme: Scheme) -> Tensor:
+def rounded(weight: Tensor, axis: int, form: MatrixFormat, scheme: Scheme) -> Tensor:
     """A weight as the form stores it; `axis` is its dimension of inputs."""
     if form.blocks is not None:
-        return nearest(Rows(weight.movedim(axis, 1), form.blocks, None, _no_data))[0].movedim(1, axis)
+        return round_to_nearest(WeightMatrix(weight.movedim(axis, 1), form.blocks, None, _no_data))[0].movedim(1, axis)
     if not form.dynamic:
         return weight
     quantizer = WeightQuantizer(scheme, 1 - axis, weight.shape[1 - axis])
@@ -65,10 +65,10 @@ def rounded(weight: Tensor, axis: int, form: MatrixForm, scheme: Scheme) -> Tens
 
 
 def _no_data() -> Tensor:
-    raise AssertionError("rounding to nearest looks at no data")
+    raise AssertionError("rounding to round_to_nearest looks at no data")
 
 
-def input_of(x: Tensor, form: MatrixForm) -> Tensor:
+def input_of(x: Tensor, form: MatrixFormat) -> Tensor:
     """What reads the matrix, as the form rounds it."""
     if form.blocks is not None:
         return rounded_blocks(x, form.blocks.block or ROW)
@@ -81,7 +81,7 @@ class Trial(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, scheme: Scheme) -> None:
         super().__init__(module)
         self.scheme = scheme
-        self.forms: Mapping[str, MatrixForm] = {}
+        self.forms: Mapping[str, MatrixFormat] = {}
 
     def run_node(self, n: Node) -> Any:
         form = self.forms.get(n.name, FLOAT)
@@ -98,31 +98,31 @@ class Trial(fx.Interpreter):
 class MixedOrigin(DynamicOrigin):
     """What a model with matrices in several forms was made from. forms: node of each product -> its form."""
 
-    forms: Mapping[str, MatrixForm] = field(default_factory=dict)
+    forms: Mapping[str, MatrixFormat] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
         return super().to_json() | {"mixed": {name: asdict(form) for name, form in self.forms.items()}}
 
 
-class Mixed(DynamicallyQuantized):
+class MixedQuantized(DynamicallyQuantized):
     """A dynamically quantized model some of whose matrices lie on the grids of blocks, or stay float."""
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: MatMulInteger and MatMulNBits, side by side."""
-        return deploy_weights(deploy_dynamic(self.converted().body), NBITS_INT8)
+        return deploy_weights(deploy_dynamic(self.converted().body), MATMUL_NBITS_INT8)
 
 
 def build_mixed(
     model: nn.Module,
     example: Inputs,
     target: Target,
-    forms: Mapping[str, MatrixForm],
+    forms: Mapping[str, MatrixFormat],
     *,
     operators: tuple[str, ...] = DEFAULT,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
-) -> Mixed:
+) -> MixedQuantized:
     """A quantized copy of a model with the given form for each product, by node of its graph; other operators dynamically."""
     captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
     origin = MixedOrigin(
@@ -135,10 +135,10 @@ def _assembled(
     captured: Captured,
     origin: MixedOrigin,
     target: Target,
-    forms: Mapping[str, MatrixForm],
+    forms: Mapping[str, MatrixFormat],
     operators: tuple[str, ...],
     skip: tuple[str, ...],
-) -> Mixed:
+) -> MixedQuantized:
     body = captured.module
     nodes = {node.name: node for node in body.graph.nodes}
     if odd := [name for name in forms if name not in nodes or weight_of(nodes[name]) is None]:
@@ -152,13 +152,13 @@ def _assembled(
         if form.blocks is not None and found is not None:
             chosen[found[0]] = form.blocks
     insert_blocks_(body, [w for w in weights_of(body) if w.name in chosen], chosen)
-    mixed = Mixed(captured, target, placement, origin)
+    mixed = MixedQuantized(captured, target, placement, origin)
     with torch.no_grad():
         for node in [n for n in body.graph.nodes if n.op == "call_module" and n.args and n.args[0].op == "get_attr"]:
             name, quantizer = str(node.args[0].target), body.get_submodule(node.target)
             if name in chosen and isinstance(quantizer, BlockQuantizer):
                 weight = get_tensor(body, name)
-                values, scale, zero_point = nearest(Rows(quantizer.rows(weight), chosen[name], None, _no_data))
+                values, scale, zero_point = round_to_nearest(WeightMatrix(quantizer.rows(weight), chosen[name], None, _no_data))
                 quantizer.set_(scale, zero_point)
                 weight.copy_(quantizer.weight(values))
     insert_inputs_(body)
@@ -168,11 +168,11 @@ def _assembled(
 
 def rebuild_mixed(
     model: nn.Module, example: Inputs, origin: dict[str, Any], target: Target, *, skip: tuple[str, ...], dynamic: Dynamic
-) -> Mixed:
+) -> MixedQuantized:
     """The mixed model of a record again; its values still have to be loaded. Raises CheckpointError for a foreign record."""
     try:
         forms = {
-            str(name): MatrixForm(dynamic=bool(form["dynamic"]), blocks=form["blocks"] and Blocks(**form["blocks"]))
+            str(name): MatrixFormat(dynamic=bool(form["dynamic"]), blocks=form["blocks"] and BlockScheme(**form["blocks"]))
             for name, form in origin["mixed"].items()
         }
         operators = tuple(str(kind) for kind in origin["dynamically"]["operators"])
