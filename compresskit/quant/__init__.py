@@ -1,5 +1,7 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
+from compresskit.quant.accuracy_target.mixed_model import MixedQuantized
+from compresskit.quant.accuracy_target.quantize_to_accuracy import AccuracyReport, quantize_to_accuracy
 from compresskit.quant.calibration.adaround import adaround_, correct_bias_
 from compresskit.quant.calibration.diagnose import Diagnosis, diagnose
 from compresskit.quant.calibration.equalize import equalize_
@@ -27,9 +29,7 @@ from compresskit.quant.passes.placement import Placement, QuantizationPoint, pla
 from compresskit.quant.qat.objective import MatchFloatModel, match_float_loss
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.accuracy_target.quantize_to_accuracy import AccuracyReport, quantize_to_accuracy
 from compresskit.quant.weight_only.gptq import gptq
-from compresskit.quant.accuracy_target.mixed_model import MatrixFormat, MixedQuantized
 from compresskit.quant.weight_only.quantize_weights import WeightQuant, quantize_weights
 from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, MATMUL_NBITS, MATMUL_NBITS_INT8, WeightStorage
 from compresskit.quant.weight_only.weight_model import WeightQuantized
@@ -48,17 +48,15 @@ __all__ = [
     "TENSORRT",
     "X86",
     "X86_NO_VNNI",
+    "AccuracyReport",
     "BlockScheme",
     "Coverage",
     "Diagnosis",
     "DynamicQuant",
     "DynamicallyQuantized",
     "Entropy",
-    "MatchFloatModel",
-    "WeightStorage",
     "HistogramMSE",
-    "MatrixFormat",
-    "AccuracyReport",
+    "MatchFloatModel",
     "MinMax",
     "MixedQuantized",
     "MovingAverage",
@@ -68,29 +66,30 @@ __all__ = [
     "QuantizationPoint",
     "Quantized",
     "Rounding",
-    "WeightMatrix",
     "Scheme",
     "StaticQuant",
     "Support",
     "Target",
+    "WeightMatrix",
     "WeightPlan",
     "WeightQuant",
     "WeightQuantized",
+    "WeightStorage",
     "adaround_",
     "affine",
     "correct_bias_",
     "diagnose",
     "equalize_",
-    "match_float_loss",
     "fake_quantize",
     "gptq",
-    "quantize_to_accuracy",
-    "round_to_nearest",
+    "match_float_loss",
     "place_quantizers",
     "prepare_qat",
     "quantize_dynamic",
     "quantize_static",
+    "quantize_to_accuracy",
     "quantize_weights",
+    "round_to_nearest",
     "saturating_matmul",
     "smooth_",
     "to_integers",

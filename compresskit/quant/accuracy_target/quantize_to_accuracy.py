@@ -1,13 +1,13 @@
-"""Accuracy first: each matrix in the fastest form that still lets the model's outputs meet a floor, as measured on this machine.
+"""Quantize to an accuracy target: each weight matrix in the fastest precision that keeps the outputs accurate enough.
 
-    forms of a matrix      dynamic int8; 8 and 4 bits in blocks (MatMulNBits, its inputs rounded in blocks); float
-    latency of a form      timed for each shape of product, by itself, in ONNX Runtime
-    damage of a form       noise that it alone puts into the outputs, on calibration data
-    choice                 all in their fastest forms, then, while the outputs are too noisy, the change that takes away most
-                           noise for its time
-    proof                  the file that comes out, run on the data
+candidates        each product by a weight matrix in dynamic int8, in blocks of 8 or 4 bits (MatMulNBits), or in float
+latency           each candidate is timed for each shape of product, by itself, in ONNX Runtime on this machine
+noise             the error that a candidate alone adds to the outputs, on calibration data
+search            start with the fastest candidates; while the outputs are too noisy, make the change that removes most noise
+                  for its time
+check             the exported file is run on the data; where it misses the target, search again with a stricter one
 
-An int8 matrix has a scale for each channel: one for all is no faster, and never better.
+An int8 matrix has one scale per channel: one scale for all is no faster, and never more accurate.
 """
 
 from __future__ import annotations
@@ -33,58 +33,71 @@ from compresskit.graph.capture import Captured, Dynamic, module_path
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.measure import latency, numpy_inputs, session
-from compresskit.quant.dynamic.placement_dynamic import DEFAULT
+from compresskit.quant.accuracy_target.mixed_model import (
+    FLOAT,
+    PRECISIONS,
+    MatrixPrecision,
+    MixedQuantized,
+    build_mixed,
+    run_with_precisions,
+)
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
 from compresskit.quant.dynamic.quantize_dynamic import quantize_dynamic
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.targets import X86, Target
 from compresskit.quant.passes.channel_scaling import weight_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
-from compresskit.quant.accuracy_target.mixed_model import FLOAT, FORMS, MatrixFormat, MixedQuantized, Trial, build_mixed
 from compresskit.quant.weight_only.quantize_weights import quantize_weights
 from compresskit.quant.weight_only.storage import MATMUL_NBITS_INT8
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 6  # times that a choice is made again after the whole model turned out noisier than the sum of its parts
+MAX_SEARCHES = 6  # how often the search is repeated where the whole model is noisier than the sum of its parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixChoice:
-    """One matrix: its form, milliseconds of its products by themselves at batch 1, and the noise that it puts into the outputs, a
-    share of the signal.
+    """The precision that was chosen for one weight matrix.
+
+    name: of the weight. layer: dotted name of its module. precision: as text.
+    ms: latency of its product by itself, in milliseconds at batch 1.
+    noise: squared error that it alone adds to the outputs, as a fraction of their squared sum.
     """
 
     name: str
     layer: str
-    form: str
+    precision: str
     ms: float
     noise: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyReport:
-    """What was chosen, and what the file that came out does; prints as a table.
+    """What `quantize_to_accuracy` chose, and what the exported file reaches; prints as a table.
 
-    floor, reached: SQNR of the outputs in dB, wanted, and of the file in ONNX Runtime. cosine: of all outputs together.
-    ms, float_ms: of the file and of the float model's, measured in turn, batch 1, one thread.
+    matrices: the choice for each weight matrix.
+    wanted_sqnr: the target, in dB. sqnr: of the file's outputs in ONNX Runtime, in dB.
+    cosine: similarity of all outputs of the file and of the float model.
+    ms, float_ms: latency of the file and of the float model's file, measured in turn, batch 1, one thread.
     """
 
-    rows: tuple[MatrixChoice, ...]
-    floor: float
-    reached: float
+    matrices: tuple[MatrixChoice, ...]
+    wanted_sqnr: float
+    sqnr: float
     cosine: float
     ms: float
     float_ms: float
 
     def __str__(self) -> str:
         head = (
-            f"{self.reached:.1f} dB (floor {self.floor:.1f}), cosine {self.cosine:.5f}, {self.ms:.3f} ms,"
+            f"{self.sqnr:.1f} dB (wanted {self.wanted_sqnr:.1f}), cosine {self.cosine:.5f}, {self.ms:.3f} ms,"
             f" {self.ms / self.float_ms:.2f} of float"
         )
-        width, kind = (max(len(getattr(row, which)) for row in self.rows) for which in ("name", "form"))
-        return "\n".join(
-            [head, *(f"  {r.name:<{width}}  {r.form:<{kind}}  {r.ms:.3f} ms  noise {r.noise:.1e}" for r in self.rows)]
+        names, precisions = (
+            max(map(len, column)) for column in zip(*((m.name, m.precision) for m in self.matrices), strict=True)
         )
+        rows = [f"  {m.name:<{names}}  {m.precision:<{precisions}}  {m.ms:.3f} ms  noise {m.noise:.1e}" for m in self.matrices]
+        return "\n".join([head, *rows])
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
@@ -95,96 +108,98 @@ def quantize_to_accuracy(
     model: nn.Module,
     batches: Batches,
     *,
-    floor: float | None = None,
+    sqnr: float | None = None,
     cosine: float | None = None,
     target: Target = X86,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
     seconds: float = 0.3,
 ) -> tuple[MixedQuantized, AccuracyReport]:
-    """The fastest quantized copy of a model whose outputs are still good enough, and what was chosen.
+    """Return the fastest quantized copy of a model whose outputs are still accurate enough, and a report of what was chosen.
 
-    Each product by a stored matrix runs as dynamic int8, in blocks of 8 or 4 bits whose inputs are rounded in blocks, too, or in
-    float. Tables and recurrent layers are in dynamic int8 where that takes at most a quarter of the noise that is allowed.
+    Each product by a weight matrix runs in dynamic int8, in blocks of 8 or 4 bits with inputs rounded in blocks, or in float.
+    Embeddings and recurrent layers run in dynamic int8 where that takes at most a quarter of the noise that is allowed.
 
     Args:
-        model: any float module; it is left as it was.
-        batches: an iterable of inputs, or one batch, of the batch size and length that it will see: dynamic ranges are those of a
-            batch. The file is timed on the first row of the first.
-        floor: SQNR of all outputs, in dB, that the file must have on these batches; or
-        cosine: of outputs with the float model's, in (0, 1), from which the floor follows: -10 log10(2 (1 - cosine)).
+        model: any float module; it is not changed.
+        batches: an iterable of inputs, or one batch, of the batch size and length that the model will see: dynamic ranges are
+            those of a batch. The file is timed on the first row of the first batch.
+        sqnr: the target: signal-to-quantization-noise ratio of all outputs, in dB, that the file must reach on these batches; or
+        cosine: similarity of the outputs to the float model's, in (0, 1), which means sqnr = -10 log10(2 (1 - cosine)).
         target, skip, dynamic: as in `quantize_dynamic`.
-        seconds: to time each form of each shape of product.
+        seconds: how long each precision of each shape of product is timed.
 
-    Raises SettingError for a floor that is none, DataError without batches, ModelError where nothing that is rounded meets it or
-    is faster than float.
+    Raises SettingError unless one valid target is given, DataError where there is no batch, ModelError where no quantized model
+    reaches the target or float is the fastest.
     """
-    floor = _floor(floor, cosine)
+    wanted_sqnr = _wanted_sqnr(sqnr, cosine)
     data = list(first_and_all(batches, "quantize_to_accuracy")[1])
     captured, _, _ = prepare_graph(model, data[0], replace(target, operators={}), skip, dynamic)
-    work = _Work(captured, data, target, skip)
-    if not work.products:
+    search = _PrecisionSearch(captured, data, target, skip)
+    if not search.products:
         raise ModelError(f"{type(model).__name__}: it has no product by a stored matrix whose form could be chosen")
-    work.time_forms(seconds)
-    work.measure_damage()
-    if all(form == FLOAT for form in work.choose(math.inf).values()):
+    search.time_products(seconds)
+    search.measure_noise()
+    if all(precision == FLOAT for precision in search.choose(math.inf).values()):
         name = type(model).__name__
         raise ModelError(f"{name}: float is the fastest form of its products here; quantize_dynamic makes it smaller")
-    operators = _others(model, work, floor, skip, dynamic)
-    budget = 10 ** (-floor / 10)
-    for _ in range(ROUNDS):
-        forms = work.choose(budget)
-        if all(form == FLOAT for form in forms.values()):
+    operators = _dynamic_operators(model, search, wanted_sqnr, skip, dynamic)
+    noise_budget = 10 ** (-wanted_sqnr / 10)
+    for _ in range(MAX_SEARCHES):
+        precisions = search.choose(noise_budget)
+        if all(precision == FLOAT for precision in precisions.values()):
             break
-        mixed = build_mixed(model, data[0], target, forms, operators=operators, skip=skip, dynamic=dynamic)
-        met = _proof(model, mixed, work, forms, floor, seconds)
-        if met.reached >= floor:
-            return mixed, met
-        budget *= min(0.9, 10 ** ((met.reached - floor) / 10))
+        mixed = build_mixed(model, data[0], target, precisions, operators=operators, skip=skip, dynamic=dynamic)
+        report = _measure_file(mixed, search, precisions, wanted_sqnr, seconds)
+        if report.sqnr >= wanted_sqnr:
+            return mixed, report
+        noise_budget *= min(0.9, 10 ** ((report.sqnr - wanted_sqnr) / 10))
     raise ModelError(
-        f"{type(model).__name__}: nothing that is rounded meets {floor:.1f} dB; keep it in float, or lower the floor"
+        f"{type(model).__name__}: nothing that is rounded reaches {wanted_sqnr:.1f} dB; keep it in float, or lower the target"
     )
 
 
-def _floor(floor: float | None, cosine: float | None) -> float:
-    if (floor is None) == (cosine is None):
-        raise SettingError("quantize_to_accuracy: give floor= (dB) or cosine=, one of the two")
+def _wanted_sqnr(sqnr: float | None, cosine: float | None) -> float:
+    if (sqnr is None) == (cosine is None):
+        raise SettingError("quantize_to_accuracy: give sqnr= (dB) or cosine=, one of the two")
     if cosine is not None:
         if not 0 < cosine < 1:
             raise SettingError(f"quantize_to_accuracy(cosine=...): wanted a number in (0, 1), got {cosine}")
         return -10 * math.log10(2 * (1 - cosine))
-    assert floor is not None
-    if not math.isfinite(floor) or floor <= 0:
-        raise SettingError(f"quantize_to_accuracy(floor=...): wanted decibels > 0, got {floor}")
-    return floor
+    assert sqnr is not None
+    if not math.isfinite(sqnr) or sqnr <= 0:
+        raise SettingError(f"quantize_to_accuracy(sqnr=...): wanted decibels > 0, got {sqnr}")
+    return sqnr
 
 
-class _Work:
-    """Products of a captured graph, what each form of each costs, and what it does to the outputs."""
+class _PrecisionSearch:
+    """The products of a captured graph, with latency and noise of each candidate precision.
+
+    products: name -> node. ms, noise: (name of a product, precision) -> latency; -> noise as a fraction of the signal.
+    """
 
     def __init__(self, captured: Captured, data: Sequence[Inputs], target: Target, skip: tuple[str, ...]) -> None:
         self.captured, self.data, self.target = captured, data, target
-        self.trial = Trial(captured.module, target.weights)
         self.products: dict[str, Node] = {}
         for node in captured.module.graph.nodes:
             path = module_path(node)
-            if (found := weight_of(node)) is None or any(path == s or path.startswith(f"{s}.") for s in skip):
+            if (weight := weight_of(node)) is None or any(path == s or path.startswith(f"{s}.") for s in skip):
                 continue
-            weight = get_tensor(captured.module, found[0])
-            readers = [n for n in captured.module.graph.nodes if n.op == "get_attr" and n.target == found[0]]
-            if sum(len(n.users) for n in readers) == 1 and bool(weight.any()):
+            readers = [n for n in captured.module.graph.nodes if n.op == "get_attr" and n.target == weight[0]]
+            if sum(len(n.users) for n in readers) == 1 and bool(get_tensor(captured.module, weight[0]).any()):
                 self.products[node.name] = node
-        self.ms: dict[tuple[str, MatrixFormat], float] = {}
-        self.noise: dict[tuple[str, MatrixFormat], float] = {}
+        self.ms: dict[tuple[str, MatrixPrecision], float] = {}
+        self.noise: dict[tuple[str, MatrixPrecision], float] = {}
         with torch.no_grad():
-            self.wanted = [self._outputs(inputs) for inputs in data]
-        self.signal = sum(float(v.square().sum()) for v in self.wanted)
+            self.float_outputs = [self._outputs(inputs, {}) for inputs in data]
+        self.signal = sum(float(v.square().sum()) for v in self.float_outputs)
 
-    def _outputs(self, inputs: Inputs) -> Tensor:
-        return joined(self.trial.run(*pytree.tree_leaves(inputs)))
+    def _outputs(self, inputs: Inputs, precisions: Mapping[str, MatrixPrecision]) -> Tensor:
+        leaves = pytree.tree_leaves(inputs)
+        return flat_outputs(run_with_precisions(self.captured.module, leaves, precisions, self.target.weights))
 
-    def time_forms(self, seconds: float) -> None:
-        """Time each form of each shape of product by itself, the forms in turn."""
+    def time_products(self, seconds: float) -> None:
+        """Time each precision of each shape of product by itself, the precisions in turn."""
         shapes: dict[tuple[int, int, int], list[str]] = {}
         for name, node in self.products.items():
             x = self.captured.shapes[node.args[PRODUCTS[node.target][0]].name]
@@ -195,103 +210,116 @@ class _Work:
             layer, example = nn.Linear(inputs, channels).eval(), (torch.randn(2, rows, inputs),)
             with TemporaryDirectory() as folder:
                 paths = []
-                for i, form in enumerate(FORMS):
-                    kept: nn.Module = layer
-                    if form.dynamic:
-                        kept = quantize_dynamic(layer, example, target=self.target)
-                    elif form.blocks is not None:
-                        kept = quantize_weights(layer, example, blocks=form.blocks, storage=MATMUL_NBITS_INT8)
-                    paths.append(export_onnx(kept, Path(folder) / f"{i}.onnx", example))
+                for i, precision in enumerate(PRECISIONS):
+                    variant: nn.Module = layer
+                    if precision.int8:
+                        variant = quantize_dynamic(layer, example, target=self.target)
+                    elif precision.scheme is not None:
+                        variant = quantize_weights(layer, example, scheme=precision.scheme, storage=MATMUL_NBITS_INT8)
+                    paths.append(export_onnx(variant, Path(folder) / f"{i}.onnx", example))
                 times = latency(paths, first_rows(example, 1), seconds=seconds, rounds=7)
             for name in names:
-                self.ms.update({(name, form): time for form, time in zip(FORMS, times, strict=True)})
+                self.ms.update({(name, precision): time for precision, time in zip(PRECISIONS, times, strict=True)})
 
-    def measure_damage(self) -> None:
-        """Noise of each form of each product that is faster than every more accurate one, as a share of the signal."""
-        for name in tqdm(self.products, desc="measure damage", disable=None, leave=False):
+    def measure_noise(self) -> None:
+        """Measure each precision of each product that is faster than every more accurate one."""
+        for name in tqdm(self.products, desc="measure noise", disable=None, leave=False):
             self.noise[name, FLOAT] = 0.0
-            best = self.ms[name, FLOAT]
-            for form in FORMS[1:]:
-                if self.ms[name, form] < best:
-                    best = self.ms[name, form]
-                    self.noise[name, form] = self.total({name: form})
+            fastest = self.ms[name, FLOAT]
+            for precision in PRECISIONS[1:]:
+                if self.ms[name, precision] < fastest:
+                    fastest = self.ms[name, precision]
+                    self.noise[name, precision] = self.total_noise({name: precision})
 
-    def total(self, forms: Mapping[str, MatrixFormat]) -> float:
-        """Noise in the outputs with the given forms, as a share of the signal."""
-        self.trial.forms = forms
+    def total_noise(self, precisions: Mapping[str, MatrixPrecision]) -> float:
+        """Squared error of the outputs with the given precisions, as a fraction of the float outputs' squared sum."""
         with torch.no_grad():
-            lost = sum(
-                float((self._outputs(inputs) - wanted).square().sum())
-                for inputs, wanted in zip(self.data, self.wanted, strict=True)
+            error = sum(
+                float((self._outputs(inputs, precisions) - exact).square().sum())
+                for inputs, exact in zip(self.data, self.float_outputs, strict=True)
             )
-        self.trial.forms = {}
-        return lost / self.signal
+        return error / self.signal
 
-    def choose(self, budget: float) -> dict[str, MatrixFormat]:
-        """A form for each product, so that their noise adds up to at most `budget`."""
-        open_ = {name: [f for f in FORMS if (name, f) in self.noise] for name in self.products}
-        forms = {name: min(given, key=lambda f, n=name: self.ms[n, f]) for name, given in open_.items()}  # type: ignore[misc]
-        while sum(self.noise[item] for item in forms.items()) > budget:
-            best, found = 0.0, None
-            for name, now in forms.items():
-                for form in open_[name]:
-                    less = self.noise[name, now] - self.noise[name, form]
-                    more = max(self.ms[name, form] - self.ms[name, now], 1e-9)
-                    if less > 0 and less / more > best:
-                        best, found = less / more, (name, form)
-            if found is None:
+    def choose(self, noise_budget: float) -> dict[str, MatrixPrecision]:
+        """Choose a precision for each product, so that their noise adds up to at most `noise_budget`."""
+        measured = {name: [p for p in PRECISIONS if (name, p) in self.noise] for name in self.products}
+        chosen = {name: min(ps, key=lambda p, n=name: self.ms[n, p]) for name, ps in measured.items()}  # type: ignore[misc]
+        while sum(self.noise[item] for item in chosen.items()) > noise_budget:
+            best_ratio, change = 0.0, None
+            for name, current in chosen.items():
+                for precision in measured[name]:
+                    noise_removed = self.noise[name, current] - self.noise[name, precision]
+                    ms_added = max(self.ms[name, precision] - self.ms[name, current], 1e-9)
+                    if noise_removed > 0 and noise_removed / ms_added > best_ratio:
+                        best_ratio, change = noise_removed / ms_added, (name, precision)
+            if change is None:
                 break
-            forms[found[0]] = found[1]
-        return forms
+            chosen[change[0]] = change[1]
+        return chosen
 
 
-def joined(outputs: Any) -> Tensor:
-    """All floating point tensors of an output as one row, in float64; what is not finite as 0."""
+def flat_outputs(outputs: Any) -> Tensor:
+    """All floating point tensors of a model's output as one vector in float64, with 0 for nan and infinite values."""
     tensors = [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.is_floating_point()]
     return torch.cat([v.detach().double().flatten() for v in tensors]).nan_to_num(0, 0, 0)
 
 
-def _others(model: nn.Module, work: _Work, floor: float, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[str, ...]:
-    """The kinds of operators that are quantized dynamically: tables and recurrent layers only where they may be."""
-    others = tuple(kind for kind in DEFAULT if kind not in ("linear", "matmul"))
+def _dynamic_operators(
+    model: nn.Module, search: _PrecisionSearch, wanted_sqnr: float, skip: tuple[str, ...], dynamic: Dynamic
+) -> tuple[str, ...]:
+    """The kinds of operators to quantize dynamically: embeddings and recurrent layers only where their noise is small."""
+    others = tuple(kind for kind in DEFAULT_OPERATORS if kind not in ("linear", "matmul"))
     try:
-        quantized = quantize_dynamic(model, work.data[0], target=work.target, operators=others, skip=skip, dynamic=dynamic)
+        quantized = quantize_dynamic(model, search.data[0], target=search.target, operators=others, skip=skip, dynamic=dynamic)
     except ModelError:  # there are none
-        return DEFAULT
+        return DEFAULT_OPERATORS
     with torch.no_grad(), mode(quantized, training=False):
-        pairs = zip(work.data, work.wanted, strict=True)
-        lost = sum(float((joined(call(quantized, inputs)) - wanted).square().sum()) for inputs, wanted in pairs)
-    if lost <= 0.25 * 10 ** (-floor / 10) * work.signal:
-        return DEFAULT
-    log.warning("%s: its tables and recurrent layers stay float, rounded they take too much of the floor", type(model).__name__)
+        pairs = zip(search.data, search.float_outputs, strict=True)
+        error = sum(float((flat_outputs(call(quantized, inputs)) - exact).square().sum()) for inputs, exact in pairs)
+    if error <= 0.25 * 10 ** (-wanted_sqnr / 10) * search.signal:
+        return DEFAULT_OPERATORS
+    log.warning(
+        "%s: its embeddings and recurrent layers stay float; quantized, they would take over a quarter of the allowed noise",
+        type(model).__name__,
+    )
     return ("linear", "matmul")
 
 
-def _proof(model: nn.Module, mixed: MixedQuantized, work: _Work, forms: Mapping[str, MatrixFormat], floor: float, seconds: float) -> AccuracyReport:
-    """Write the file, run it on the data, time it beside the float one."""
+def _measure_file(
+    mixed: MixedQuantized,
+    search: _PrecisionSearch,
+    precisions: Mapping[str, MatrixPrecision],
+    wanted_sqnr: float,
+    seconds: float,
+) -> AccuracyReport:
+    """Export the model, run the file on the data, and time it beside the float model's file."""
     with TemporaryDirectory() as folder:
-        paths = [export_onnx(m, Path(folder) / f"{i}.onnx", work.data[0]) for i, m in enumerate((mixed, work.captured.module))]
+        models = (mixed, search.captured.module)
+        paths = [export_onnx(model, Path(folder) / f"{i}.onnx", search.data[0]) for i, model in enumerate(models)]
         runtime = session(paths[0])
-        got = [joined([torch.from_numpy(v) for v in runtime.run(None, numpy_inputs(runtime, x))]) for x in work.data]
-        times = latency(paths, first_rows(work.data[0], 1), seconds=max(seconds, 0.5))
-    lost = sum(float((g - w).square().sum()) for g, w in zip(got, work.wanted, strict=True))
-    a, b = torch.cat(got), torch.cat(work.wanted)
-    rows = tuple(
+        outputs = [
+            flat_outputs([torch.from_numpy(v) for v in runtime.run(None, numpy_inputs(runtime, inputs))])
+            for inputs in search.data
+        ]
+        ms, float_ms = latency(paths, first_rows(search.data[0], 1), seconds=max(seconds, 0.5))
+    rounded, exact = torch.cat(outputs), torch.cat(search.float_outputs)
+    error = sum(float((a - b).square().sum()) for a, b in zip(outputs, search.float_outputs, strict=True))
+    matrices = tuple(
         MatrixChoice(
-            name=str(found[0]),
-            layer=module_path(work.products[name]),
-            storage=str(form),
-            ms=work.ms[name, form],
-            noise=work.noise[name, form],
+            name=str(weight[0]),
+            layer=module_path(search.products[name]),
+            precision=str(precision),
+            ms=search.ms[name, precision],
+            noise=search.noise[name, precision],
         )
-        for name, form in forms.items()
-        if (found := weight_of(work.products[name])) is not None
+        for name, precision in precisions.items()
+        if (weight := weight_of(search.products[name])) is not None
     )
     return AccuracyReport(
-        rows=rows,
-        floor=floor,
-        reached=10 * math.log10(work.signal / lost) if lost > 0 else math.inf,
-        cosine=float(torch.nn.functional.cosine_similarity(a, b, dim=0)),
-        ms=times[0],
-        float_ms=times[1],
+        matrices=matrices,
+        wanted_sqnr=wanted_sqnr,
+        sqnr=10 * math.log10(search.signal / error) if error > 0 else math.inf,
+        cosine=float(torch.nn.functional.cosine_similarity(rounded, exact, dim=0)),
+        ms=ms,
+        float_ms=float_ms,
     )

@@ -115,12 +115,11 @@ def _outputs(body: fx.GraphModule, node: Node, batches: list[Inputs], weights: d
     for inputs in batches:
         seen: list[Seen] = []
 
-        def look(here: Node, pair: Pair, value: Callable[[Node], Pair], keep: Callable[[Seen], None] = seen.append) -> bool:
+        def look(here: Node, pair: Pair, value: Callable[[Node], Pair], keep: Callable[[Seen], None] = seen.append) -> None:
             if here is node:
                 keep((pair[0], pair[1], [value(a)[1] for a in node.args if isinstance(a, fx.Node)]))
-            return here is node
 
-        run_pairs(body, inputs, look, weights)
+        run_pairs(body, inputs, look, weights, until=node)
         yield seen[0]
 
 

@@ -118,7 +118,7 @@ class _Noise:
         """Run one batch; returns its rows."""
         spoils = saturation and self.quantized.target.saturates and self.quantized.target.weights.bits == 8
 
-        def look(node: Node, pair: Pair, value: Callable[[Node], Pair]) -> bool:
+        def look(node: Node, pair: Pair, value: Callable[[Node], Pair]) -> None:
             if node.op == "output":
                 for a, b in zip(*(torch.utils._pytree.tree_leaves(side) for side in pair), strict=True):
                     self._add("", "all", a, b)
@@ -128,7 +128,6 @@ class _Noise:
                     self._split(node, pair, value)
                     if spoils:
                         self._saturation(node, value)
-            return False
 
         run_pairs(self.body, inputs, look, weights)
         return batch_size(inputs)

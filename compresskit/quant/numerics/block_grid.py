@@ -79,7 +79,7 @@ class WeightMatrix:
     weight: (channels, inputs).
     scheme: the number format it is rounded to.
     mask: (channels, inputs) bool, False where the weight is pruned and must stay zero; None for a dense weight.
-    second_moment: a function that runs the calibration data and returns E[x x^T] of the layer's inputs x, (inputs, inputs) float64.
+    second_moment: runs the calibration data and returns E[x x^T] of the layer's inputs x, (inputs, inputs) float64.
     """
 
     weight: Tensor

@@ -1,4 +1,4 @@
-"""AWQ: scale inputs before rounding, so that those with large activations get finer weights (Lin et al., 2306.00978, sec. 3.2)."""
+"""AWQ: scale inputs before rounding, so that those with large activations get finer weights (Lin et al., 2306.00978)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from compresskit.base.errors import SettingError
 from compresskit.quant.numerics.block_grid import WeightMatrix, grid_of
 
 
-def gptq(matrix: WeightMatrix, *, damping: float = 0.01, ordered: bool = True, columns: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+def gptq(
+    matrix: WeightMatrix, *, damping: float = 0.01, ordered: bool = True, columns: int = 128
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round a weight W so that the layer's outputs, E |W x - Q x|^2, change least (Frantar et al., 2210.17323, algorithm 1).
 
     Args:

@@ -32,6 +32,7 @@ from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, WeightStora
 from compresskit.quant.weight_only.weight_model import (
     WeightOrigin,
     WeightQuantized,
+    block_quantizers,
     capture_for_weights,
     insert_block_quantizers_,
     insert_division_,
@@ -88,9 +89,7 @@ def quantize_weights(
     if not formats.rounded:
         raise ModelError(f"{type(model).__name__}: it has no matrix that can be rounded: {formats.floating}")
     if strict and (refused := [w for w in weights if w.reason]):
-        raise ModelError(
-            f"strict=True: {refused[0].name} would stay float: {refused[0].reason}; leave its module out with skip="
-        )
+        raise ModelError(f"strict=True: {refused[0].name} would stay float: {refused[0].reason}; leave its module out with skip=")
     originals = {name: get_tensor(captured.module, name).detach().clone() for name in formats.rounded}
     insert_block_quantizers_(captured.module, [w for w in weights if w.name in formats.rounded], formats.rounded)
     rounder = _WeightRounder(captured.module, formats, rounding, stream)
@@ -161,9 +160,7 @@ class _WeightRounder:
     notes: name of a weight -> a remark. scaled: names of the values that are divided at run time.
     """
 
-    def __init__(
-        self, body: fx.GraphModule, formats: _NumberFormats, rounding: Rounding, batches: Iterable[Inputs]
-    ) -> None:
+    def __init__(self, body: fx.GraphModule, formats: _NumberFormats, rounding: Rounding, batches: Iterable[Inputs]) -> None:
         self.body, self.formats, self.rounding, self.batches = body, formats, rounding, batches
         self.notes: dict[str, str] = {}
         self.scaled: list[str] = []
@@ -236,7 +233,7 @@ def _plan(
     originals: Mapping[str, Tensor],
     notes: Mapping[str, str],
 ) -> WeightPlan:
-    quantizers, rows = quantized.block_quantizers(), []
+    quantizers, rows = block_quantizers(quantized.body), []
     for w in weights:
         values = get_tensor(quantized.body, w.name)
         row = WeightRow(name=w.name, layer=w.layer, runs="", parameters=values.numel(), bytes=4 * values.numel())

@@ -53,7 +53,7 @@ class WeightStorage:
 
 
 #: Standard ONNX: integers and DequantizeLinear, in blocks. ONNX Runtime fuses it with the product that reads it, and then rounds
-#: the inputs in blocks as MatMulNBits does (the session option `session.qdq_matmulnbits_accuracy_level` set to 1 keeps them float).
+#: the inputs in blocks as MatMulNBits does; the session option `session.qdq_matmulnbits_accuracy_level=1` keeps them float.
 DEQUANTIZE_LINEAR = WeightStorage()
 #: ONNX Runtime's operators MatMulNBits and GatherBlockQuantized, products in float.
 MATMUL_NBITS = WeightStorage(onnxruntime=True)
@@ -249,4 +249,6 @@ def _packed(quantizer: BlockQuantizer, q: Tensor, storage: WeightStorage, kind: 
         return _GatherBlockQuantized(packed(unsigned, bits), scale.contiguous(), points, bits, block)
     fill = zero[:, -1:] + middle  # the padding after the last input decodes to zero
     unsigned = torch.cat([unsigned, fill.expand(-1, count * block - inputs)], 1).unflatten(1, (count, block))
-    return _MatMulNBits(packed(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if storage.int8_inputs else 1))
+    return _MatMulNBits(
+        packed(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if storage.int8_inputs else 1)
+    )

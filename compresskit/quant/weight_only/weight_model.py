@@ -50,7 +50,7 @@ class WeightOrigin(Origin):
 
 
 class WeightQuantized(Quantized):
-    """A model with rounded weights and float activations. It trains like any module; rounded weights change in steps of their grid.
+    """A model with rounded weights and float activations. It trains like any module, rounded weights in steps of their grid.
 
     plan: how each weight is stored, and why others stay float; prints as a table.
     storage: how the ONNX file stores rounded weights.
@@ -65,17 +65,11 @@ class WeightQuantized(Quantized):
         self.storage, self.plan = origin.storage, WeightPlan()
         self.exact = not self.storage.int8_inputs
 
-    def block_quantizers(self) -> dict[str, BlockQuantizer]:
-        """Name of each rounded weight -> its quantizer."""
-        calls = [node for node in self.body.graph.nodes if node.op == "call_module" and node.args[0].op == "get_attr"]
-        modules = {str(node.args[0].target): self.body.get_submodule(node.target) for node in calls}
-        return {name: module for name, module in modules.items() if isinstance(module, BlockQuantizer)}
-
     def keep_masked_(self) -> None:
         """Let no weight that a pruning mask keeps be rounded to zero; see `Quantized.keep_masked_`."""
         if (masks := masks_of(self.body)) is None:
             return
-        for name, quantizer in self.block_quantizers().items():
+        for name, quantizer in block_quantizers(self.body).items():
             if name in masks.masks:
                 with torch.no_grad():
                     quantizer.keep_nonzero_(get_tensor(self.body, name), masks.masks[name])
@@ -120,6 +114,13 @@ def insert_block_quantizers_(body: fx.GraphModule, weights: Sequence[GraphWeight
             node.replace_all_uses_with(rounded, delete_user_cb=lambda user, new=rounded: user is not new)
     body.graph.lint()
     body.recompile()
+
+
+def block_quantizers(body: fx.GraphModule) -> dict[str, BlockQuantizer]:
+    """Name of each weight that is rounded in blocks -> its quantizer."""
+    calls = [node for node in body.graph.nodes if node.op == "call_module" and node.args[0].op == "get_attr"]
+    modules = {str(node.args[0].target): body.get_submodule(node.target) for node in calls}
+    return {name: module for name, module in modules.items() if isinstance(module, BlockQuantizer)}
 
 
 def insert_division_(body: fx.GraphModule, value: Node, factor: Tensor) -> None:

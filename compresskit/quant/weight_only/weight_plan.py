@@ -118,7 +118,9 @@ class WeightPlan:
             for cells in table
         ]
         rounded = sum(not row.runs.startswith("float") for row in self.rows)
-        return "\n".join([f"{rounded} of {len(self.rows)} matrices rounded, {self.bytes:,} bytes{fraction}", *map(str.rstrip, lines)])
+        return "\n".join(
+            [f"{rounded} of {len(self.rows)} matrices rounded, {self.bytes:,} bytes{fraction}", *map(str.rstrip, lines)]
+        )
 
     def to_json(self) -> list[dict[str, Any]]:
         """JSON-ready record."""

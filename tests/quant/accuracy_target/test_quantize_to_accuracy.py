@@ -1,4 +1,4 @@
-"""Each matrix in the fastest form that keeps the outputs good enough: what is promised holds for the file."""
+"""Each matrix in the fastest precision that keeps the outputs accurate enough: the exported file reaches the target."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import quantize_to_accuracy
+from compresskit.quant.accuracy_target import quantize_to_accuracy as module
+from compresskit.quant.accuracy_target.mixed_model import FLOAT, INT8, PRECISIONS, MatrixPrecision, build_mixed
+from compresskit.quant.accuracy_target.quantize_to_accuracy import _PrecisionSearch
 from compresskit.quant.numerics.targets import X86
 from compresskit.quant.passes.prepare_graph import prepare_graph
-from compresskit.quant.accuracy_target.quantize_to_accuracy import _Work
-from compresskit.quant.accuracy_target.mixed_model import FLOAT, FORMS, INT8, MatrixFormat, build_mixed
 
 
 class Words(nn.Module):
@@ -46,89 +47,95 @@ def decibels(wanted, got) -> float:
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Products this small take microseconds, so which form is fastest is luck: here the test says it."""
+    """Inject latencies: products this small take microseconds, so which precision is fastest would be luck."""
 
-    def say(order=FORMS) -> None:
-        def time_forms(work, seconds) -> None:
-            work.ms = {(name, form): 1 / (1 + i) for name in work.products for i, form in enumerate(order)}
+    def inject(slowest_first=PRECISIONS, *, measure_files=False) -> None:
+        def time_products(search, seconds) -> None:
+            search.ms = {(name, p): 1 / (1 + i) for name in search.products for i, p in enumerate(slowest_first)}
 
-        monkeypatch.setattr(_Work, "time_forms", time_forms)
+        monkeypatch.setattr(_PrecisionSearch, "time_products", time_products)
+        if not measure_files:
+            monkeypatch.setattr(module, "latency", lambda paths, inputs, *, seconds: [1.0] * len(paths))
 
-    return say
-
-
-def test_each_form_of_each_product_is_timed() -> None:
-    captured, _, _ = prepare_graph(Words().eval(), ids(), replace(X86, operators={}), (), (0,))
-    work = _Work(captured, [ids()], X86, ())
-    work.time_forms(0.01)
-    assert set(work.ms) == {(name, form) for name in ("linear", "linear_1", "linear_2") for form in FORMS}
-    assert all(0 < ms < 100 for ms in work.ms.values())
+    return inject
 
 
-def test_float_is_fastest(timed) -> None:
-    timed(FORMS[::-1])
+def test_each_precision_of_each_shape_is_timed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    example = (torch.randn(2, 8),)
+    captured, _, _ = prepare_graph(model, example, replace(X86, operators={}))
+    search = _PrecisionSearch(captured, [example], X86, ())
+    search.time_products(0.002)
+    assert set(search.ms) == {(name, precision) for name in ("linear", "linear_1") for precision in PRECISIONS}
+    assert all(0 < ms < 100 for ms in search.ms.values())
+    assert all(search.ms["linear", p] == search.ms["linear_1", p] for p in PRECISIONS)  # one shape is timed once
+
+
+def test_a_model_that_is_fastest_in_float_is_refused(timed) -> None:
+    timed(PRECISIONS[::-1])
     with pytest.raises(ModelError, match="Words: float is the fastest form of its products here"):
-        quantize_to_accuracy(Words().eval(), [ids()], floor=20)
+        quantize_to_accuracy(Words().eval(), [ids()], sqnr=20)
 
 
-def test_nothing_meets_the_floor(timed) -> None:
+def test_a_target_that_nothing_reaches_is_refused(timed) -> None:
     timed()
-    with pytest.raises(ModelError, match=r"Words: nothing that is rounded meets 200\.0 dB"):
-        quantize_to_accuracy(Words().eval(), [ids()], floor=200)
+    with pytest.raises(ModelError, match=r"Words: nothing that is rounded reaches 200\.0 dB"):
+        quantize_to_accuracy(Words().eval(), [ids()], sqnr=200)
 
 
-@pytest.mark.parametrize("wish", [{"floor": 18.0}, {"cosine": 0.9999}], ids=str)
-def test_the_file_meets_the_floor(wish, timed, tmp_path) -> None:
-    timed()
+@pytest.mark.parametrize("wanted", [{"sqnr": 18.0}, {"cosine": 0.9999}], ids=str)
+def test_the_file_reaches_the_target(wanted, timed, tmp_path) -> None:
+    timed(measure_files="sqnr" in wanted)
     model, data = Words().eval(), [ids() for _ in range(4)]
-    mixed, met = quantize_to_accuracy(model, data, **wish, dynamic=(0, 1), seconds=0.02)
-    floor = wish.get("floor", 36.99)
-    assert abs(met.floor - floor) < 0.01
+    mixed, report = quantize_to_accuracy(model, data, **wanted, dynamic=(0, 1))
+    sqnr = wanted.get("sqnr", 36.99)
+    assert abs(report.wanted_sqnr - sqnr) < 0.01
     path = ck.export_onnx(mixed, tmp_path / "m.onnx", data[0])
     runtime = session(path)
     got = np.concatenate([runtime.run(None, numpy_inputs(runtime, x))[0] for x in data]).astype(np.float64)
     with torch.no_grad():
-        wanted = torch.cat([model(*x) for x in data]).double().numpy()
-    assert decibels(wanted, got) >= floor
-    assert abs(decibels(wanted, got) - met.reached) < 1e-3
-    assert "cosine" not in wish or met.cosine >= 0.9999
+        exact = torch.cat([model(*x) for x in data]).double().numpy()
+    assert decibels(exact, got) >= sqnr
+    assert abs(decibels(exact, got) - report.sqnr) < 1e-3
+    assert "cosine" not in wanted or report.cosine >= 0.9999
     assert ck.verify_onnx(path, mixed, [ids(3, 9)]).passed
-    assert {row.name for row in met.rows} == {"up.weight", "down.weight", "head.weight"}
-    assert "dB (floor" in str(met)
+    assert {choice.name for choice in report.matrices} == {"up.weight", "down.weight", "head.weight"}
+    assert "dB (wanted" in str(report)
+    assert 0 < report.ms < 100
     ck.save(mixed, tmp_path / "kept")
     again = ck.load(Words(), tmp_path / "kept")
     with torch.no_grad():
         torch.testing.assert_close(again(*data[0]), mixed.eval()(*data[0]), atol=0, rtol=0)
 
 
-def test_forms_live_side_by_side(tmp_path) -> None:
+def test_precisions_are_exported_side_by_side(tmp_path) -> None:
     model, x = Words().eval(), ids(4)
-    forms = dict(zip(("linear", "linear_1", "linear_2"), (FORMS[2], INT8, FLOAT), strict=True))
-    mixed = build_mixed(model, x, X86, forms)
+    precisions = dict(zip(("linear", "linear_1", "linear_2"), (PRECISIONS[2], INT8, FLOAT), strict=True))
+    mixed = build_mixed(model, x, X86, precisions)
     path = ck.export_onnx(mixed, tmp_path / "m.onnx", x)
     kinds = ck.audit(path).operators
     assert "MatMulNBits" in str(kinds) or kinds["MatMul"][0] >= 1
     assert ck.verify_onnx(path, mixed, [ids(8)]).passed
 
 
-def test_the_choice_takes_the_most_noise_for_its_time() -> None:
-    a, b = MatrixFormat(dynamic=True), MatrixFormat()
+def test_the_search_removes_the_most_noise_for_its_time() -> None:
+    a, b = MatrixPrecision(int8=True), MatrixPrecision()
     known = SimpleNamespace(
         products={"one": None, "two": None},
         ms={("one", a): 1.0, ("one", b): 2.0, ("two", a): 1.0, ("two", b): 5.0},
         noise={("one", a): 0.3, ("one", b): 0.0, ("two", a): 0.4, ("two", b): 0.0},
     )
-    assert _Work.choose(known, 1.0) == {"one": a, "two": a}
-    assert _Work.choose(known, 0.5) == {"one": b, "two": a}  # 0.3 for 1 ms, against 0.4 for 4
-    assert _Work.choose(known, 0.1) == {"one": b, "two": b}
+    assert _PrecisionSearch.choose(known, 1.0) == {"one": a, "two": a}
+    assert _PrecisionSearch.choose(known, 0.5) == {"one": b, "two": a}  # 0.3 for 1 ms, against 0.4 for 4
+    assert _PrecisionSearch.choose(known, 0.1) == {"one": b, "two": b}
 
 
-def test_bad_input() -> None:
+def test_bad_targets_and_models_are_refused() -> None:
     model = Words().eval()
-    for wish, said in (({}, "one of the two"), ({"floor": -1.0}, "decibels > 0"), ({"cosine": 1.0}, r"\(0, 1\)")):
-        with pytest.raises(SettingError, match=said):
-            quantize_to_accuracy(model, [ids()], **wish)
+    for wanted, message in (({}, "one of the two"), ({"sqnr": -1.0}, "decibels > 0"), ({"cosine": 1.0}, r"\(0, 1\)")):
+        with pytest.raises(SettingError, match=message):
+            quantize_to_accuracy(model, [ids()], **wanted)
     with pytest.raises(DataError, match="no calibration batch"):
-        quantize_to_accuracy(model, [], floor=20)
+        quantize_to_accuracy(model, [], sqnr=20)
     with pytest.raises(ModelError, match="no product by a stored matrix"):
-        quantize_to_accuracy(nn.LayerNorm(8), [(torch.randn(2, 8),)], floor=20)
+        quantize_to_accuracy(nn.LayerNorm(8), [(torch.randn(2, 8),)], sqnr=20)

@@ -24,8 +24,8 @@ from compresskit.quant import (
     MatchFloatModel,
     Scheme,
     affine,
-    match_float_loss,
     fake_quantize,
+    match_float_loss,
     prepare_qat,
     quantize_static,
 )
