@@ -128,7 +128,10 @@ def main() -> None:
         loader = sst2.DataLoader(sst2.TensorDataset(ids, train[1]), 64, shuffle=True)
         task = ck.Task(train=loader, val=[val])
         how = ck.Train(
-            epochs=args.epochs, optimizer=partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.01), schedule=ck.one_cycle, clip=1.0
+            epochs=args.epochs,
+            optimizer=partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.01),
+            schedule=ck.lr.OneCycle(),
+            clip=1.0,
         )
         model = how(model, task).eval()
         data = [(ids[i : i + 64],) for i in range(0, args.samples, 64)]

@@ -26,7 +26,6 @@ from compresskit.quant.numerics.targets import (
 )
 from compresskit.quant.passes.coverage import Coverage
 from compresskit.quant.passes.placement import Placement, QuantizationPoint, place_quantizers
-from compresskit.quant.qat.objective import MatchFloatModel, match_float_loss
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
 from compresskit.quant.weight_only.gptq import gptq
@@ -56,7 +55,6 @@ __all__ = [
     "DynamicallyQuantized",
     "Entropy",
     "HistogramMSE",
-    "MatchFloatModel",
     "MinMax",
     "MixedQuantized",
     "MovingAverage",
@@ -82,7 +80,6 @@ __all__ = [
     "equalize_",
     "fake_quantize",
     "gptq",
-    "match_float_loss",
     "place_quantizers",
     "prepare_qat",
     "quantize_dynamic",

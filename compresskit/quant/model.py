@@ -179,7 +179,7 @@ class Quantized(QuantizedModule):
         if learned:
             for quantizer in self.activation_quantizers():
                 quantizer.learn_()
-            for rounding, weight in self._rounded_weights():
+            for rounding, weight in self.rounded_weights():
                 rounding.learn_(weight)
 
     def freeze_statistics_(self) -> None:
@@ -209,7 +209,7 @@ class Quantized(QuantizedModule):
     def _fold_(self) -> None:
         """Fold BatchNorm and freeze scales; in eval mode the model computes the same, unless a bias needs a larger scale."""
         self.freeze_statistics_()
-        learned = [(q, w) for q, w in self._rounded_weights() if isinstance(q.scale, nn.Parameter)]
+        learned = [(q, w) for q, w in self.rounded_weights() if isinstance(q.scale, nn.Parameter)]
         for quantizer, weight in learned:
             quantizer.learn_(weight, on=False)
         for activation in self.activation_quantizers():
@@ -229,7 +229,7 @@ class Quantized(QuantizedModule):
                 with torch.no_grad():
                     rounding.keep_nonzero_(get_tensor(self.body, node.args[0].target), masks.masks[str(node.args[0].target)])
 
-    def _rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
+    def rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
         """Weight quantizers and the tensors that they round, each once."""
         found: dict[WeightQuantizer, Tensor] = {}
         for node in self.body.graph.nodes:

@@ -134,7 +134,7 @@ def test_no_pair_is_next_to_a_tie(kind, scales) -> None:
 
 def test_a_weight_that_grows_takes_its_scale_along() -> None:
     quantized = quantize_static(Deep(1).eval(), [image(8)])
-    (rounding, weight), *_ = quantized._weights()
+    (rounding, weight), *_ = quantized.rounded_weights()
     assert isinstance(rounding, WeightQuantizer)
     moved, plain = rounding.qparams(weight)[0], weight.abs().amax((1, 2, 3)) / 127
     assert bool((moved >= plain * (1 - 1e-6)).all())
@@ -220,7 +220,7 @@ def test_one_grid_on_both_sides_has_no_ties() -> None:
 def test_what_calibrates_or_rounds_anew_begins_anew() -> None:
     x = [image(8)]
     quantized = quantize_static(Deep(1).eval(), x, target=TARGET)
-    weights = [q for q, _ in quantized._weights()]
+    weights = [q for q, _ in quantized.rounded_weights()]
     assert any(float(q.scale_factor.max()) > 1 for q in weights)
     adaround_(quantized, x, steps=2)
     assert any(float(q.scale_factor.max()) > 1 for q in weights)  # off ties on its own scales, too
