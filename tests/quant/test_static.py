@@ -274,7 +274,7 @@ def test_save_and_load(tmp_path) -> None:
 def test_pruned_then_quantized_loads(tmp_path) -> None:
     model = build(networks.Residual)
     pruned = copy.deepcopy(model)
-    ck.prune.apply_(pruned, ck.prune.plan_channels(pruned, image(2), macs=0.6, round_to=4))
+    ck.prune.apply_(pruned, ck.prune.plan_channels(pruned, image(2), budget=ck.keep(macs=0.6), round_to=4))
     quantized = quantize_static(pruned, [image(16)])
     ck.save(quantized, tmp_path)
     again = ck.load(networks.Residual(), tmp_path)
