@@ -128,11 +128,11 @@ def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: 
 
 
 def drop_unused_(module: fx.GraphModule) -> None:
-    """Delete parameters and buffers that no node reads any more, such as BatchNorm statistics. Masks and quantizers stay."""
+    """Delete parameters and buffers that no node reads any more, such as BatchNorm statistics. Masks stay."""
     used = {parameter_name(node) for node in module.graph.nodes}
     for path, part in list(module.named_modules()):
         for store in (part._parameters, part._buffers):
             for leaf in list(store):
                 mask = leaf.startswith(PREFIX) and leaf.removeprefix(PREFIX) in part._parameters
-                if (f"{path}.{leaf}" if path else leaf) not in used and not hasattr(part, "keeps_fp32") and not mask:
+                if (f"{path}.{leaf}" if path else leaf) not in used and not mask:
                     del store[leaf]
