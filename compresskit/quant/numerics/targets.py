@@ -140,9 +140,6 @@ OPENVINO = Target(
 #: Every target of the library.
 TARGETS = (X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO)
 
-#: PyTorch knows two of them by the names of kernel libraries.
-FBGEMM, QNNPACK = X86, ARM
-
 
 #: Backends of PyTorch's quantization -> the target that replaces them.
 _OF_PYTORCH = {"fbgemm": "X86", "x86": "X86", "onednn": "X86", "qnnpack": "ARM", "xnnpack": "ARM", "executorch": "ARM"}

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.mixed.formats.parallel import whole
+from compresskit.mixed.formats.parallel import full_tensor
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global, moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 
@@ -178,7 +178,7 @@ def _weights(
 def _move_weight_(rounding: WeightQuantizer, weight: Tensor, uses: list[Use]) -> None:
     """Enlarge the scales of a weight, each channel separately; the factor stays when the weight is trained further."""
     rounding.scale_factor.fill_(1)
-    scales = rounding.qparams(whole(weight))[0].detach()
+    scales = rounding.qparams(full_tensor(weight))[0].detach()
     factors = torch.cat([_safest_factors(piece, uses) for piece in scales.cpu().reshape(-1).split(CHANNELS_AT_ONCE)])
     rounding.scale_factor.copy_(factors.view_as(scales))
 
