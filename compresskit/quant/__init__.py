@@ -2,7 +2,8 @@
 
 from compresskit.quant.accuracy_target.mixed_model import MixedQuantized
 from compresskit.quant.accuracy_target.quantize_to_accuracy import AccuracyReport, quantize_to_accuracy
-from compresskit.quant.calibration.adaround import adaround_, correct_bias_
+from compresskit.quant.calibration.adaround import adaround_
+from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import Diagnosis, diagnose
 from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_
