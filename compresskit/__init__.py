@@ -17,7 +17,8 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
-from compresskit.base.task import Objective, Stage, Task, accuracy
+from compresskit.base.stage import Stage
+from compresskit.base.task import Objective, Task, accuracy
 from compresskit.base.version import __version__ as __version__
 from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx

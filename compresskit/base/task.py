@@ -1,4 +1,4 @@
-"""What is to be learned: data, loss, metric; and the two seams every part meets at, `Stage` and `Objective`.
+"""What is to be learned: data, loss and metric (`Task`), and what a training minimises (`Objective`).
 
 A batch may be `(x, y)`, `(x1, x2, ..., y)` or a dict. `Task.split` turns each into *inputs* (a tuple of
 positional arguments, or a dict of keyword arguments) and a *target*; `call(model, inputs)` feeds either to a model.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 Losses = dict[str, Tensor]
 Metric = Callable[[Tensor, Any], Any]
 
-#: What may be true of a model on its way through a chain: its weights are floating point; it has no sparsity mask.
-PROPERTIES = frozenset({"float", "dense"})
-
 
 class Objective(Protocol):
     """`(model, batch) -> named losses`; their sum is minimised.
@@ -37,19 +34,6 @@ class Objective(Protocol):
     """
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses: ...
-
-
-class Stage(Protocol):
-    """`(model, task) -> model`: one step of a chain; a frozen dataclass of settings that is also the action.
-
-    needs: properties (a subset of `PROPERTIES`) the incoming model must have.
-    keeps: properties that are still true afterwards.
-    """
-
-    needs: ClassVar[frozenset[str]]
-    keeps: ClassVar[frozenset[str]]
-
-    def __call__(self, model: nn.Module, task: Task) -> nn.Module: ...
 
 
 def accuracy(predictions: Tensor, target: Tensor) -> float:

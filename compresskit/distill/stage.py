@@ -50,6 +50,16 @@ class Distill(Train):
         if self.objective is not None:
             raise SettingError("Distill(objective=...): it is the teacher; use Train(objective=imitate(...)) for another")
 
+    @property
+    def makes_student(self) -> bool:
+        """Whether there is a student to take the incoming model's place."""
+        return self.student is not None
+
+    @property
+    def starts_from_trained(self) -> bool:
+        """Whether the incoming model becomes the teacher; without a student it is trained itself."""
+        return self.makes_student
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher
         for _ in range(self.generations):

@@ -27,7 +27,7 @@ from compresskit.train.train import bound
 VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
 POSITIONS = 4096  # values of a channel that are kept from one batch
 
-#: (tensor, dim, role) -> (units, k) indices that vanish with each unit: `Group.places`.
+#: (tensor, dim, role) -> (units, k) indices that vanish with each unit: `ChannelGroup.indices`.
 Places = dict[tuple[str, int, str], Tensor]
 
 

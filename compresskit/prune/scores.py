@@ -12,7 +12,7 @@ from compresskit.base.task import Task
 from compresskit.prune.channels.normalize import Normalizer
 from compresskit.prune.criteria import Criterion, Needs, NeedsActivations, NeedsGradients, NeedsLosses, NeedsSampleGradients
 from compresskit.prune.evidence import collect
-from compresskit.prune.structure.groups import Group
+from compresskit.prune.structure.groups import ChannelGroup
 
 #: What a criterion may ask for, in words.
 NEEDED: dict[type[Needs], str] = {
@@ -24,7 +24,7 @@ NEEDED: dict[type[Needs], str] = {
 
 
 def score_(
-    groups: list[Group],
+    groups: list[ChannelGroup],
     model: nn.Module,
     prefix: str,
     criterion: Criterion,
@@ -47,25 +47,25 @@ def score_(
     pools: dict[object, list[float]] = defaultdict(list)
     for group, score in zip(groups, raw, strict=True):
         if score.shape != (group.size,) or not bool(torch.isfinite(score).all()):
-            raise ModelError(f"{group.title}: the criterion gave scores of shape {tuple(score.shape)}, or not all finite")
+            raise ModelError(f"{group.layer}: the criterion gave scores of shape {tuple(score.shape)}, or not all finite")
         score = score.double().cpu()
-        group.left = score.clamp(min=0).sort(descending=True).values.cumsum(0).flip(0).tolist()
+        group.remaining = score.clamp(min=0).sort(descending=True).values.cumsum(0).flip(0).tolist()
         group.scores = normalize(score)
-        group.ascending = group.scores.sort().values.tolist()
-        group.pool = pools[group.kind]
-        group.pool.extend(group.ascending)
+        group.sorted_scores = group.scores.sort().values.tolist()
+        group.pooled_scores = pools[group.architecture]
+        group.pooled_scores.extend(group.sorted_scores)
     for pool in pools.values():
         pool.sort()
 
 
 def _scores(
-    groups: list[Group], model: nn.Module, prefix: str, criterion: Criterion, task: Task | None, samples: int,
+    groups: list[ChannelGroup], model: nn.Module, prefix: str, criterion: Criterion, task: Task | None, samples: int,
     needs: set[type[Needs]],
 ) -> list[Tensor]:  # fmt: skip
     if not needs or task is None:
         return [criterion(g.slices(model, prefix)) for g in groups]
     raw, seen = [torch.zeros(g.size, dtype=torch.double) for g in groups], 0
-    for rows, evidence in collect(model, [g.places for g in groups], prefix, task, needs=needs, samples=samples):
+    for rows, evidence in collect(model, [g.indices for g in groups], prefix, task, needs=needs, samples=samples):
         for i, group in enumerate(groups):
             score = criterion(group.slices(model, prefix, evidence)).cpu()
             raw[i] = raw[i] + rows * score if score.shape == raw[i].shape else score

@@ -15,6 +15,7 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
+from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
 from compresskit.graph.surgery import mode
@@ -143,7 +144,7 @@ def check_choose(choose: str, where: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticQuant:
+class StaticQuant(Stage):
     """Quantize after training.
 
     target: where the model will run.

@@ -20,7 +20,7 @@ from compresskit.base.distributed import rank
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json, unwritable, write_json
 from compresskit.base.fingerprint import describe, fingerprint
-from compresskit.base.task import PROPERTIES, Stage, Task
+from compresskit.base.task import Task
 from compresskit.base.version import __version__
 from compresskit.graph.surgery import structure
 from compresskit.train.snapshots import SNAPSHOTS
@@ -147,14 +147,6 @@ def whole(folder: Path, record: dict[str, Any]) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def comes_trained(stage: Stage) -> bool:
-    """Whether the chain starts from a trained model: its first stage is no training, or makes a student of the model's."""
-    if getattr(stage, "trains_itself", False):
-        return False
-    trains = not getattr(stage, "needs", frozenset()) and getattr(stage, "keeps", PROPERTIES) == PROPERTIES
-    return not trains or getattr(stage, "student", None) is not None
 
 
 def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: dict[str, Any], *, trained: bool) -> list[str]:

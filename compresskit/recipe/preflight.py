@@ -17,7 +17,8 @@ from compresskit.base.errors import CompressError, DataError, ExportError, Model
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.randomness import held_by, seed_
 from compresskit.base.samples import ValidationInputs
-from compresskit.base.task import Inputs, Stage, Task, call, first_rows, shapes_of
+from compresskit.base.stage import Stage
+from compresskit.base.task import Inputs, Task, call, first_rows, shapes_of
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes
 from compresskit.export.onnx import export_onnx
@@ -79,7 +80,7 @@ def held(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
     before = masks_of(model)
     counts = {} if before is None else {name: int((~mask).sum()) for name, mask in before.masks.items()}
     model = stage(model, task)
-    if before is None or "dense" in getattr(stage, "restores", ()):
+    if before is None or "dense" in stage.restores:
         return model
     kind, after = type(stage).__name__, masks_of(model)
     if after is None:

@@ -23,19 +23,18 @@ from compresskit.base import distributed
 from compresskit.base.errors import ModelError, SettingError, StageOrderError
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.fingerprint import describe
-from compresskit.base.task import PROPERTIES, Stage, Task, first_rows
+from compresskit.base.stage import PROPERTIES, Stage
+from compresskit.base.task import Task, first_rows
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import Row, latency
-from compresskit.prune.masks.rewind import Rewind
 from compresskit.recipe.folder import (
     PROGRESS,
     ROW,
     RunPlan,
     claim,
-    comes_trained,
     digests,
     finished,
     locked,
@@ -81,12 +80,12 @@ def check_order(stages: Sequence[Stage]) -> None:
     """Raise `StageOrderError` where a stage needs what an earlier one took away; the message names a legal order."""
     lost: dict[str, int] = {}
     for i, stage in enumerate(stages):
-        if (begin := lost.get("dense")) is not None and getattr(stage, "student", None) is not None:
+        if (begin := lost.get("dense")) is not None and stage.makes_student:
             raise StageOrderError(
                 f"stage {i + 1}, {type(stage).__name__}, puts a new student in the place of the model that stage {begin + 1},"
                 f" {type(stages[begin]).__name__}, made sparse; make the student first, or leave student= out"
             )
-        missing = sorted(getattr(stage, "needs", frozenset()) & lost.keys())
+        missing = sorted(stage.needs & lost.keys())
         if missing:
             first = min(lost[m] for m in missing)
             legal = [*stages[:first], stage, *stages[first:i], *stages[i + 1 :]]
@@ -95,9 +94,9 @@ def check_order(stages: Sequence[Stage]) -> None:
                 f"stage {i + 1}, {type(stage).__name__}, needs a {' and '.join(missing)} model, but stage {first + 1}, {culprit},"
                 f" {_LOST[missing[0]]}; a legal order is {', '.join(type(s).__name__ for s in legal)}"
             )
-        for back in getattr(stage, "restores", ()):
+        for back in stage.restores:
             lost.pop(back, None)
-        for gone in PROPERTIES - getattr(stage, "keeps", PROPERTIES):
+        for gone in PROPERTIES - stage.keeps:
             lost.setdefault(gone, i)
 
 
@@ -105,24 +104,23 @@ def check_rewinding(stages: Sequence[Stage]) -> dict[int, float]:
     """Which trainings must keep a snapshot, and of which share: index -> share. Raises `StageOrderError` where there is none."""
     found = {}
     for i, stage in enumerate(stages):
-        share = getattr(stage, "rewind", None)  # Prune has another, a whole network
-        if not isinstance(share, Rewind) or getattr(stage, "trains_itself", False):
+        if (fraction := stage.rewinds_to) is None:
             continue
         if i == 0 or not isinstance(stages[i - 1], Train):
             after = "it is the first stage" if i == 0 else f"stage {i}, {type(stages[i - 1]).__name__}, is none"
             raise StageOrderError(
-                f"stage {i + 1}, {type(stage).__name__}, rewinds to {share.to:g} of a training, so it must come right after one;"
+                f"stage {i + 1}, {type(stage).__name__}, rewinds to {fraction:g} of a training, so it must come right after one;"
                 f" {after}; put a Train or Distill before it"
             )
-        found[i - 1] = share.to
+        found[i - 1] = fraction
     return found
 
 
 def _needing_dense(stages: Sequence[Stage]) -> str | None:
     for stage in stages:
-        if "dense" in getattr(stage, "restores", ()):
+        if "dense" in stage.restores:
             return None
-        if "dense" in getattr(stage, "needs", ()):
+        if "dense" in stage.needs:
             return type(stage).__name__
     return None
 
@@ -144,8 +142,11 @@ class Recipe:
         if export not in ("each", "last"):
             raise SettingError(f"Recipe(export=...): wanted 'each' or 'last', got {export!r}")
         for stage in stages:
-            if not callable(stage):
-                raise SettingError(f"Recipe(...): wanted stages such as Train(epochs=1), got {type(stage).__name__}")
+            if not isinstance(stage, Stage):
+                raise SettingError(
+                    f"Recipe(...): wanted stages such as Train(epochs=1), got {type(stage).__name__}; a stage of your own is a"
+                    " dataclass derived from compresskit.Stage"
+                )
         check_order(stages)
         self.rewound = check_rewinding(stages)
         if not isinstance(save, Every):
@@ -156,9 +157,9 @@ class Recipe:
         """The settings of all stages, JSON-ready; a student that is to be made, also by its structure."""
         records = [describe(stage) for stage in self.stages]
         for record, stage in zip(records, self.stages, strict=True):
-            if getattr(stage, "student", None) is not None:
+            if stage.makes_student:
                 with torch.random.fork_rng(devices=[]):
-                    shape = shape_of(stage.skeleton(nn.Module()))  # type: ignore[attr-defined]
+                    shape = shape_of(stage.skeleton(nn.Module()))
                 record["student"] = {"made by": record["student"], "structure": shape}
         return records
 
@@ -201,16 +202,16 @@ class Recipe:
         return {"seed": self.seed, "dynamic": describe(self.dynamic)}
 
     def _check_model(self, model: nn.Module) -> None:
-        if hasattr(model, "deployed") and "float" in getattr(self.stages[0], "needs", ()):
+        if hasattr(model, "deployed") and "float" in self.stages[0].needs:
             raise ModelError("the model is quantized already; start from the float model it came from")
         if masks_of(model) is not None and (bad := _needing_dense(self.stages)) is not None:
             raise ModelError(f"the model carries masks, and {bad} needs a dense model; put Densify before it, or leave it out")
 
     def _steps(self, model: nn.Module, task: Task) -> list[tuple[str, str, Stage | None]]:
         """(name, key, stage) of each folder of a run; the first may be the model as it came."""
-        keys = stage_keys(model, task, self.describe(), self._settings(), trained=comes_trained(self.stages[0]))
+        keys = stage_keys(model, task, self.describe(), self._settings(), trained=self.stages[0].starts_from_trained)
         steps: list[tuple[str, str, Stage | None]] = list(zip(self._names(), keys, self.stages, strict=True))
-        if comes_trained(self.stages[0]):
+        if self.stages[0].starts_from_trained:
             # The model comes trained: it is the row that all others are compared with.
             steps.insert(0, ("0-start", keys[0] + "-start", None))
         return steps
@@ -219,7 +220,7 @@ class Recipe:
         return [f"{i}-{type(stage).__name__.lower()}" for i, stage in enumerate(self.stages, 1)]
 
     def _run(self, model: nn.Module, task: Task, out: Path, stop: Stop) -> Result:
-        trained = comes_trained(self.stages[0])
+        trained = self.stages[0].starts_from_trained
         model = copy.deepcopy(model).to(task.device)
         distributed.equal_(model)
         steps = self._steps(model, task)
@@ -234,7 +235,7 @@ class Recipe:
             stage_task = replace(task, snapshots=fills or snapshots.get(i - trained - 1), progress=progress)
             model, row = self._step(model, stage_task, out / name, key, stage, wanted=wanted, index=i, fills=fills)
             rows.append(row)
-            if task.reference is None and (stage is None or not comes_trained(stage)):
+            if task.reference is None and (stage is None or not stage.starts_from_trained):
                 task = replace(task, reference=frozen_copy(model))
         names = [name for name, _, _ in steps]
         rows = distributed.first_of(lambda: self._finish(task, out, names, rows))
@@ -255,8 +256,7 @@ class Recipe:
         done = folder / ROW
         asked = partial(finished, folder, key, wanted=wanted, snapshots=fills is not None)
         if (record := distributed.first_of(asked)) is not None:
-            make = getattr(stage, "skeleton", None)
-            skeleton = model if make is None else make(model)
+            skeleton = model if stage is None else stage.skeleton(model)
             distributed.first_of(partial(tidy, folder))  # killed right after it wrote its row
             log.info("%s: done, loaded from %s", folder.name, folder)
             if fills is not None:

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.settings import check_kinds
-from compresskit.base.task import PROPERTIES, Losses, Objective, Task, call, check_labels
+from compresskit.base.stage import Stage
+from compresskit.base.task import Losses, Objective, Task, call, check_labels
 from compresskit.graph.masks import hold_
 from compresskit.mixed.formats.parallel import is_sharded, reshard_
 from compresskit.train.loop import Left, Loop, begin_alike_
@@ -49,7 +50,7 @@ def one_cycle(done: float, *, warmup: float = 0.2, start: float = 0.04, end: flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(Stage):
     """Train a model; also the settings of any fine-tuning.
 
     epochs: passes over the training data.
@@ -61,9 +62,6 @@ class Train:
     accumulate: batches per optimizer step; their gradients are summed in fp32.
     flat, backend: how the optimizer's step is laid out and computed; see `mixed.prepare`.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset()
-    keeps: ClassVar[frozenset[str]] = PROPERTIES
 
     epochs: int
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -90,6 +88,11 @@ class Train:
         for name in ("optimizer", "schedule"):
             if not callable(getattr(self, name)):
                 raise SettingError(f"Train({name}=...): wanted a function, got {type(getattr(self, name)).__name__}")
+
+    @property
+    def starts_from_trained(self) -> bool:
+        """False: it trains the incoming model."""
+        return False
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         return fit_(model.to(task.device), task, self)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compresskit.base.errors import SettingError
-from compresskit.prune.structure.groups import Found, Group, Widths
+from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,28 +79,28 @@ class Limits:
             if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
                 raise SettingError(f"{where[:-1]}ratios={{{name!r}: ...}}): wanted the share that goes, in [0, 1), got {ratio!r}")
 
-    def step(self, group: Group) -> int:
+    def step(self, group: ChannelGroup) -> int:
         """Units to cut at once so that widths stay multiples of `round_to`; finer where a layer is too narrow for that."""
         size = self.round_to
         while size > 1 and group.size < 2 * size:
             size //= 2
-        return (group.size - group.gone) % size or size
+        return (group.size - group.removed) % size or size
 
-    def count(self, group: Group, ratio: float) -> int:
+    def count(self, group: ChannelGroup, ratio: float) -> int:
         """Channels that go for a ratio of an untouched group, as near as the alignment of widths allows."""
         size = self.step(group)
         return round(ratio * group.size / size) * size
 
-    def left_over(self, group: Group, count: int) -> bool:
+    def left_over(self, group: ChannelGroup, count: int) -> bool:
         """Whether the group still has channels enough after losing `count` more."""
-        return group.size - group.gone - count >= max(1, min(self.minimum, group.size))
+        return group.size - group.removed - count >= max(1, min(self.minimum, group.size))
 
 
 class Budget:
     """One resource of the model, counted while channels go: MACs, parameters, or the channels themselves."""
 
-    def __init__(self, found: Found, unit: str, module: nn.Module) -> None:
-        self.found, self.unit, self.widths = found, unit, Widths(found)
+    def __init__(self, found: ChannelAnalysis, unit: str, module: nn.Module) -> None:
+        self.found, self.unit, self.widths = found, unit, MacCounter(found)
         self.numbers = {name: p.numel() for name, p in module.named_parameters()}  # a tied one once
         self.gone: Counter[tuple[str, int]] = Counter()
         if unit == "channels":
@@ -109,15 +109,15 @@ class Budget:
             self.total = self.widths.macs() if unit == "MACs" else float(sum(self.numbers.values()))
         self.current = self.total
 
-    def saving(self, group: Group, count: int) -> float:
+    def saving(self, group: ChannelGroup, count: int) -> float:
         """What `count` channels fewer save."""
         if self.unit == "channels":
             return float(count)
         return self.widths.saving(group, count) if self.unit == "MACs" else self._parameters(group, count)
 
-    def _parameters(self, group: Group, count: int) -> float:
+    def _parameters(self, group: ChannelGroup, count: int) -> float:
         extra: dict[str, dict[int, int]] = defaultdict(dict)
-        for (tensor, dim, _), indices in group.places.items():
+        for (tensor, dim, _), indices in group.indices.items():
             extra[tensor][dim] = indices.shape[1] * count
         saved = 0.0
         for tensor, more in extra.items():
@@ -128,9 +128,9 @@ class Budget:
             saved += now - left
         return saved
 
-    def cut(self, group: Group, count: int) -> None:
+    def cut(self, group: ChannelGroup, count: int) -> None:
         """Note that `count` more channels of a group go."""
         self.current -= self.saving(group, count)
-        for (tensor, dim, _), indices in group.places.items():
+        for (tensor, dim, _), indices in group.indices.items():
             self.gone[tensor, dim] += indices.shape[1] * count
         self.widths.cut(group, count)

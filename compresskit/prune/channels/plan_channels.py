@@ -18,9 +18,9 @@ from compresskit.prune.channels.ranking import Ranking, cost_aware
 from compresskit.prune.channels.select import Cutter
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.scores import score_
-from compresskit.prune.structure.groups import Found
+from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan
-from compresskit.prune.structure.trial import Search
+from compresskit.prune.structure.trial import TrialRepair
 
 NO_RATIOS: Mapping[str, float] = MappingProxyType({})
 
@@ -74,24 +74,26 @@ def plan_channels(
     for settings in (target, limits):
         settings.check("plan_channels()")
     _check(model, criterion=criterion, ranking=ranking, normalize=normalize)
-    search = Search(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
-    total = count_macs(search.recorded.module, search.recorded.example)
-    found = search.start(total)
+    search = TrialRepair(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
+    total = count_macs(search.trace.module, search.trace.example)
+    found = search.find_groups(total)
     while True:
         score_(found.groups, model, search.prefix, criterion, normalize, task, samples)
         cutter = Cutter(found, target, limits, ranking, search.prefix, total, model)
         plan = cutter.plan() if target.measured is None else cutter.measured_plan(as_inputs(example))
-        failure = search.check(plan, found)
+        failure = search.prove(plan, found)
         if failure is None:
             return plan
-        found = search.retreat(failure, found, plan)
+        found = search.repair(failure, found, plan)
 
 
-def find(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None) -> tuple[Found, str, int]:
+def find(
+    model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None
+) -> tuple[ChannelAnalysis, str, int]:
     """(groups of channels that can be cut, prefix of their names, MACs of one sample)."""
-    search = Search(model, example, inside=inside, ignore=ignore)
-    total = count_macs(search.recorded.module, search.recorded.example)
-    return search.start(total), search.prefix, total
+    search = TrialRepair(model, example, inside=inside, ignore=ignore)
+    total = count_macs(search.trace.module, search.trace.example)
+    return search.find_groups(total), search.prefix, total
 
 
 def _check(model: nn.Module, **given: object) -> None:

@@ -14,7 +14,8 @@ from compresskit.base.distributed import first_of, ranks
 from compresskit.base.errors import SettingError
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
-from compresskit.base.task import PROPERTIES, Task
+from compresskit.base.stage import PROPERTIES, Stage
+from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_parameters
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prune:
+class Prune(Stage):
     """Remove channels.
 
     macs, parameters, bytes, latency, ratio: how much; exactly one, as in `plan_channels`.
@@ -51,7 +52,6 @@ class Prune:
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
-    keeps: ClassVar[frozenset[str]] = PROPERTIES
 
     macs: float | None = None
     parameters: float | None = None

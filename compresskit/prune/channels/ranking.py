@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compresskit.prune.structure.groups import Group
+from compresskit.prune.structure.groups import ChannelGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,14 @@ class Step:
     useful: what it saves of the budget; what lies beyond the target does not count.
     """
 
-    group: Group
+    group: ChannelGroup
     count: int
     useful: float
 
     @property
     def last(self) -> float:
         """Score of the best channel that would go."""
-        return self.group.ascending[self.group.gone + self.count - 1]
+        return self.group.sorted_scores[self.group.removed + self.count - 1]
 
 
 Ranking = Callable[[Step], float]
@@ -43,13 +43,13 @@ def cost_aware(step: Step) -> float:
     beyond the target counts nothing.
     """
     group = step.group
-    before, after = group.left[group.gone], max(group.left[group.gone + step.count], 1e-300)
+    before, after = group.remaining[group.removed], max(group.remaining[group.removed + step.count], 1e-300)
     return group.layers * math.log(before / after) / step.useful if before > 0 else 0.0
 
 
 def uniform(step: Step) -> float:
     """Every group loses about the same ratio: "local" ranking. Within it the lowest scores go."""
-    return (step.group.gone + step.count) / step.group.size
+    return (step.group.removed + step.count) / step.group.size
 
 
 def pooled(step: Step) -> float:
@@ -61,4 +61,4 @@ def isomorphic(step: Step) -> float:
     """Ranks among the channels of all groups that are built of the same kinds of layers in the same roles; every kind of
     group loses about the same ratio, and scores are compared only where they mean the same (Fang et al., 2407.04616).
     """
-    return bisect_right(step.group.pool, step.last) / len(step.group.pool)
+    return bisect_right(step.group.pooled_scores, step.last) / len(step.group.pooled_scores)

@@ -11,26 +11,26 @@ from compresskit.base.task import Inputs
 from compresskit.prune.channels.budget import Budget, Limits, Target
 from compresskit.prune.channels.measured import Files
 from compresskit.prune.channels.ranking import Ranking, Step
-from compresskit.prune.structure.groups import Found, Group, Widths
-from compresskit.prune.structure.plan import Line, Plan
-from compresskit.prune.structure.trial import assembled
+from compresskit.prune.structure.assemble import assemble_plan
+from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
+from compresskit.prune.structure.plan import Plan, PlanLine
 
 SLACK = 0.02  # share of the budget by which a plan may fall below its target for the sake of aligned widths
 TRIALS = 6  # candidates that are exported for a measured target
 CLOSE = 0.02  # a candidate this little below a measured target is good enough
 
 
-def preset(budget: Budget, limits: Limits, prefix: str) -> list[Group]:
+def preset(budget: Budget, limits: Limits, prefix: str) -> list[ChannelGroup]:
     """Cut what `limits.ratios` decided; returns the groups that are still free.
 
     Raises SettingError for a name that no group has, or a ratio that would empty its layer.
     """
-    names = {name: g for g in budget.found.groups for name in (g.title, *g.makers)}
+    names = {name: g for g in budget.found.groups for name in (g.layer, *g.producers)}
     free = list(budget.found.groups)
     for name, ratio in limits.ratios.items():
         group = names.get(name.removeprefix(prefix))
         if group is None:
-            have = ", ".join(sorted(prefix + g.title for g in budget.found.groups)[:12])
+            have = ", ".join(sorted(prefix + g.layer for g in budget.found.groups)[:12])
             raise SettingError(
                 f"ratios={{{name!r}: ...}}: no layer of that name makes channels that can be cut; there are: {have}"
             )
@@ -46,7 +46,7 @@ def preset(budget: Budget, limits: Limits, prefix: str) -> list[Group]:
     return free
 
 
-def choose_(budget: Budget, share: float, limits: Limits, ranking: Ranking, free: list[Group]) -> bool:
+def choose_(budget: Budget, share: float, limits: Limits, ranking: Ranking, free: list[ChannelGroup]) -> bool:
     """Cut the cheapest steps until `share` of the budget is left; False where that cannot be reached."""
     target = share * budget.total
     while budget.current > target * (1 + 1e-9):
@@ -76,7 +76,7 @@ class Cutter:
     """Plans for one model whose groups have scores; every call starts from the whole model."""
 
     def __init__(
-        self, found: Found, target: Target, limits: Limits, ranking: Ranking, prefix: str, macs: int, model: nn.Module
+        self, found: ChannelAnalysis, target: Target, limits: Limits, ranking: Ranking, prefix: str, macs: int, model: nn.Module
     ) -> None:
         self.found, self.target, self.limits, self.ranking, self.prefix = found, target, limits, ranking, prefix
         self.macs, self.model = macs, model
@@ -84,7 +84,7 @@ class Cutter:
     def to(self, share: float) -> tuple[Plan, float]:
         """The plan that keeps `share` of what is counted, and the share that it really keeps: more where locks allow no less."""
         for group in self.found.groups:
-            group.gone = 0
+            group.removed = 0
         budget = Budget(self.found, self.target.unit, self.model.get_submodule(self.prefix.removesuffix(".")))
         free = preset(budget, self.limits, self.prefix)
         choose_(budget, share, self.limits, self.ranking, free)
@@ -137,15 +137,15 @@ class Cutter:
         return best
 
 
-def plan_of(found: Found, total: int, prefix: str) -> Plan:
+def plan_of(found: ChannelAnalysis, total: int, prefix: str) -> Plan:
     """The plan that removes the lowest `gone` channels of every group."""
-    chosen, lines, widths = [], [], Widths(found)
+    chosen, lines, widths = [], [], MacCounter(found)
     for group in found.groups:
-        count, group.gone = group.gone, 0
+        count, group.removed = group.removed, 0
         widths.cut(group, count)
         chosen.append(group.scores.argsort()[:count])
-        along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.places]
-        others = tuple(dict.fromkeys(prefix + a for a in along if a != group.title))
-        lines.append(Line(title=prefix + group.title, size=group.size, keep=group.size - count, along=others))
+        along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.indices]
+        others = tuple(dict.fromkeys(prefix + a for a in along if a != group.layer))
+        lines.append(PlanLine(layer=prefix + group.layer, size=group.size, keep=group.size - count, dependents=others))
     settings = {"lines": tuple(lines), "macs": round(widths.macs()), "macs_before": total, "locked": found.locked}
-    return assembled(found, chosen, prefix, **settings)
+    return assemble_plan(found, chosen, prefix, **settings)

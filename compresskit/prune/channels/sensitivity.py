@@ -100,17 +100,17 @@ def channel_sensitivity(
             for ratio in ratios:
                 count = limits.count(group, ratio)
                 if 0 < count < group.size and count / group.size not in curve:
-                    group.gone = count
+                    group.removed = count
                     plan = plan_of(found, total, prefix)
                     cut = apply_(copy.deepcopy(model), plan)
                     if reconstruct:
                         reconstruct_(cut, model, plan, calibration_inputs(task, samples, "refit"))
                     reestimate_batchnorm_(cut, calibration_inputs(task, samples, "re-estimate BatchNorm"))
                     curve[count / group.size] = evaluate(cut, task)
-                    group.gone = 0
+                    group.removed = 0
                 bar.update()
             if curve:
-                points[prefix + group.title] = tuple(sorted(curve.items()))
+                points[prefix + group.layer] = tuple(sorted(curve.items()))
     return Curves(dense=dense, points=points, prefix=prefix)
 
 
@@ -121,10 +121,10 @@ def by_curves(curves: Curves) -> Ranking:
     """
 
     def price(step: Step) -> float:
-        name = curves.prefix + step.group.title
+        name = curves.prefix + step.group.layer
         if name not in curves.points:
             return 1e9 / step.useful
-        before, after = step.group.gone / step.group.size, (step.group.gone + step.count) / step.group.size
+        before, after = step.group.removed / step.group.size, (step.group.removed + step.count) / step.group.size
         return (curves.drop(name, after) - curves.drop(name, before) + 1e-6) / step.useful
 
     return price
@@ -146,4 +146,4 @@ def allocate(
     result, changed by hand if need be.
     """
     plan = plan_channels(model, example, macs=macs, parameters=parameters, latency=latency, ranking=by_curves(curves), **settings)
-    return {line.title: 1 - line.keep / line.size for line in plan.lines}
+    return {line.layer: 1 - line.keep / line.size for line in plan.lines}

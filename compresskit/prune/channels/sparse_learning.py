@@ -17,7 +17,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.task import Losses, Objective, Task
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.prune.channels.plan_channels import find
-from compresskit.prune.structure.groups import NORMS, Group
+from compresskit.prune.structure.groups import NORM_LAYERS, ChannelGroup
 from compresskit.prune.structure.plan import Plan
 from compresskit.train.train import bound
 
@@ -54,7 +54,7 @@ class GroupLasso(Around):
     objective: Objective | None = None
     strength: float = 1e-4
     ignore: tuple[str, ...] = ()
-    groups: tuple[Group, ...] = field(default=(), repr=False)
+    groups: tuple[ChannelGroup, ...] = field(default=(), repr=False)
     model: nn.Module | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,13 +84,15 @@ def group_lasso(objective: Objective | None = None, *, strength: float = 1e-4, i
     return GroupLasso(objective=objective, strength=strength, ignore=ignore)
 
 
-def _norms(group: Group, model: nn.Module) -> Tensor:
+def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
     """(units,) root of the number of values times their Euclidean norm; differentiable."""
     squares, count = [], 0
-    for (name, dim, _), indices in group.places.items():
+    for (name, dim, _), indices in group.indices.items():
         tensor = get_tensor(model, name)
         module, leaf = owner(model, name)
-        if not isinstance(tensor, nn.Parameter) or (tensor.ndim < 2 and not (isinstance(module, NORMS) and leaf == "weight")):
+        if not isinstance(tensor, nn.Parameter) or (
+            tensor.ndim < 2 and not (isinstance(module, NORM_LAYERS) and leaf == "weight")
+        ):
             continue
         rows = tensor.float().movedim(dim, 0)[indices.to(tensor.device)].reshape(group.size, -1)
         squares.append(rows.square().sum(1))

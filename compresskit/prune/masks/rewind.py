@@ -18,6 +18,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import check_kinds
+from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
 from compresskit.prune.criteria import Criterion, l2
@@ -75,7 +76,7 @@ def shuffled(masks: Masks) -> Masks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryTicket:
+class LotteryTicket(Stage):
     """Find a sparse network that can be trained alone: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
 
     ratio: removed in the end; every round removes the same share of what is left.
@@ -100,8 +101,6 @@ class LotteryTicket:
     protect: tuple[str, ...] = ()
     samples: int = 1024
 
-    trains_itself: ClassVar[bool] = True  # its snapshots are its own
-
     def __post_init__(self) -> None:
         check_kinds(self)
         check_pattern(self.pattern, "LotteryTicket")
@@ -115,6 +114,11 @@ class LotteryTicket:
                                " function such as erk_ratios, or rounds=1")  # fmt: skip
         if self.pattern.fixed is not None and self.rounds > 1:
             raise SettingError(f"LotteryTicket(rounds=...): {self.pattern} is reached in one round, got {self.rounds}")
+
+    @property
+    def starts_from_trained(self) -> bool:
+        """False: it trains the incoming model, and keeps the snapshots it rewinds to itself."""
+        return False
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)

@@ -14,7 +14,8 @@ from torch import nn
 from compresskit.base.errors import SettingError
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
-from compresskit.base.task import PROPERTIES, Task
+from compresskit.base.stage import Stage
+from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_, masks_of
 from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparsify:
+class Sparsify(Stage):
     """Set weights to zero, and hold them there through every later stage.
 
     ratio: share of the maskable weights that is removed; an N:M pattern has its own, and so has an allocation by name.
@@ -90,6 +91,11 @@ class Sparsify:
             )
         if self.regrow and (self.schedule is None or self.pattern.fixed is not None):
             raise SettingError("Sparsify(regrow=...): growing needs a schedule, such as constant, and no N:M pattern")
+
+    @property
+    def rewinds_to(self) -> float | None:
+        """The fraction of the preceding training that `rewind` asks for."""
+        return None if self.rewind is None else self.rewind.to
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
@@ -169,7 +175,7 @@ class Sparsify:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Densify:
+class Densify(Stage):
     """Take the masks off: all weights may move again, those at zero included.
 
     Between `Sparsify` and another training it makes dense-sparse-dense (Han et al., 1607.04381): the sparse phase finds what
@@ -177,7 +183,6 @@ class Densify:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
-    keeps: ClassVar[frozenset[str]] = PROPERTIES
     restores: ClassVar[frozenset[str]] = frozenset({"dense"})
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:

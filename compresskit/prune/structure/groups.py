@@ -19,33 +19,33 @@ from compresskit.prune.structure.propagate import Walk
 from compresskit.prune.structure.resolve import Choices, Settled, settle
 
 #: Layers whose factors say how strong a channel is.
-NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass(kw_only=True)
-class Group:
+class ChannelGroup:
     """Units that touch the same dimensions of the same tensors, and so can be ranked against one another.
 
-    places: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
-    scores: of the units, larger = keep. ascending: the same, sorted. left[n]: their sum once the n lowest are gone.
-    pool: scores of all groups of the same kind, sorted.
+    indices: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
+    scores: of the units, larger = keep. sorted_scores: the same, sorted. remaining[n]: their sum once the n lowest are gone.
+    pooled_scores: scores of all groups of the same kind, sorted.
     roots: (units,) the number of each unit. costs: how many entries of each width that MACs depend on vanish with a unit.
     """
 
-    places: dict[tuple[str, int, str], Tensor]
+    indices: dict[tuple[str, int, str], Tensor]
     shapes: list[tuple[int, ...]]
     roots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     costs: dict[int, int] = field(default_factory=dict)
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
-    ascending: list[float] = field(default_factory=list)
-    left: list[float] = field(default_factory=list)
-    pool: list[float] = field(default_factory=list)
-    gone: int = 0
+    sorted_scores: list[float] = field(default_factory=list)
+    remaining: list[float] = field(default_factory=list)
+    pooled_scores: list[float] = field(default_factory=list)
+    removed: int = 0
 
     @cached_property
     def size(self) -> int:
         """Number of units."""
-        return len(next(iter(self.places.values())))
+        return len(next(iter(self.indices.values())))
 
     @cached_property
     def layers(self) -> int:
@@ -53,19 +53,19 @@ class Group:
         return sum(len(shape) > 1 for shape in self.shapes)
 
     @property
-    def title(self) -> str:
+    def layer(self) -> str:
         """The layer that makes the channels."""
-        return (self.makers or [tensor.rpartition(".")[0] for tensor, _, _ in self.places])[0]
+        return (self.producers or [tensor.rpartition(".")[0] for tensor, _, _ in self.indices])[0]
 
     @property
-    def makers(self) -> list[str]:
+    def producers(self) -> list[str]:
         """The layers that make the channels."""
-        return [tensor.rpartition(".")[0] for tensor, _, role in self.places if role == "out"]
+        return [tensor.rpartition(".")[0] for tensor, _, role in self.indices if role == "out"]
 
     @property
-    def kind(self) -> tuple[tuple[str, int, int], ...]:
+    def architecture(self) -> tuple[tuple[str, int, int], ...]:
         """What the group is built of, whatever its size: kinds of tensors, each in its role."""
-        places = zip(self.places, self.shapes, strict=True)
+        places = zip(self.indices, self.shapes, strict=True)
         return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in places))
 
     def slices(self, model: nn.Module, prefix: str, evidence: Evidence | None = None) -> Slices:
@@ -76,13 +76,13 @@ class Group:
         sample_grads: list[Tensor] = []
         reads: list[Tensor] = []
         scales: list[Tensor] = []
-        for (name, dim, role), indices in self.places.items():
+        for (name, dim, role), indices in self.indices.items():
             tensor, index = get_tensor(model, prefix + name), indices.to(get_tensor(model, prefix + name).device)
             if not isinstance(tensor, nn.Parameter):
                 continue
             if tensor.ndim < 2:
                 module, leaf = owner(model, prefix + name)
-                if leaf == "weight" and isinstance(module, NORMS):
+                if leaf == "weight" and isinstance(module, NORM_LAYERS):
                     scales.append(tensor.detach().float()[index])
                 continue
             rows.append(tensor.detach().float().movedim(dim, 0)[index].reshape(self.size, -1))
@@ -100,36 +100,38 @@ class Group:
             scales=torch.cat(scales, 1) if scales else None,
             grad=torch.cat(grads, 1) if grads else None,
             sample_grad=torch.cat(sample_grads, 2) if sample_grads else None,
-            activations=None if evidence.inputs is None else values_of(model, self.places, prefix, evidence),
-            loss=None if evidence.loss is None else partial(evidence.loss, self.places),
+            activations=None if evidence.inputs is None else values_of(model, self.indices, prefix, evidence),
+            loss=None if evidence.loss is None else partial(evidence.loss, self.indices),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ChannelAnalysis:
     """What the walk found: groups that may be cut, why others may not, and what the layers cost.
 
     costs: MACs of an operator, and the widths that they are a product of, by number. sizes: of those widths.
     fixed: MACs that no width changes. shapes: of the tensors in groups.
     """
 
-    groups: list[Group]
+    groups: list[ChannelGroup]
     locked: dict[str, int]
     costs: list[tuple[float, list[int]]]
     sizes: list[int]
     fixed: float
     shapes: dict[str, tuple[int, ...]]
-    walk: Walk
-    settled: Settled
-    choices: Choices
+    propagation: Walk
+    resolved: Settled
+    assumptions: Choices
 
 
-def find_groups(walk: Walk, model_macs: int, *, ignore: tuple[str, ...] = (), choices: Choices | None = None) -> Found:
+def find_groups(
+    walk: Walk, model_macs: int, *, ignore: tuple[str, ...] = (), assumptions: Choices | None = None
+) -> ChannelAnalysis:
     """Collect units into groups.
 
     ignore: dotted paths of modules whose parameters are never cut. choices: what the graph leaves open.
     """
-    choices = choices or Choices()
+    choices = assumptions or Choices()
     prefix = f"{walk.recorded.prefix}." if walk.recorded.prefix else ""
     settled = settle(walk, choices)
     units, vectors = settled.units, settled.vectors
@@ -157,21 +159,21 @@ def find_groups(walk: Walk, model_macs: int, *, ignore: tuple[str, ...] = (), ch
     for same in by_signature.values():
         indices = {key: torch.tensor([of_unit[root][key] for root in same]) for key in of_unit[same[0]]}
         shapes = [_shape(walk, t) for t, _, _ in indices]
-        group = Group(places=indices, shapes=shapes, roots=torch.tensor(same), costs=dict(cost_of[same[0]]))
+        group = ChannelGroup(indices=indices, shapes=shapes, roots=torch.tensor(same), costs=dict(cost_of[same[0]]))
         if group.layers and group.size > 1:
             groups.append(group)
         elif group.layers:
             locked["a layer of one channel, or one whose channels only go together"] += 1
-    return Found(
+    return ChannelAnalysis(
         groups=groups,
         locked=dict(locked.most_common()),
         costs=costs,
         sizes=sizes,
         fixed=max(0, model_macs - sum(c for c, _ in costs)),
-        shapes={t: _shape(walk, t) for g in groups for t, _, _ in g.places},
-        walk=walk,
-        settled=settled,
-        choices=choices,
+        shapes={t: _shape(walk, t) for g in groups for t, _, _ in g.indices},
+        propagation=walk,
+        resolved=settled,
+        assumptions=choices,
     )
 
 
@@ -200,10 +202,10 @@ def _costs(walk: Walk, settled: Settled) -> tuple[list[tuple[float, list[int]]],
     return costs, sizes, of_unit
 
 
-class Widths:
+class MacCounter:
     """How wide every dimension of every tensor still is, and what the model then costs."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ChannelAnalysis) -> None:
         self.found = found
         self.gone: dict[int, int] = defaultdict(int)
         self.touching: dict[int, set[int]] = defaultdict(set)
@@ -221,7 +223,7 @@ class Widths:
         """MACs of one sample."""
         return self.found.fixed + sum(self.costs)
 
-    def saving(self, group: Group, count: int) -> float:
+    def saving(self, group: ChannelGroup, count: int) -> float:
         """MACs saved by `count` units fewer."""
         stays = {}
         for key, each in group.costs.items():
@@ -229,18 +231,18 @@ class Widths:
             stays[key] = self.share(key, each * count) / now if now else 0.0
         return sum(self.costs[i] * (1 - math.prod([stays[key] for key in keys])) for i, keys in self._affected(group))
 
-    def _affected(self, group: Group) -> list[tuple[int, list[int]]]:
+    def _affected(self, group: ChannelGroup) -> list[tuple[int, list[int]]]:
         """The operators that get cheaper with a group, each with its widths that the group is in."""
         if id(group) not in self._of_group:
             touched = {i for key in group.costs for i in self.touching.get(key, ())}
             self._of_group[id(group)] = [(i, [k for k in self.found.costs[i][1] if k in group.costs]) for i in sorted(touched)]
         return self._of_group[id(group)]
 
-    def cut(self, group: Group, count: int) -> None:
+    def cut(self, group: ChannelGroup, count: int) -> None:
         """Note that `count` more units go."""
         for key, each in group.costs.items():
             self.gone[key] += each * count
         for i, _ in self._affected(group):
             cost, keys = self.found.costs[i]
             self.costs[i] = cost * math.prod([self.share(key) for key in keys])
-        group.gone += count
+        group.removed += count

@@ -14,13 +14,13 @@ from compresskit.graph.surgery import get_tensor, holders, owner, select_, sync_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """What happens to one group: `title` is the layer that makes its channels."""
+class PlanLine:
+    """What happens to one group: `layer` is the layer that makes its channels."""
 
-    title: str
+    layer: str
     size: int
     keep: int
-    along: tuple[str, ...]
+    dependents: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Plan:
 
     remove: dict[str, dict[int, tuple[int, ...]]]
     sizes: dict[str, tuple[int, ...]]
-    lines: tuple[Line, ...]
+    lines: tuple[PlanLine, ...]
     macs: int
     macs_before: int
     locked: dict[str, int] = field(default_factory=dict)
@@ -50,7 +50,8 @@ class Plan:
             f"; {self.note}" if self.note else ""
         )
         rows = [
-            f"  {line.title}: keep {line.keep} of {line.size}" + (f", with {', '.join(line.along)}" if line.along else "")
+            f"  {line.layer}: keep {line.keep} of {line.size}"
+            + (f", with {', '.join(line.dependents)}" if line.dependents else "")
             for line in self.lines
         ]
         kept = [f"  {count} channels stay: {reason}" for reason, count in self.locked.items()]
@@ -63,7 +64,7 @@ class Plan:
             "format": 1,
             "remove": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.remove.items()},
             "sizes": {name: list(shape) for name, shape in self.sizes.items()},
-            "lines": [vars(line) | {"along": list(line.along)} for line in self.lines],
+            "lines": [vars(line) | {"dependents": list(line.dependents)} for line in self.lines],
             "macs": self.macs,
             "macs_before": self.macs_before,
             "locked": self.locked,
@@ -79,7 +80,7 @@ class Plan:
             return Plan(
                 remove={n: {int(d): tuple(map(int, i)) for d, i in dims.items()} for n, dims in record["remove"].items()},
                 sizes={n: tuple(map(int, shape)) for n, shape in record["sizes"].items()},
-                lines=tuple(Line(**{**line, "along": tuple(line["along"])}) for line in record["lines"]),
+                lines=tuple(PlanLine(**{**line, "dependents": tuple(line["dependents"])}) for line in record["lines"]),
                 macs=int(record["macs"]),
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),

@@ -21,7 +21,7 @@ from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.normalize import aten
 from compresskit.graph.surgery import mode
-from compresskit.prune.structure.groups import Found, find_groups
+from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import Walk
 from compresskit.prune.structure.trace import following, plain_kernels, record, twice
@@ -50,9 +50,9 @@ def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
     return None if failure is None else failure.reason
 
 
-def examine(model: nn.Module, plan: Plan, example: Inputs, found: Found) -> Failure | None:
+def examine(model: nn.Module, plan: Plan, example: Inputs, found: ChannelAnalysis) -> Failure | None:
     """`prove`, with what the walk found for this model."""
-    prefix = f"{found.walk.recorded.prefix}." if found.walk.recorded.prefix else ""
+    prefix = f"{found.propagation.recorded.prefix}." if found.propagation.recorded.prefix else ""
     masks = masks_of(found, gone(found, plan, prefix))
     size = sum(p.numel() for p in model.parameters())
     if size >= MANY and _takes(model, first_rows(example, 1)):
@@ -166,12 +166,12 @@ def _compare(wanted: list[Tensor], got: list[Tensor], tolerance: float) -> Failu
     return None
 
 
-def gone(found: Found, plan: Plan, prefix: str) -> set[int]:
+def gone(found: ChannelAnalysis, plan: Plan, prefix: str) -> set[int]:
     """The units that a plan removes."""
     roots: set[int] = set()
-    for (tensor, dim), member in found.settled.vectors.items():
+    for (tensor, dim), member in found.resolved.vectors.items():
         if indices := plan.remove.get(prefix + tensor, {}).get(dim):
-            roots.update(found.settled.units.roots(member.labels)[list(indices)].tolist())
+            roots.update(found.resolved.units.roots(member.labels)[list(indices)].tolist())
     return roots - {0}
 
 
@@ -185,12 +185,12 @@ class Masked:
     keep: Tensor
 
 
-def masks_of(found: Found, roots: set[int]) -> list[Masked]:
+def masks_of(found: ChannelAnalysis, roots: set[int]) -> list[Masked]:
     """What normalisations must leave out when these units are zero."""
     masks = []
     removed = torch.tensor(sorted(roots), dtype=torch.long)
-    for s in found.walk.statistics:
-        keep = ~torch.isin(found.settled.units.roots(s.labels), removed)
+    for s in found.propagation.statistics:
+        keep = ~torch.isin(found.resolved.units.roots(s.labels), removed)
         if not bool(keep.all()):
             masks.append(Masked(target=s.target, nth=s.nth, dim=s.dim, keep=keep))
     return masks

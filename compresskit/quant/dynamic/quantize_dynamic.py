@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task, first_rows
 from compresskit.graph.capture import Dynamic
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
@@ -48,7 +49,7 @@ def quantize_dynamic(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicQuant:
+class DynamicQuant(Stage):
     """Quantize dynamically: no calibration, no training.
 
     target, weights, operators, skip, dynamic: as in `quantize_dynamic`.

@@ -109,6 +109,11 @@ class QAT(Train):
         if self.samples < 1:
             raise SettingError(f"QAT(samples=...): wanted a whole number >= 1, got {self.samples}")
 
+    @property
+    def starts_from_trained(self) -> bool:
+        """True: it quantizes the incoming model before it trains."""
+        return True
+
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
         goal = task if task.reference is not None else replace(task, reference=frozen_copy(model))

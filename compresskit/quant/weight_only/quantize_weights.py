@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.samples import calibration_inputs
+from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
@@ -247,7 +248,7 @@ def remarks(quantizer: BlockQuantizer, weight: Tensor) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightQuant:
+class WeightQuant(Stage):
     """Store the matrices of a trained model in few bits.
 
     samples: how many calibration samples to look at, from `Task(calibration=...)` or the training data; only roundings and

@@ -107,14 +107,14 @@ def test_minimum_width() -> None:
 
 def test_ratios_of_layers_are_kept_to() -> None:
     plan, _ = cut(build(networks.Chain), macs=0.5, ratios={"a.0": 0.25})
-    assert {line.title: line.keep for line in plan.lines}["a.0"] == 12
+    assert {line.layer: line.keep for line in plan.lines}["a.0"] == 12
     plan, _ = cut(build(networks.Chain), macs=0.5, ratios={"a.0": 0.75})
-    assert {line.title: line.keep for line in plan.lines}["a.0"] == 4
+    assert {line.layer: line.keep for line in plan.lines}["a.0"] == 4
 
 
 def test_protected_layers() -> None:
     plan, _ = cut(build(networks.Concat), macs=0.75, ignore=("a",))
-    assert "a.0" not in {line.title for line in plan.lines}
+    assert "a.0" not in {line.layer for line in plan.lines}
 
 
 def scored(values):
@@ -124,7 +124,7 @@ def scored(values):
 
 def keeps(ranking, criterion=l2, **settings):
     plan, _ = cut(build(networks.Concat), **{"ratio": 0.5, "round_to": 1, "ranking": ranking, "criterion": criterion, **settings})
-    return {line.title: line.keep / line.size for line in plan.lines}
+    return {line.layer: line.keep / line.size for line in plan.lines}
 
 
 def test_uniform_cuts_every_group_alike() -> None:
@@ -162,7 +162,7 @@ def test_isomorphic_ranks_only_groups_of_a_kind() -> None:
     by = {}
     for ranking in (pooled, isomorphic):
         plan, _ = cut(model, ranking=ranking, **settings)
-        by[ranking] = {line.title: line.keep / line.size for line in plan.lines}
+        by[ranking] = {line.layer: line.keep / line.size for line in plan.lines}
     assert by[pooled] != by[isomorphic]
     spread = {ranking: max(v.values()) - min(v.values()) for ranking, v in by.items()}
     assert spread[isomorphic] < 0.2 < spread[pooled]
@@ -235,7 +235,7 @@ def test_sensitivity_is_what_cutting_one_group_costs() -> None:
 def test_allocation_spares_what_the_metric_needs() -> None:
     model = build(networks.Concat)
     plan = plan_channels(model, image(2), macs=0.9, round_to=4)
-    others = {line.title: ((0.25, 0.88), (0.75, 0.8)) for line in plan.lines}
+    others = {line.layer: ((0.25, 0.88), (0.75, 0.8)) for line in plan.lines}
     flat, steep = {**others, "a.0": ((0.75, 0.9),)}, {**others, "a.0": ((0.25, 0.5), (0.75, 0.1))}
     ratios = {}
     for name, points in (("flat", flat), ("steep", steep)):

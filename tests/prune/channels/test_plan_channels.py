@@ -97,7 +97,7 @@ def test_the_number_of_classes_stays() -> None:
 def test_option_a_shortcut_is_cut_as_it_is() -> None:
     model = build(networks.PaddedShortcut)
     found = find_groups(Walk(record(model, image(2))), count_macs(model, image(2)))
-    sizes = {g.title: g.size for g in found.groups}
+    sizes = {g.layer: g.size for g in found.groups}
     assert sizes == {"stem.0": 16, "inner.0": 32}  # the stem's 16 tie the middle of out's 32 channels
     assert [n for reason, n in found.locked.items() if "cannot be cut" in reason] == [16]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from compresskit import count_macs
 from compresskit.prune import Plan, apply_, plan_channels
-from compresskit.prune.structure.trial import Search, trial
+from compresskit.prune.structure.trial import TrialRepair, trial_plan
 
 #: network -> tensors of which channels must be gone along a dimension.
 CUT = {
@@ -108,8 +108,8 @@ def assert_equals_zeroed(model, plan, inputs):
 def test_cut_equals_zeroed(kind) -> None:
     """A third of every group goes, so that every rule has to be right at once."""
     model, x = built(kind), special.example(kind)
-    search = Search(model, x, inside=None, ignore=())
-    plan = trial(search.start(count_macs(model, x)), "")
+    search = TrialRepair(model, x, inside=None, ignore=())
+    plan = trial_plan(search.find_groups(count_macs(model, x)), "")
     for name, dim in CUT[kind]:
         assert plan.remove.get(name, {}).get(dim), f"{name} along {dim} was left whole"
     assert_equals_zeroed(model, plan, x)
