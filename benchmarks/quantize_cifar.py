@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
-from compresskit.train.train import Supervised
+from compresskit.train.objective import Supervised
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
@@ -106,7 +106,7 @@ def cost(way: str, model: nn.Module, batches: list[Tensor], path: Path, answer: 
     answer.put((time.perf_counter() - begin, (after - before) / 1024))
 
 
-def costs(way: str, model: nn.Module, batches: list[Tensor], path: Path) -> tuple[float, float]:
+def layer_costs(way: str, model: nn.Module, batches: list[Tensor], path: Path) -> tuple[float, float]:
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     process = context.Process(target=cost, args=(way, model, batches, path, answer))
@@ -154,7 +154,7 @@ def static(model: nn.Module, images: Tensor, test: Images, draws: int, folder: P
             rows[name].append(row)
     batches = draw(images, 0)
     for name in ("ours", "ort"):
-        rows[f"{name}_seconds"], rows[f"{name}_mib"] = costs(name, model, batches, folder / f"cost_{name}.onnx")
+        rows[f"{name}_seconds"], rows[f"{name}_mib"] = layer_costs(name, model, batches, folder / f"cost_{name}.onnx")
     return rows
 
 
@@ -176,7 +176,7 @@ def steps(model: nn.Module, x: Tensor, labels: Tensor, rounds: int = 7) -> dict[
             graph.observe_(False)
             graph.enable_(False)
         if kind == "held":
-            graph.hold_()
+            graph.freeze_statistics_()
         kinds[kind] = (graph, torch.optim.SGD(graph.parameters(), lr=1e-3, momentum=0.9), [])
     for turn in range(rounds + 1):
         for graph, optimizer, times in kinds.values():

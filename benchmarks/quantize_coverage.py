@@ -45,7 +45,7 @@ FAMILIES = {
     "detection": models.detection,
 }
 #: Convolutions and matrix products, as `audit` counts them.
-LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+LAYER_KINDS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 LIMIT = 14 * 2**30  # bytes a process may hold
 
 
@@ -178,7 +178,7 @@ def _measure(name: str, how: Setting, path: Path, row: dict[str, Any]) -> None:
     row["exported"] = True
     row["mb"] = round(sum(f.stat().st_size for f in path.parent.glob("model.onnx*")) / 1e6, 1)
     found = ck.audit(path)
-    counts = [found.operators[kind] for kind in LAYERS if kind in found.operators]
+    counts = [found.operators[kind] for kind in LAYER_KINDS if kind in found.operators]
     row["layers"] = [sum(done for done, _ in counts), sum(every for _, every in counts)]
     row["macs"] = round(found.share, 4)
     others = [batch(name, how, count) for count in ((3, 5) if how.samples >= 8 else (1, 2))]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import compresskit as ck
-from compresskit.quant.passes.avoid_ties import avoid_ties_
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 HERE = Path(__file__).parent
 NAMES = """resnet18 resnet50 mobilenet_v2 mobilenet_v3_small shufflenet_v2_x1_0 densenet121 googlenet efficientnet_b0
@@ -64,11 +64,11 @@ def executed(file: onnx.ModelProto, images: Tensor, optimize: bool) -> list[np.n
 
 def compared(model: nn.Module, calibration: Tensor, images: Tensor, off: bool, folder: Path) -> dict[str, float]:
     """One row: quantized, exported, run three ways."""
-    with mock.patch("compresskit.quant.static.avoid_ties_"):
+    with mock.patch("compresskit.quant.static.nudge_scales_"):
         quantized = ck.quant.quantize_static(model, [calibration])
     begin = time.perf_counter()
     if off:
-        avoid_ties_(quantized.body)
+        nudge_scales_(quantized.body)
     seconds = time.perf_counter() - begin
     file = onnx.load(str(ck.export_onnx(quantized, folder / "int8.onnx", (images[:2],))))
     rounded = [node.output[0] for node in file.graph.node if node.op_type == "QuantizeLinear"]

@@ -72,7 +72,7 @@ def measure(model: nn.Module, data: list[tuple[Tensor]], val: tuple[Tensor, Tens
     for grid, blocks in GRIDS.items():
         for way, how in HOW.items():
             begin = time.perf_counter()
-            quantized = quantize_weights(model, (ids[:2],), blocks=blocks, batches=data, embeddings=None, **how)
+            quantized = quantize_weights(model, data, blocks=blocks, embeddings=None, **how)
             seconds = time.perf_counter() - begin
             path = ck.export_onnx(quantized, folder / "q.onnx", (ids,))
             runtime = session(path, optimize=False)
@@ -126,7 +126,10 @@ def main() -> None:
         loader = sst2.DataLoader(sst2.TensorDataset(ids, train[1]), 64, shuffle=True)
         task = ck.Task(train=loader, val=[val])
         how = ck.Train(
-            epochs=args.epochs, optimizer=partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.01), schedule=ck.one_cycle, clip=1.0
+            epochs=args.epochs,
+            optimizer=partial(torch.optim.AdamW, lr=5e-4, weight_decay=0.01),
+            schedule=ck.lr.OneCycle(),
+            clip=1.0,
         )
         model = how(model, task).eval()
         data = [(ids[i : i + 64],) for i in range(0, args.samples, 64)]

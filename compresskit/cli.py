@@ -20,7 +20,7 @@ from compresskit.export.check.audit import audit
 from compresskit.export.check.benchmark import benchmark, random_inputs
 from compresskit.export.check.levels import verify_levels
 from compresskit.export.files import read_metadata
-from compresskit.recipe.report import read_row, table
+from compresskit.recipe.report import read_stage_report, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def _report(options: argparse.Namespace) -> int:
     for folder in options.files:
         path = Path(folder) / "report.json"
         record = read_json(path, "the report of a run")
-        rows = [read_row(row, path) for row in record.get("rows", [])]
+        rows = [read_stage_report(row, path) for row in record.get("rows", [])]
         _show(options, record, table(rows) if rows else f"{path}: no stage is finished")
     return 0
 

@@ -23,7 +23,8 @@ from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import coarsest, store_bf16_, widened
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
-from compresskit.graph.surgery import mode, quantized_parts
+from compresskit.graph.quantized import is_quantized, quantized_parts
+from compresskit.graph.surgery import mode
 
 OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that torch's exporter writes
 
@@ -88,7 +89,7 @@ def _finished(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[s
     from compresskit.export.rewrite.common import optimize_
     from compresskit.export.rewrite.onnxruntime import TUNED
 
-    tuned = any(part.target.tuned for part in quantized_parts(model).values())
+    tuned = any(part.tuned for part in quantized_parts(model).values())
     optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
@@ -102,8 +103,8 @@ def _finished(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[s
 def _about(model: nn.Module) -> dict[str, Any]:
     """What a file says of the model in it."""
     about: dict[str, Any] = {"versions": {"compresskit": __version__, "torch": torch.__version__}}
-    about["model"] = getattr(model, "origin", {}).get("class", type(model).__name__)
-    if targets := sorted({part.target.name for part in quantized_parts(model).values()}):
+    about["model"] = model.float_class if is_quantized(model) else type(model).__name__
+    if targets := sorted({part.target_name for part in quantized_parts(model).values()}):
         about["target"] = ", ".join(targets)
     return about
 
@@ -148,17 +149,14 @@ def to_program(
 
 def _dynamic_of(model: nn.Module) -> Dynamic:
     """The dimensions that a quantized model was captured with; the batch of any other."""
-    whole = quantized_parts(model).get("")
-    dynamic: Dynamic = (0,) if whole is None else whole.dynamic
-    return dynamic
+    return model.dynamic if is_quantized(model) else (0,)
 
 
 def deployed(model: nn.Module) -> nn.Module:
     """The form that is exported: a quantized model, or each quantized submodule, in ONNX's terms; a float model as it is."""
     parts = quantized_parts(model)
     if "" in parts:
-        whole: nn.Module = parts[""].deployed()
-        return whole
+        return parts[""].deployed()
     if parts:
         model = copy.deepcopy(model)
     for name, part in parts.items():

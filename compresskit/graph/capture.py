@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, shapes_of
+from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, cut_chunks_, is_inplace, normalize_
 from compresskit.graph.recurrent import opaque, restore_
 from compresskit.graph.surgery import mode
@@ -263,23 +264,16 @@ def _returns_alias(node: Node) -> bool:
     return any(r.alias_info is not None for r in schema.returns)
 
 
-class _ShapeRecorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor):
-            self.shapes[n.name] = tuple(value.shape)
-        return value
-
-
 def _shapes(module: fx.GraphModule, example: Inputs) -> dict[str, tuple[int, ...]]:
-    recorder = _ShapeRecorder(module)
-    flat = pytree.tree_leaves(example)
-    recorder.run(*flat)
-    return recorder.shapes
+    """Shape of every tensor in the graph, by node name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(node: Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            shapes[node.name] = tuple(value.shape)
+
+    run_graph(module, pytree.tree_leaves(example), note)
+    return shapes
 
 
 def parameter_name(node: Any) -> str | None:

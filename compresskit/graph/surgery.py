@@ -144,11 +144,6 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = was
 
 
-def quantized_parts(model: nn.Module) -> dict[str, Any]:
-    """Dotted name -> each quantized submodule (`""` for the model itself): those that have a `deployed` form."""
-    return {name: part for name, part in model.named_modules() if hasattr(part, "deployed")}
-
-
 def _plain(value: Any) -> bool:
     return type(value) is int or (isinstance(value, tuple) and all(type(v) is int for v in value))
 

@@ -1,4 +1,4 @@
-"""Mixed-precision training: half weights or autocast, fp32 masters, loss scaling. A leaf: it knows torch only."""
+"""Mixed-precision training: half weights or autocast, fp32 masters, loss scaling. Imports only the library's errors."""
 
 from compresskit.mixed.advise import Advice, advise
 from compresskit.mixed.formats.fp8 import to_float8
@@ -19,7 +19,7 @@ from compresskit.mixed.formats.policy import (
     TF32,
     Policy,
 )
-from compresskit.mixed.optim.ema import Average
+from compresskit.mixed.optim.ema import WeightEMA
 from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.run import Run, prepare
 from compresskit.mixed.step.scaler import LossScaler
@@ -38,11 +38,11 @@ __all__ = [
     "SR_BF16",
     "TF32",
     "Advice",
-    "Average",
     "Lion",
     "LossScaler",
     "Policy",
     "Run",
+    "WeightEMA",
     "advise",
     "fp32_allreduce_hook",
     "fsdp_policy",

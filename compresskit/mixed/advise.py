@@ -1,4 +1,4 @@
-"""What a model would gain from half numbers, before it is trained in them."""
+"""Advise on a precision policy from layer sizes, gradient magnitudes and data speed, before training."""
 
 from __future__ import annotations
 
@@ -15,33 +15,40 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ModelError
 from compresskit.mixed.formats.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
 
-#: Exponents of fp16: below 2^-24 a value becomes 0; the largest is 65504.
-SMALLEST, LARGEST = -24, 65504.0
+#: Below 2^-24 a value becomes 0 in fp16; the largest is 65504.
+FP16_SMALLEST_EXPONENT, FP16_LARGEST = -24, 65504.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One matrix product or convolution; `odd` names its sizes that are no multiple of 8 (fp8: 16)."""
+class LayerSizes:
+    """The sizes of one layer that multiplies matrices.
+
+    name, kind: dotted name in the model and class.
+    sizes: by name, such as in_features.
+    unaligned, unaligned_fp8: names of the sizes that are no multiple of 8, and of 16 as fp8 needs.
+    """
 
     name: str
     kind: str
     sizes: dict[str, int]
-    odd: tuple[str, ...]
-    odd_fp8: tuple[str, ...]
+    unaligned: tuple[str, ...]
+    unaligned_fp8: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """See `advise`; printed it is a table.
+    """The result of `advise`; prints as a table.
 
-    layers: what can run on tensor cores, and which of its sizes keep it from there.
-    exponents: histogram of all gradients' exponents, {exponent: share of the values that are not 0}.
-    flushed: share of them that fp16 would turn into 0 without loss scaling.
+    layers: layers that multiply matrices, which can run on tensor cores where their sizes allow it.
+    others: classes of the other layers with parameters.
+    exponents: histogram of the binary exponents of all gradients, {exponent: fraction of the values that are not 0}.
+    flushed: fraction of them that fp16 would turn into 0 without loss scaling.
     scale: smallest power of two that keeps all but 0.1 % of them, and does not overflow the largest.
-    notes: what else would hold the training back.
+    policy, why: the suggested policy, and the reason.
+    notes: other obstacles, such as slow data.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSizes, ...]
     others: tuple[str, ...]
     exponents: dict[int, float] = field(repr=False)
     flushed: float
@@ -52,72 +59,79 @@ class Advice:
 
     def __str__(self) -> str:
         rows = [f"suggested policy: {self.policy.name} ({self.why})"]
-        good = [layer for layer in self.layers if not layer.odd]
+        good = [layer for layer in self.layers if not layer.unaligned]
         rows.append(f"tensor cores: {len(good)} of {len(self.layers)} layers have all sizes in multiples of 8")
         for layer in self.layers:
-            if layer.odd:
-                named = ", ".join(f"{key} = {layer.sizes[key]}" for key in layer.odd)
+            if layer.unaligned:
+                named = ", ".join(f"{key} = {layer.sizes[key]}" for key in layer.unaligned)
                 rows.append(f"  {layer.name} ({layer.kind}): {named}; pad to a multiple of 8")
         if self.others:
             rows.append(f"not on tensor cores: {', '.join(self.others)}")
-        rows.append(f"gradients: {self.flushed:.2%} below 2^{SMALLEST}, lost in fp16 without a scale; {self.scale:g} keeps them")
-        rows += [f"  2^{e:<4d} {share:7.2%} {'#' * round(50 * share)}" for e, share in sorted(self.exponents.items())]
+        rows.append(f"gradients: {self.flushed:.2%} below 2^{FP16_SMALLEST_EXPONENT}, lost in fp16 without a scale;"
+                    f" {self.scale:g} keeps them")  # fmt: skip
+        rows += [f"  2^{e:<4d} {part:7.2%} {'#' * round(50 * part)}" for e, part in sorted(self.exponents.items())]
         return "\n".join([*rows, *self.notes])
 
 
 def advise(
     model: nn.Module, example: Any, *, loss: Callable[[Any], Tensor] | None = None, batches: Iterable[Any] | None = None
 ) -> Advice:
-    """Look at a model's sizes and at the gradients of one batch; the model is left as it was.
+    """Measure a model's layer sizes and the gradients of one batch, and suggest a policy; the model is not changed.
 
     Args:
         model: an fp32 model, on the device where it will train.
         example: its positional inputs, as a tuple or one tensor.
-        loss: from outputs to a scalar; the mean square of all outputs where nothing is given.
-        batches: the training data; four batches are taken, to see whether they come as fast as the model needs them.
+        loss: from outputs to a scalar; None for the mean square of all outputs.
+        batches: the training data; four batches are taken and timed against a forward and backward pass.
+
+    Returns:
+        The sizes, the histogram of gradient exponents and the suggested policy.
+
+    Raises:
+        ModelError: where no output depends on a parameter that requires gradients.
 
     Sizes: NVIDIA, "Deep Learning Performance: matrix multiplication" (multiples of 8 for fp16, 16 for fp8). Histogram:
     Micikevicius et al., 1710.03740, figure 3.
     """
     args = example if isinstance(example, tuple) else (example,)
-    layers: list[Layer] = []
+    layers: list[LayerSizes] = []
     names = {module: name for name, module in model.named_modules()}
     matrix = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
     leaf = [m for m in names if not list(m.children()) and list(m.parameters())]
     others = {type(m).__name__ for m in leaf if not isinstance(m, matrix)}
 
-    def note(module: nn.Module, inputs: Any, _output: Any) -> None:
+    def record_sizes(module: nn.Module, inputs: Any, _output: Any) -> None:
         if isinstance(module, matrix):
-            layers.append(_layer(names[module], module, inputs))
+            layers.append(_layer_sizes(names[module], module, inputs))
 
-    handles = [module.register_forward_hook(note) for module in names]
+    handles = [module.register_forward_hook(record_sizes) for module in names]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        grads = _gradients(model, args, parameters, loss)
+        grads = _gradients_of_example(model, args, parameters, loss)
         for handle in handles:
             handle.remove()
-        notes = _notes(parameters[0].device, batches, lambda: _gradients(model, args, parameters, loss))
+        notes = _obstacles(parameters[0].device, batches, lambda: _gradients_of_example(model, args, parameters, loss))
     finally:
         for handle in handles:
             handle.remove()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
     exponents, largest = _histogram(grads)
-    policy, why = _suggested(parameters[0].device)
+    policy, why = _suggested_policy(parameters[0].device)
     return Advice(
         layers=tuple(layers),
         others=tuple(sorted(others)),
         exponents=exponents,
-        flushed=sum(share for e, share in exponents.items() if e < SMALLEST),
-        scale=_scale(exponents, largest),
+        flushed=sum(part for e, part in exponents.items() if e < FP16_SMALLEST_EXPONENT),
+        scale=_smallest_scale(exponents, largest),
         policy=policy,
         why=why,
         notes=notes,
     )
 
 
-def _gradients(
+def _gradients_of_example(
     model: nn.Module, args: tuple[Any, ...], parameters: list[nn.Parameter], loss: Callable[[Any], Tensor] | None
 ) -> list[Tensor]:
     output = model(*args)
@@ -128,15 +142,15 @@ def _gradients(
     return [grad for grad in torch.autograd.grad(total, parameters, allow_unused=True) if grad is not None]
 
 
-def _notes(device: torch.device, batches: Iterable[Any] | None, step: Callable[[], Any]) -> tuple[str, ...]:
+def _obstacles(device: torch.device, batches: Iterable[Any] | None, step: Callable[[], Any]) -> tuple[str, ...]:
     notes = []
     if device.type == "cuda" and not (torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()):
         notes.append("cuDNN is off, and with it the half convolutions: set torch.backends.cudnn.enabled = True")
     if batches is not None:
-        given = iter(batches)
-        next(given, None)  # starting workers is no part of the pace
+        loader = iter(batches)
+        next(loader, None)  # the first batch includes the start of the workers
         begin = time.perf_counter()
-        count = sum(1 for _ in itertools.islice(given, 3))
+        count = sum(1 for _ in itertools.islice(loader, 3))
         pace = (time.perf_counter() - begin) / max(count, 1)
         begin = time.perf_counter()
         step()
@@ -148,7 +162,7 @@ def _notes(device: torch.device, batches: Iterable[Any] | None, step: Callable[[
     return tuple(notes)
 
 
-def _layer(name: str, module: nn.Module, inputs: Any) -> Layer:
+def _layer_sizes(name: str, module: nn.Module, inputs: Any) -> LayerSizes:
     sizes: dict[str, int] = {}
     if isinstance(module, nn.Linear):
         rows = inputs[0].numel() // module.in_features
@@ -160,8 +174,8 @@ def _layer(name: str, module: nn.Module, inputs: Any) -> Layer:
         sizes = {"input_size": module.input_size, "hidden_size": module.hidden_size}
     elif isinstance(module, nn.MultiheadAttention):
         sizes = {"embed_dim": module.embed_dim, "head_dim": module.head_dim}
-    odd = [tuple(key for key, size in sizes.items() if size % step) for step in (8, 16)]
-    return Layer(name=name, kind=type(module).__name__, sizes=sizes, odd=odd[0], odd_fp8=odd[1])
+    of_8, of_16 = (tuple(key for key, size in sizes.items() if size % multiple) for multiple in (8, 16))
+    return LayerSizes(name=name, kind=type(module).__name__, sizes=sizes, unaligned=of_8, unaligned_fp8=of_16)
 
 
 def _histogram(grads: list[Tensor]) -> tuple[dict[int, float], float]:
@@ -174,17 +188,17 @@ def _histogram(grads: list[Tensor]) -> tuple[dict[int, float], float]:
     return dict(zip(values.tolist(), (counts / flat.numel()).tolist(), strict=True)), flat.max().item()
 
 
-def _scale(exponents: dict[int, float], largest: float) -> float:
+def _smallest_scale(exponents: dict[int, float], largest: float) -> float:
     scale = 1.0
-    while scale < 2.0**24 and largest * scale * 2 < LARGEST:
-        lost = sum(share for e, share in exponents.items() if scale * 2.0**e < 2.0**SMALLEST)
+    while scale < 2.0**24 and largest * scale * 2 < FP16_LARGEST:
+        lost = sum(part for e, part in exponents.items() if scale * 2.0**e < 2.0**FP16_SMALLEST_EXPONENT)
         if lost <= 1e-3:
             break
         scale *= 2
     return scale
 
 
-def _suggested(device: torch.device) -> tuple[Policy, str]:
+def _suggested_policy(device: torch.device) -> tuple[Policy, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:

@@ -1,61 +1,69 @@
-"""What `prepare` refuses before anything is changed."""
+"""Checks of what `prepare` and `Run` are given; each refuses before anything is changed."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed.formats.fp8 import check_fp8
-from compresskit.mixed.formats.policy import Policy
+from compresskit.mixed.formats.policy import HALVES, Policy
 from compresskit.mixed.step.compiled import check_compiled, has_compiler
 from compresskit.mixed.step.flat import check_flat
-
-if TYPE_CHECKING:
-    from compresskit.mixed.run import Run
+from compresskit.mixed.step.scaler import LossScaler
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a wrapped or half model, and parameters that are not the model's."""
+    """Refuse a wrapped or half model, and an optimizer of other parameters; warn of parameters that it does not have."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
-    if half := [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+    if half := [n for n, p in model.named_parameters() if p.dtype in HALVES]:
         raise ModelError(f"prepare: {half[0]} is {model.get_parameter(half[0]).dtype}; give an fp32 model, the policy casts it")
-    own = set(model.parameters())
-    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+    parameters = set(model.parameters())
+    optimized = {p for group in optimizer.param_groups for p in group["params"]}
+    if optimized - parameters:
         raise SettingError("prepare: the optimizer holds parameters that are not the model's; make it from model.parameters()")
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    if left := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
-        warnings.warn(f"prepare: the optimizer does not have {left[0]} ({len(left)} parameters in all) that require gradients: "
-                      "they will not move; freeze them, or hand them over with run.add_group", stacklevel=4)  # fmt: skip
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in optimized]:
+        warnings.warn(
+            f"prepare: the optimizer does not have {missing[0]} ({len(missing)} parameters in all) that require gradients: "
+            "they will not move; freeze them, or hand them over with run.add_group",
+            stacklevel=3,
+        )
 
 
-def check_numbers(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Refuse what would be nan at the first step; say what is only good for measuring."""
+def check_policy(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Refuse a policy that the device cannot run or that gives nan at the first step; warn of those only good for measuring."""
     if torch.float16 in (policy.param_dtype, policy.autocast_dtype) and device.type == "cpu":
-        warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=4)
+        warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=3)
     if policy.fp8 is not None:
         check_fp8(policy.fp8, device)
     if policy.tf32 and not (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8):
-        warnings.warn("TF32 is of NVIDIA GPUs from Ampere on: here products are fp32 as without it", stacklevel=4)
+        warnings.warn("TF32 is of NVIDIA GPUs from Ampere on: here products are fp32 as without it", stacklevel=3)
     if not policy.pure:
         return
     assert policy.param_dtype is not None
     for group in optimizer.param_groups:
         eps = group.get("eps")
         if eps and not group.get("fused") and not torch.tensor(eps, dtype=policy.param_dtype).item():
-            raise SettingError(f"Policy {policy.name}: eps={eps} of {type(optimizer).__name__} is 0 in fp16 and its first step"
-                               " divides by it; use fused=True, eps=1e-4, or MASTER_FP16")  # fmt: skip
-    warnings.warn(f"{policy.name} has no masters: updates below half a step of its weights are lost; it is the speed to compare "
-                  "with, not one to train at", stacklevel=4)  # fmt: skip
+            raise SettingError(
+                f"Policy {policy.name}: eps={eps} of {type(optimizer).__name__} is 0 in fp16 and its first step"
+                " divides by it; use fused=True, eps=1e-4, or MASTER_FP16"
+            )
+    warnings.warn(
+        f"{policy.name} has no masters: updates below half a step of its weights are lost; it is the speed to compare "
+        "with, not one to train at",
+        stacklevel=3,
+    )
 
 
-def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str) -> bool:
-    """Whether the step is to be one compiled pass; refuses what the chosen layout or backend does not cover."""
+def use_compiled_step(
+    policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str
+) -> bool:
+    """Whether to compile the step; refuses what the chosen layout or backend does not cover."""
     if backend not in ("foreach", "compiled"):
         raise SettingError(f"backend must be 'foreach' or 'compiled', got {backend!r}")
     if flat:
@@ -66,43 +74,45 @@ def check_backend(policy: Policy, optimizer: torch.optim.Optimizer, device: torc
     if flat:
         raise SettingError("backend='compiled' visits every weight once as it is; leave flat=True out")
     if not has_compiler(device):
-        what = "Triton" if device.type == "cuda" else "a C++ compiler"
-        warnings.warn(f"backend='compiled' needs {what}, which is not here: going on with 'foreach'", stacklevel=4)
+        missing = "Triton" if device.type == "cuda" else "a C++ compiler"
+        warnings.warn(f"backend='compiled' needs {missing}, which is not here: going on with 'foreach'", stacklevel=3)
         return False
     return True
 
 
-def wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer cannot step without a closure, as LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def check_closure(run: Run) -> None:
-    """Refuse a step with a closure where its evaluations would not be of one function, or of one set of weights."""
-    if any(scaler.dynamic for scaler in run.scalers.values()):
+def check_closure(policy: Policy, scalers: Iterable[LossScaler], *, separate_weights: bool) -> None:
+    """Refuse a step with a closure whose evaluations would differ in their loss scale or lack separate weights."""
+    if any(scaler.dynamic for scaler in scalers):
         raise SettingError(
             "step(closure): a dynamic loss scale would change between evaluations; set loss_scale to a number, or use bf16"
         )
-    if run.policy.digits is not None or run._flat is not None or run._compiled is not None:
+    if policy.bf16_format is not None or not separate_weights:
         raise SettingError(
             "step(closure): the optimizer needs separate weights between evaluations; use an fp32, MASTER or pure policy with"
             " backend='foreach' and flat=False"
         )
 
 
-def capturing(device: torch.device) -> bool:
+def capturing_cuda_graph(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded on this thread's stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def check_capture(optimizer: torch.optim.Optimizer, *, scaled: bool, compiled: bool) -> None:
-    """Refuse, while a CUDA graph is recorded, what would be frozen into it or read back by the host."""
+def check_cuda_graph(optimizer: torch.optim.Optimizer, *, scaled: bool, compiled: bool) -> None:
+    """Refuse settings that a CUDA graph would freeze or that make the host read the device, while one is recorded."""
     kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), torch.Tensor):
-            raise SettingError(f"CUDA graph: lr={group.get('lr')} of {kind} would be frozen into the graph; make the optimizer "
-                               "with lr=torch.tensor(..., device='cuda')")  # fmt: skip
+            raise SettingError(
+                f"CUDA graph: lr={group.get('lr')} of {kind} would be frozen into the graph; make the optimizer "
+                "with lr=torch.tensor(..., device='cuda')"
+            )
         if group.get("capturable") is False and not compiled:
             raise SettingError(f"CUDA graph: {kind} counts its steps on the host; make it with capturable=True")
         if scaled and not compiled and not group.get("fused"):

@@ -1,4 +1,4 @@
-"""A model, an optimizer and a policy, run together: cast, scale, check, unscale, clip, update, copy back.
+"""Train a model under a precision policy: cast, scale, check, unscale, clip, update, copy back.
 
 run = prepare(model, optimizer, MASTER_BF16, clip=1.0)
 for x, y in loader:
@@ -12,30 +12,45 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import SettingError
-from compresskit.mixed.checks import check_backend, check_model, check_numbers, wants_closure
-from compresskit.mixed.formats.casts import cast
-from compresskit.mixed.formats.fp8 import Converted, to_float8
-from compresskit.mixed.formats.parallel import check_casts, check_sharded, check_shards, check_sync, is_sharded
-from compresskit.mixed.formats.policy import FP32, Policy
+from compresskit.base.errors import CheckpointError, SettingError, TrainingError
+from compresskit.mixed.checks import (
+    capturing_cuda_graph,
+    check_closure,
+    check_cuda_graph,
+    check_model,
+    check_policy,
+    requires_closure,
+    use_compiled_step,
+)
+from compresskit.mixed.formats.casts import cast_floating
+from compresskit.mixed.formats.fp8 import Fp8Conversion, to_float8
+from compresskit.mixed.formats.parallel import (
+    check_fsdp_casts,
+    check_fsdp_policy,
+    check_optimizer_shards,
+    check_sync,
+    is_sharded,
+)
+from compresskit.mixed.formats.policy import FP32, Policy, require_policy
 from compresskit.mixed.formats.tf32 import tf32
-from compresskit.mixed.groups import add_group_
-from compresskit.mixed.optim.ema import Average
-from compresskit.mixed.optim.schedule import Scheduled
-from compresskit.mixed.state import load_state, state_of
-from compresskit.mixed.stats import stats_of
-from compresskit.mixed.step.accumulate import Sums
-from compresskit.mixed.step.compiled import Compiled
-from compresskit.mixed.step.flat import Flat
-from compresskit.mixed.step.masters import Weights
+from compresskit.mixed.optim.ema import WeightEMA
+from compresskit.mixed.optim.schedule import RunScheduler
+from compresskit.mixed.state import OptimizerState
+from compresskit.mixed.step.accumulate import GradientAccumulator
+from compresskit.mixed.step.compiled import CompiledStep
+from compresskit.mixed.step.flat import FlatMasters
+from compresskit.mixed.step.masters import MasterWeights
+from compresskit.mixed.step.overflow import OverflowTracker
 from compresskit.mixed.step.scaler import LossScaler, make_scalers
-from compresskit.mixed.step.update import Late
-from compresskit.mixed.steps import step_, step_closure_
+from compresskit.mixed.step.update import UnscaleAndClip, skips_on_device, update_
+
+STATE_VERSION = 1
+Scheduler = TypeVar("Scheduler")
 
 
 def prepare(
@@ -49,27 +64,52 @@ def prepare(
     flat: bool = False,
     backend: Literal["foreach", "compiled"] = "foreach",
 ) -> Run:
-    """Put a model and its optimizer under a policy.
+    """Cast a model and give its optimizer fp32 masters, as a policy says; both are changed in place until `run.finish()`.
 
     Args:
         model: an fp32 model, not yet wrapped in DistributedDataParallel.
         optimizer: any `torch.optim` optimizer over (some of) its parameters; param groups stay as they are.
-        policy: the numbers to train in.
-        clip: largest norm of all gradients together, measured on unscaled fp32 gradients.
+        policy: the number formats to train in.
+        clip: largest 2-norm of all gradients together, measured on unscaled fp32 gradients; None does not clip.
         losses: names of losses that each have a scale of their own, for `run.backward(loss, scaler=name)`.
-        scaler: makes a loss scaler in the place of the policy's, such as `partial(LossScaler, interval=500)`.
+        scaler: makes a loss scaler instead of the policy's, such as `partial(LossScaler, interval=500)`.
         flat: keep the masters of each param group in one flat tensor; bit-equal to separate ones, and refused for optimizers
             that are not elementwise.
-        backend: "foreach" steps any torch optimizer; "compiled" does the step of AdamW, SGD and Lion in one pass, and falls back
-            with a warning where no compiler is.
+        backend: "foreach" steps any torch optimizer; "compiled" makes the step of AdamW, SGD and Lion in one pass, and falls back
+            to "foreach" with a warning where there is no compiler.
 
-    Raises ModelError for a wrapped or half model, SettingError for parameters that are not the model's.
+    Returns:
+        The run, to be called like the model.
+
+    Raises:
+        ModelError: for a wrapped or half model.
+        SettingError: for an optimizer over other parameters, and for settings that do not go together.
     """
-    return Run(model, optimizer, policy, clip=clip, losses=losses, scaler=scaler, flat=flat, backend=backend)
+    require_policy(policy, "prepare(policy=...)")
+    if clip is not None and clip <= 0:
+        raise SettingError(f"clip must be positive, got {clip}")
+    check_model(model, optimizer)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    check_policy(policy, optimizer, device)
+    compiled = use_compiled_step(policy, optimizer, device, flat=flat, backend=backend)
+    scalers = make_scalers(policy, losses, scaler, device)
+    float8 = _convert_to_float8(model, policy)
+    if is_sharded(model):
+        check_optimizer_shards(model, optimizer)
+        policy = _sharded_policy(model, policy, flat=flat, compiled=compiled)
+    return Run(model, optimizer, policy, device=device, clip=clip, scalers=scalers, float8=float8, flat=flat, compiled=compiled)
 
 
 class Run:
-    """See `prepare`. Called like the model; `step` is the optimizer step of the policy."""
+    """A model in training under a policy, made by `prepare`. Call it like the model.
+
+    Attributes:
+        optimizer, policy, clip, device: as given to `prepare`.
+        scalers: loss scalers by name of their loss; empty without a loss scale.
+        float8: which layers were converted to fp8; None for other policies.
+        grad_norm: 2-norm of the last step's unscaled gradients, where `clip` is set.
+        after_update: functions to call after the optimizer's update and before masters are copied to the model.
+    """
 
     def __init__(
         self,
@@ -77,41 +117,31 @@ class Run:
         optimizer: torch.optim.Optimizer,
         policy: Policy,
         *,
-        clip: float | None = None,
-        losses: Sequence[str] = (),
-        scaler: Callable[[], LossScaler] | None = None,
-        flat: bool = False,
-        backend: Literal["foreach", "compiled"] = "foreach",
+        device: torch.device,
+        clip: float | None,
+        scalers: dict[str, LossScaler],
+        float8: Fp8Conversion | None,
+        flat: bool,
+        compiled: bool,
     ) -> None:
-        if clip is not None and clip <= 0:
-            raise SettingError(f"clip must be positive, got {clip}")
-        check_model(model, optimizer)
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        check_numbers(policy, optimizer, self.device)
-        one_pass = check_backend(policy, optimizer, self.device, flat=flat, backend=backend)
-        self.scalers = make_scalers(policy, losses, scaler, self.device)
-        self.float8 = _to_float8(model, policy)
-        if is_sharded(model):
-            check_shards(model, optimizer)
-            policy = _sharded(model, policy, flat=flat, one_pass=one_pass)
-        self.optimizer, self.policy, self.clip = optimizer, policy, clip
+        self.optimizer, self.policy, self.device, self.clip = optimizer, policy, device, clip
+        self.scalers, self.float8 = scalers, float8
         self.grad_norm: Tensor | None = None
         self.after_update: list[Callable[[], None]] = []
         self._model = model
-        self._weights = Weights(model, optimizer, policy, self.device)
-        self._compiled = Compiled(self._weights, optimizer) if one_pass else None
-        self._weights.fp32_grads_(on=not one_pass)
-        self._flat = Flat(self._weights, optimizer) if flat else None
-        self._schedules: list[Scheduled] = []
-        self._averages: list[Average] = []
-        self._sums, self._used = Sums(), set[str]()
-        self._micro: int | None = None
-        self._passes, self._apart = 0, False
-        self._needs_closure = wants_closure(optimizer)
-        self._late = Late(2, self.device)
-        self._skips = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._bad: Tensor | None = None
-        self._bad_names: list[str] = []
+        self._weights = MasterWeights(model, optimizer, policy, device)
+        self._compiled = CompiledStep(self._weights, optimizer) if compiled else None
+        self._weights.use_fp32_gradients_(enabled=not compiled)
+        self._flat = FlatMasters(self._weights, optimizer) if flat else None
+        self._optimizer_state = OptimizerState(optimizer, self._weights, self._flat)
+        self._overflow = OverflowTracker(scalers, device)
+        self._schedulers: list[RunScheduler] = []
+        self._emas: list[WeightEMA] = []
+        self._accumulator = GradientAccumulator()
+        self._micro_batches: int | None = None  # inside `accumulate`: how many backward passes make a step
+        self._backward_passes = 0  # since the last step
+        self._unscaled = False  # whether `unscaled` has taken this step's gradients out of the loss scale
+        self._requires_closure = requires_closure(optimizer)
 
     def __repr__(self) -> str:
         lines = [f"{type(self.optimizer).__name__} on {self.device}, {self.policy}"]
@@ -124,136 +154,297 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """What `run(x)` calls. Assign it back after wrapping it: `run.model = DistributedDataParallel(run.model)`."""
+        """The model that `run(x)` calls. Assign it after wrapping it: `run.model = DistributedDataParallel(run.model)`."""
         return self._model
 
     @model.setter
     def model(self, model: nn.Module) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             # Its buckets have the dtype of the weights; fp32 gradients fail with "Expected BFloat16, got Float".
-            self._weights.fp32_grads_(on=False)
+            self._weights.use_fp32_gradients_(enabled=False)
         self._model = model
 
     @property
     def skipped(self) -> Tensor:
-        """How many steps were skipped, on the device; right for fused optimizers too, whose `step` always returns."""
-        return self._skips
+        """How many steps were skipped, a tensor on the device; right for fused optimizers too, whose `step` always returns."""
+        return self._overflow.skipped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in fp32 for inputs in any floating dtype."""
+        """The model's output, in fp32 for inputs of any floating dtype."""
         half, auto, output_dtype = self.policy.param_dtype, self.policy.autocast_dtype, self.policy.output_dtype
         if half is not None and self.policy.cast_inputs:
-            args, kwargs = cast(args, half), cast(kwargs, half)
+            args, kwargs = cast_floating(args, half), cast_floating(kwargs, half)
         autocast = torch.autocast(self.device.type, dtype=auto) if auto is not None else nullcontext()
         with autocast, tf32(self.policy.tf32):
             output = self._model(*args, **kwargs)
-        return output if (half is None and auto is None) or output_dtype is None else cast(output, output_dtype)
+        return output if (half is None and auto is None) or output_dtype is None else cast_floating(output, output_dtype)
 
     def backward(self, loss: Tensor, *, scaler: str | None = None) -> None:
-        """Gradients of the scaled loss; may be called several times before `step`, and then sums in fp32.
+        """Compute the gradients of the scaled loss; several calls before `step` are summed in fp32.
 
-        `scaler` names the loss where `prepare(losses=...)` declared several; each is unscaled by its own scale at once.
+        Args:
+            loss: a scalar.
+            scaler: name of the loss, where `prepare(losses=...)` declared several; each is unscaled by its own scale at once.
+
+        Raises:
+            SettingError: for a name that was not declared, and inside DDP's `no_sync`.
         """
         check_sync(self._model)
-        chosen = self._chosen(scaler)
-        loss = loss.float() if self._micro is None else loss.float() / self._micro
+        chosen = self._overflow.use(scaler or "")
+        loss = loss.float() if self._micro_batches is None else loss.float() / self._micro_batches
         several = len(self.scalers) > 1
-        if self._passes and (several or self._apart or not self._weights.fp32_grads):
-            self._sums.hold(self._weights.names)
+        if self._backward_passes and (several or self._unscaled or not self._weights.fp32_gradients):
+            self._accumulator.take(self._weights.names)
         with tf32(self.policy.tf32):
             (loss if chosen is None else loss * chosen.scale).backward()
-        self._passes += 1
-        if (several or self._apart) and chosen is not None:
-            self._sums.hold(self._weights.names, chosen)
-
-    def _chosen(self, name: str | None) -> LossScaler | None:
-        if not self.scalers:
-            return None
-        if (name or "") not in self.scalers:
-            declared = ", ".join(key for key in self.scalers if key) or "none; declare them with prepare(losses=...)"
-            raise SettingError(f"backward(scaler={name!r}): the declared losses are: {declared}")
-        chosen = self.scalers[name or ""]
-        if (name or "") not in self._used:
-            self._used.add(name or "")
-            chosen.found_inf.zero_()
-        return chosen
+        self._backward_passes += 1
+        if (several or self._unscaled) and chosen is not None:
+            self._accumulator.take(self._weights.names, chosen)
 
     @contextmanager
     def accumulate(self, count: int) -> Iterator[None]:
-        """Let the next `count` backward passes make one step: each weighs 1 / count, and the sum is taken in fp32."""
+        """Let the `count` backward passes of a block make one step: each weighs 1 / count, and the sum is taken in fp32.
+
+        Raises:
+            SettingError: where the block makes another number of passes.
+        """
         if not isinstance(count, int) or count < 1:
             raise SettingError(f"accumulate: wanted a whole number >= 1 of backward passes, got {count}")
-        if self._micro is not None:
+        if self._micro_batches is not None:
             raise SettingError("accumulate: a block is open already; blocks do not nest")
-        self._micro, before = count, self._passes
+        self._micro_batches, before = count, self._backward_passes
         try:
             yield
         finally:
-            self._micro = None
-        if self._passes - before != count:
-            raise SettingError(f"accumulate({count}): {self._passes - before} backward passes were made in the block; each"
-                               f" counted as 1/{count} of the step")  # fmt: skip
+            self._micro_batches = None
+        if (made := self._backward_passes - before) != count:
+            raise SettingError(
+                f"accumulate({count}): {made} backward passes were made in the block; each counted as 1/{count} of the step"
+            )
 
     def unscaled(self) -> dict[str, Tensor]:
         """The gradients of this step by parameter name, in fp32 and unscaled, as `step` will take them.
 
-        To look at, or to change in place (a clipping of one's own): `parameter.grad` itself stays scaled and may be half, and is
-        emptied by this. Where one is not finite the step will be skipped, under a loss scale.
+        They may be read, or changed in place (such as by another clipping). `parameter.grad` itself stays scaled and may be half,
+        and is emptied by this. Under a loss scale a gradient that is not finite still skips the step.
         """
-        only = self.scaler if len(self.scalers) == 1 and self._used and not self._apart else None
-        self._sums.hold(self._weights.names, only)
-        self._apart = True
-        names = self._weights.names
-        return {names[p]: grad for p, grad in self._sums.held.items()}
+        only = self.scaler if len(self.scalers) == 1 and self._overflow.used and not self._unscaled else None
+        self._accumulator.take(self._weights.names, only)
+        self._unscaled = True
+        return {self._weights.names[p]: grad for p, grad in self._accumulator.totals.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step; skipped, and counted as such, where a gradient overflowed under a loss scale.
+        """Make one optimizer step; it is skipped, and counted as such, where a gradient overflowed under a loss scale.
 
-        `closure` is for optimizers that evaluate the loss themselves (LBFGS): it calls the model and `backward` and returns the
-        loss; refused under a dynamic scale, which would change between evaluations.
+        Args:
+            closure: for optimizers that evaluate the loss themselves (LBFGS): calls the model and `backward` and returns the
+                loss. Refused under a dynamic scale, which would change between evaluations.
+
+        Returns:
+            With a closure, what the optimizer returns; else None.
         """
         if closure is not None:
-            return step_closure_(self, closure)
-        if self._needs_closure:
+            return self._step_with_closure(closure)
+        if self._requires_closure:
             raise SettingError(f"step: {type(self.optimizer).__name__} evaluates the loss itself; give run.step(closure)")
-        return step_(self)
+        if captured := capturing_cuda_graph(self.device):
+            check_cuda_graph(self.optimizer, scaled=bool(self.scalers), compiled=self._compiled is not None)
+        unscale, ran = self._update_compiled(self._compiled) if self._compiled is not None else self._update_foreach()
+        if self.clip is not None:
+            self.grad_norm = unscale.norm
+        skipped = False if captured else self._skipped_for_schedulers(ran=ran)
+        if unscale.found_inf is not None:
+            self._overflow.update(unscale.found_inf, self._weights, read=not ran, captured=captured)
+        self._end_step(skipped=skipped)
+        return None
+
+    def _update_foreach(self) -> tuple[UnscaleAndClip, bool]:
+        """Update by the torch optimizer; False where the host knows that the step was skipped."""
+        unscale = self._gather_gradients()
+        ran = update_(self.optimizer, unscale, self._weights.materialize_masters)
+        if ran:
+            self._run_after_update(unscale.found_inf)
+            self._weights.write_back()
+        return unscale, ran
+
+    def _update_compiled(self, compiled: CompiledStep) -> tuple[UnscaleAndClip, bool]:
+        """Update by the compiled pass, which skips on the device."""
+        raw = self._weights.raw_gradients(self._accumulator.collect())
+        unscale = self._unscale_and_clip(list(raw.values()))
+        compiled.update(unscale, raw)
+        if self.after_update or self._emas:
+            self._weights.materialize_masters()
+            self._run_after_update(unscale.found_inf)
+            self._weights.write_back(count=False)
+        return unscale, True
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        separate = self._flat is None and self._compiled is None
+        check_closure(self.policy, self.scalers.values(), separate_weights=separate)
+
+        def evaluate() -> Any:
+            self._weights.write_back(count=False)  # the optimizer may have moved the masters since the last evaluation
+            self._clear_gradients()
+            with torch.enable_grad():
+                loss = closure()
+            unscale = self._gather_gradients()
+            unscale.apply_()
+            self.grad_norm = unscale.norm if self.clip is not None else None
+            if unscale.found_inf is not None and unscale.found_inf.item():
+                raise TrainingError(
+                    f"step(closure): a gradient overflowed under the fixed loss scale {self.policy.loss_scale}, and a step with a"
+                    " closure cannot be skipped; lower the scale, or use bf16"
+                )
+            return loss
+
+        result = self.optimizer.step(evaluate)
+        self._run_after_update(None)
+        self._weights.write_back()
+        self._end_step(skipped=False)
+        return result
+
+    def _gather_gradients(self) -> UnscaleAndClip:
+        """Give every tensor of the optimizer its gradient."""
+        self._weights.gather_gradients(self._accumulator.collect())
+        if self._flat is not None:
+            self._flat.gather_gradients()
+        return self._unscale_and_clip(
+            [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        )
+
+    def _unscale_and_clip(self, grads: list[Tensor]) -> UnscaleAndClip:
+        used = list(self._overflow.used.values())
+        # With several scalers, `backward` has unscaled each loss's gradients; those of a single one are unscaled here.
+        scale = used[0].scale if len(self.scalers) == 1 and used and not self._unscaled else None
+        return UnscaleAndClip(
+            grads, scale, self._overflow.found_inf(), self.clip, [grad for _, grad in self._weights.step_gradients]
+        )
+
+    def _run_after_update(self, found_inf: Tensor | None) -> None:
+        for hook in self.after_update:
+            hook()
+        masters = self.named_masters() if self._emas else {}
+        for ema in self._emas:
+            ema.update(masters, found_inf)
+
+    def _skipped_for_schedulers(self, *, ran: bool) -> bool:
+        """Whether this step was skipped; where only the device knows, whether the one before was."""
+        if not ran:
+            return True
+        on_device = self._compiled is not None or skips_on_device(self.optimizer)
+        if not self.scalers or not on_device or not any(scheduler.on == "success" for scheduler in self._schedulers):
+            return False
+        return self._overflow.last_overflowed()
+
+    def _end_step(self, *, skipped: bool) -> None:
+        for scheduler in self._schedulers:
+            scheduler.advance(skipped=skipped)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        self._weights.zero_grad_()
+        self._overflow.used.clear()
+        self._backward_passes, self._unscaled = 0, False
 
     def add_group(self, group: dict[str, Any]) -> None:
-        """Give the optimizer another param group: parameters of the model that it did not have, or that are new in the model.
+        """Give the optimizer another param group: parameters that it did not have, or that are new in the model.
 
-        New parameters are cast as the policy says, and get masters. Between steps only.
+        New parameters are cast as the policy says, and get masters. To be called between steps.
+
+        Raises:
+            SettingError: for parameters of another model, or that the optimizer has already.
         """
-        add_group_(self, group)
+        params = group.get("params", ())
+        parameters: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        weights = self._weights
+        known = {parameter: name for name, parameter in weights.model.named_parameters()}
+        if not parameters or not all(isinstance(p, nn.Parameter) and p in known for p in parameters):
+            raise SettingError(
+                "add_group: wanted {'params': [...]} with parameters of the prepared model; add a new module to it first"
+            )
+        if twice := [known[p] for p in parameters if p in weights.optimized]:
+            raise SettingError(f"add_group: the optimizer has {twice[0]} already; leave it out")
+        if self._backward_passes:
+            raise SettingError("add_group: gradients wait for their step; call it after step()")
+        had_halves = bool(weights.halves)
+        weights.cast_new_parameters()
+        weights.use_fp32_gradients_(enabled=weights.fp32_gradients if had_halves else self._compiled is None)
+        weights.add_optimized(parameters)
+        masters: dict[Any, Tensor] = {half.parameter: half.master for half in weights.halves}
+        self.optimizer.add_param_group({**group, "params": [masters.get(p, p) for p in parameters]})
+        if self._flat is not None:
+            self._flat.add_group(self.optimizer.param_groups[-1])
+        if self._compiled is not None:
+            self._compiled.find_masters()
+        for ema in self._emas:
+            ema.add_new(self.named_masters())
 
-    def schedule(self, scheduler: Any, on: Literal["attempt", "success"] = "attempt") -> Any:
-        """Let `run.step` drive a torch scheduler, at every step or only at those that were not skipped; see `Scheduled`."""
-        self._schedules.append(Scheduled(scheduler=scheduler, on=on))
+    def schedule(self, scheduler: Scheduler, on: Literal["attempt", "success"] = "attempt") -> Scheduler:
+        """Let `run.step` step a torch scheduler, at every step or only after those that were not skipped; see `RunScheduler`."""
+        self._schedulers.append(RunScheduler(scheduler=scheduler, on=on))
         return scheduler
 
-    def average(self, decay: float = 0.999) -> Average:
-        """An exponential moving average of the masters, taken in at every step from now on; see `Average`."""
-        self._averages.append(Average(self.named_masters(), decay))
-        return self._averages[-1]
+    def ema(self, decay: float = 0.999) -> WeightEMA:
+        """Start an exponential moving average of the masters, which every step updates; see `WeightEMA`."""
+        self._emas.append(WeightEMA(self.named_masters(), decay))
+        return self._emas[-1]
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
-        """All that a bit-exact resume needs, in fp32 and by parameter name; plain data. `copy`: not the tensors in use."""
-        return state_of(self, copy=copy)
+        """The state that a bit-exact resume needs, in fp32 and by parameter name, as tensors and plain values.
+
+        Args:
+            copy: False returns the tensors in use, for a state that is written at once.
+
+        Raises:
+            CheckpointError: between `backward` and `step`.
+        """
+        weights = self._weights
+        if any(p.grad is not None for p in weights.names) or self._backward_passes:
+            raise CheckpointError("state_dict: gradients wait for their step and would be lost; call it after step()")
+        keep: Callable[[Tensor], Tensor] = (lambda value: value.detach().clone()) if copy else Tensor.detach
+        return {
+            "version": STATE_VERSION,
+            "policy": self.policy.name,
+            **weights.state_dict(keep),
+            "optimizer": self._optimizer_state.state_dict(keep),
+            **self._overflow.state_dict(keep),
+            "schedules": [dict(scheduler.scheduler.state_dict()) for scheduler in self._schedulers],
+            "emas": [{name: keep(value) for name, value in ema.values.items()} for ema in self._emas],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state, of another policy too: weights and optimizer state go through fp32.
+        """Restore a state, of another policy too: weights and optimizer state are converted through fp32.
 
-        Raises CheckpointError for the state of another model, before anything is changed.
+        Raises:
+            CheckpointError: for the state of another model or optimizer, before anything is changed.
         """
-        load_state(self, state)
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            got = state.get("version") if isinstance(state, dict) else type(state).__name__
+            raise CheckpointError(f"load_state_dict: wanted the state of a Run, version {STATE_VERSION}, got {got}")
+        self._weights.check_state(state)
+        self._optimizer_state.check(state["optimizer"])
+        for kind, count in (("schedules", len(self._schedulers)), ("emas", len(self._emas))):
+            if len(state[kind]) != count:
+                raise CheckpointError(
+                    f"load_state_dict: the state has {len(state[kind])} {kind}, this run {count}; make it alike first"
+                )
+        self._weights.load_state_dict(state)
+        self._optimizer_state.load_state_dict(state["optimizer"])
+        self._overflow.load_state_dict(state)
+        for scheduler, saved in zip(self._schedulers, state["schedules"], strict=True):
+            scheduler.scheduler.load_state_dict(saved)
+        for ema, values in zip(self._emas, state["emas"], strict=True):
+            for name, value in values.items():
+                ema.values[name].copy_(value)
 
     def masters(self) -> list[Tensor]:
         """What the optimizer updates, in the order of the parameters: fp32 masters where there are any, else the parameters.
 
-        SPLIT, KAHAN and SR have theirs only inside `step`, where hooks of `after_update` may change them; at any other time
+        SPLIT, KAHAN and SR have masters only inside `step`, where hooks of `after_update` may change them; at any other time
         these are copies.
         """
-        full = self._weights.full()
-        return [full[p] for p in self._weights.names]
+        values = self._weights.fp32_values()
+        return [values[p] for p in self._weights.names]
 
     def named_masters(self) -> dict[str, Tensor]:
         """`masters` by the name of their parameter."""
@@ -262,17 +453,18 @@ class Run:
     def stats(self) -> dict[str, Any]:
         """Loss scale, skipped steps and last gradient norm; reads the device.
 
-        At the scale's floor, after an overflow, "nonfinite" names the first parameters whose gradients are not finite. Where
-        the optimizer is fused this is known one step late.
+        After an overflow at the scale's floor, "nonfinite" names the first parameters whose gradients are not finite. With a
+        fused optimizer this is known one step late.
         """
-        return stats_of(self)
+        norm = {} if self.grad_norm is None else {"grad_norm": self.grad_norm.item()}
+        return self._overflow.stats() | norm
 
     def finish(self) -> nn.Module:
-        """Hand the fp32 model back: weights from the masters, the optimizer on the parameters again."""
+        """Return the fp32 model: weights from the masters, the optimizer on the model's parameters again."""
         for part in (self._flat, self._compiled):
             if part is not None:
                 part.finish()
-        self._weights.fp32_grads_(on=False)
+        self._weights.use_fp32_gradients_(enabled=False)
         self._weights.finish()
         if self.float8 is not None:
             self.float8.undo()
@@ -280,19 +472,19 @@ class Run:
         return self._model
 
 
-def _to_float8(model: nn.Module, policy: Policy) -> Converted | None:
-    """Linear layers to fp8 where the policy says so, but for those that it keeps in fp32."""
+def _convert_to_float8(model: nn.Module, policy: Policy) -> Fp8Conversion | None:
+    """Convert linear layers to fp8 where the policy says so, except those that it keeps in fp32."""
     if policy.fp8 is None:
         return None
     kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type))
-    modules = {name for name, module in model.named_modules() if name in policy.keep_fp32 or isinstance(module, kinds)}
-    return to_float8(model, fp8=policy.fp8, skip=sorted(modules))
+    kept = {name for name, module in model.named_modules() if name in policy.keep_fp32 or isinstance(module, kinds)}
+    return to_float8(model, fp8=policy.fp8, skip=sorted(kept))
 
 
-def _sharded(model: nn.Module, policy: Policy, *, flat: bool, one_pass: bool) -> Policy:
+def _sharded_policy(model: nn.Module, policy: Policy, *, flat: bool, compiled: bool) -> Policy:
     """The policy of a model under FSDP2, which casts by itself and whose fp32 shards are the masters."""
-    check_sharded(policy)
-    check_casts(model, policy)
-    if flat or one_pass:
+    check_fsdp_policy(policy)
+    check_fsdp_casts(model, policy)
+    if flat or compiled:
         raise SettingError("prepare: FSDP2 lays its shards out itself; leave flat=True and backend='compiled' out")
     return replace(policy, param_dtype=None, master=False, cast_inputs=False)

@@ -6,6 +6,7 @@ from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.block_grid import Blocks, Rounding, Rows, nearest
 from compresskit.quant.numerics.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize, to_integers
@@ -17,13 +18,12 @@ from compresskit.quant.numerics.targets import (
     TENSORRT,
     X86,
     X86_NO_VNNI,
-    Integer,
+    Support,
     Target,
     saturating_matmul,
 )
 from compresskit.quant.passes.coverage import Coverage
-from compresskit.quant.passes.insert import Quantized
-from compresskit.quant.passes.placement import Placement, Point, place
+from compresskit.quant.passes.placement import Placement, QuantizationPoint, place_quantizers
 from compresskit.quant.qat.objective import Faithful, faithfulness
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
@@ -57,7 +57,6 @@ __all__ = [
     "Faithful",
     "Form",
     "HistogramMSE",
-    "Integer",
     "MatrixForm",
     "Met",
     "MinMax",
@@ -66,12 +65,13 @@ __all__ = [
     "Observer",
     "Percentile",
     "Placement",
-    "Point",
+    "QuantizationPoint",
     "Quantized",
     "Rounding",
     "Rows",
     "Scheme",
     "StaticQuant",
+    "Support",
     "Target",
     "WeightPlan",
     "WeightQuant",
@@ -86,7 +86,7 @@ __all__ = [
     "gptq",
     "meet_floor",
     "nearest",
-    "place",
+    "place_quantizers",
     "prepare_qat",
     "quantize_dynamic",
     "quantize_static",

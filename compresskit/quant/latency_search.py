@@ -18,14 +18,16 @@ from tqdm import tqdm
 
 from compresskit.base.task import Inputs, first_rows
 from compresskit.export import export_onnx
-from compresskit.graph.capture import Captured, Dynamic, parameter_name
+from compresskit.graph.capture import Captured, Dynamic
 from compresskit.graph.normalize import Node
-from compresskit.graph.surgery import get_tensor
 from compresskit.measure import latency
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
+from compresskit.quant.numerics.operators import is_depthwise
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.insert import Quantized, insert_, lower
-from compresskit.quant.passes.placement import Placement, place
+from compresskit.quant.passes.insert import insert_quantizers_
+from compresskit.quant.passes.placement import Placement, place_quantizers
+from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ def slower_in_integers(
     warning where the result is no faster than the float model's own file; where nothing is worth it in integers all stays in
     integers. Writes to a temporary folder only.
     """
-    captured, origin, _ = lower(model, example, target, skip, dynamic)
-    placement = place(captured.module.graph, target, skip=skip)
+    captured, origin, _ = prepare_graph(model, example, target, skip, dynamic)
+    placement = place_quantizers(captured.module.graph, target, skip=skip)
     if not placement.integer:
         return {}
     row = first_rows(example, 1)
@@ -72,27 +74,25 @@ def slower_in_integers(
             alone, best = files[1 + list(choices).index(helpful[0][1])], helpful[0][0]
             together, again = latency([write(len(files), several), alone], row, seconds=seconds)
             chosen, best = (several, together) if together <= again else (chosen, again)
-        if not place(captured.module.graph, target, skip=skip, floating=chosen).integer:
+        if not place_quantizers(captured.module.graph, target, skip=skip, floating=chosen).integer:
             chosen, best = {}, whole  # nothing of it would be quantized; the warning below says that it does not pay
         floats = latency([export_onnx(captured.module, Path(folder) / "float.onnx", captured.example)], row, seconds=seconds)[0]
     if best >= WORTH * floats:
         log.warning(
             "%s: int8 is no faster than float here (%.3f ms against %.3f ms at batch 1, one thread)",
-            origin["class"],
+            origin.float_class,
             best,
             floats,
         )
     return chosen
 
 
-def _variant(
-    captured: Captured, origin: dict[str, object], target: Target, skip: tuple[str, ...], floating: Mapping[str, str]
-) -> nn.Module:
+def _variant(captured: Captured, origin: Origin, target: Target, skip: tuple[str, ...], floating: Mapping[str, str]) -> nn.Module:
     copied = copy.deepcopy(captured)
-    placement = place(copied.module.graph, target, skip=skip, floating=floating)
+    placement = place_quantizers(copied.module.graph, target, skip=skip, floating=floating)
     if not placement.integer:
         return copied.module
-    insert_(copied.module, placement, target, MinMax)
+    insert_quantizers_(copied.module, placement, target, MinMax)
     quantized = Quantized(copied, target, placement, origin)
     quantized.calibrate_([captured.example])  # its time does not hang on the ranges
     return quantized.eval()
@@ -116,7 +116,7 @@ def parts(captured: Captured, placement: Placement) -> dict[str, list[str]]:
     nodes = {node.name: node for node in graph.nodes}
     groups: dict[str, list[str]] = {}
     for name, kind in placement.integer.items():
-        deep = kind == "conv" and _is_depthwise(captured, nodes[name])
+        deep = kind == "conv" and is_depthwise(captured.module, nodes[name])
         groups.setdefault("depthwise convolutions" if deep else f"every {kind}", []).append(name)
     alike: dict[str, list[list[str]]] = {}
     for region in _regions(nodes, placement):
@@ -128,11 +128,6 @@ def parts(captured: Captured, placement: Placement) -> dict[str, list[str]]:
         groups[name] = [node for region in regions for node in region]
     distinct = {frozenset(members): name for name, members in reversed(groups.items())}
     return {name: members for name, members in groups.items() if distinct[frozenset(members)] == name}
-
-
-def _is_depthwise(captured: Captured, node: Node) -> bool:
-    weight = parameter_name(node.args[1])
-    return weight is not None and get_tensor(captured.module, weight).shape[1] == 1
 
 
 def _regions(nodes: Mapping[str, Node], placement: Placement) -> list[list[str]]:

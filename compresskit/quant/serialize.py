@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from compresskit.base.errors import CheckpointError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import restructure_
+from compresskit.quant.build import build_quantized
 from compresskit.quant.dynamic.insert_dynamic import build_dynamic
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
-from compresskit.quant.numerics.targets import Integer, Target
-from compresskit.quant.passes.insert import Quantized, build
+from compresskit.quant.numerics.targets import Support, Target
 from compresskit.quant.weight_only.per_matrix import rebuild_mixed
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
@@ -35,7 +36,7 @@ def record(model: Quantized) -> dict[str, Any]:
     plan = {"plan": model.plan.to_json()} if isinstance(model, WeightQuantized) else {}
     return plan | {
         "kind": "quantized",
-        "origin": model.origin,
+        "origin": model.origin.to_json(),
         "target": asdict(model.target),
         "placement": model.placement.to_json(),
         "example": _example_record(model.example),
@@ -63,13 +64,13 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     elif "plan" in saved:
         quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
     elif how is None:
-        quantized = build(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
+        quantized = build_quantized(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
     else:
         operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
         quantized = build_dynamic(
             model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
         )
-    quantized.origin["smoothed"] = origin.get("smoothed", 0)
+    quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)))
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"
@@ -83,7 +84,7 @@ def _target(saved: dict[str, Any]) -> Target:
     fields = dict(saved)
     for name in ("activations", "weights"):
         fields[name] = Scheme(**fields[name])
-    fields["operators"] = {kind: Integer(**rule) for kind, rule in fields["operators"].items()}
+    fields["operators"] = {kind: Support(**rule) for kind, rule in fields["operators"].items()}
     return Target(**fields)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, overload
@@ -11,25 +10,26 @@ from typing import ClassVar, Literal, overload
 import torch
 from torch import nn
 
-from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
 from compresskit.graph.surgery import mode
+from compresskit.quant.build import build_quantized
 from compresskit.quant.latency_search import slower_in_integers
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.passes.avoid_ties import avoid_ties_
-from compresskit.quant.passes.insert import Quantized, build
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 
 @overload
 def quantize_static(  # noqa: D418  every public name says what it is
     model: nn.Module,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     target: Target = X86,
     observer: Callable[[], Observer] | None = None,
@@ -46,7 +46,7 @@ def quantize_static(  # noqa: D418  every public name says what it is
 @overload
 def quantize_static(  # noqa: D418  every public name says what it is
     model: nn.Module,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     target: Target = X86,
     observer: Callable[[], Observer] | None = None,
@@ -62,7 +62,7 @@ def quantize_static(  # noqa: D418  every public name says what it is
 
 def quantize_static(
     model: nn.Module,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     target: Target = X86,
     observer: Callable[[], Observer] | None = None,
@@ -73,11 +73,12 @@ def quantize_static(
     strict: bool = False,
     inside: str | None = None,
 ) -> nn.Module:
-    """A quantized copy of a float model, its ranges found on batches of inputs (tuples or dicts).
+    """A quantized copy of a float model, its ranges found on batches of inputs.
 
     Args:
         model: any float module; it is left as it was.
-        batches: inputs; the first is also the example that the model is captured with.
+        batches: an iterable of inputs (tensors, tuples or dicts), or one batch; the first is also the example that the model is
+            captured with.
         target: where it will run.
         observer: makes one range observer for each rounded value; None takes `HistogramMSE` for what linear layers over tokens
             read, where nothing in integers makes it, and `MinMax` for all else.
@@ -86,7 +87,7 @@ def quantize_static(
             this machine, timed in ONNX Runtime (some seconds for each part that is tried).
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`); the function of the
             float model stays what it was; and leave the first and last layer of a transformer float where they cost next to
-            nothing (`ends_of`). For models without layer norms it does nothing.
+            nothing (`sensitive_ends`). For models without layer norms it does nothing.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
         strict: raise where an operator is one that no rule knows, instead of leaving it float.
         inside: dotted name of a submodule. It alone is quantized, with what it receives when the model runs on the batches,
@@ -99,25 +100,19 @@ def quantize_static(
     check_choose(choose, "quantize_static")
     part, example, everything = part_of(model, batches, inside, "quantize_static")
     floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
-    quantized = build(
+    quantized = build_quantized(
         part, example, target, observer, skip=skip, floating=floating, dynamic=dynamic, strict=strict,
         smooth=example if smooth else None,
     )  # fmt: skip
     whole = calibrated_in(model, quantized, everything, inside)
-    avoid_ties_(quantized.body)
+    nudge_scales_(quantized.body)
     quantized.keep_masked_()
     return whole
 
 
-def part_of(
-    model: nn.Module, batches: Iterable[AnyInputs], inside: str | None, where: str
-) -> tuple[nn.Module, Inputs, Iterator[Inputs]]:
+def part_of(model: nn.Module, batches: Batches, inside: str | None, where: str) -> tuple[nn.Module, Inputs, Iterator[Inputs]]:
     """The module that is to be quantized, what it receives in the first batch, and all batches of the whole model."""
-    stream = each_inputs(batches, where)
-    first = next(stream, None)
-    if first is None:
-        raise DataError(f"{where}: no calibration batch was given; a few hundred samples show the ranges")
-    everything = itertools.chain([first], stream)
+    first, everything = first_and_all(batches, where)
     if not inside:
         return model, first, everything
     check_runs(model, first)

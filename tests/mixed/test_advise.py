@@ -20,8 +20,8 @@ def test_n9_sizes_that_are_no_multiple_of_eight_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     before = copy.deepcopy(model.state_dict())
     advice = advise(model, torch.randn(8, 3, 8, 8))
-    assert [(layer.name, layer.odd) for layer in advice.layers] == [("0", ("in_channels",)), ("4", ("out_features",))]
-    assert advice.layers[1].odd_fp8 == ("rows", "out_features")
+    assert [(layer.name, layer.unaligned) for layer in advice.layers] == [("0", ("in_channels",)), ("4", ("out_features",))]
+    assert advice.layers[1].unaligned_fp8 == ("rows", "out_features")
     assert advice.others == ("BatchNorm2d",)
     assert "4 (Linear): out_features = 10; pad to a multiple of 8" in str(advice)
     assert advice.policy in (FP32, MASTER_BF16)
@@ -51,7 +51,10 @@ def test_b22_recurrent_and_attention_layers_are_seen() -> None:
             return self.attention(x, x, x)[0]
 
     advice = advise(Net(), (torch.randn(2, 5, 8),))
-    assert {layer.name: layer.odd for layer in advice.layers} == {"rnn": ("hidden_size",), "attention": ("embed_dim", "head_dim")}
+    assert {layer.name: layer.unaligned for layer in advice.layers} == {
+        "rnn": ("hidden_size",),
+        "attention": ("embed_dim", "head_dim"),
+    }
 
 
 def test_advice_without_gradients_is_refused() -> None:
@@ -76,8 +79,8 @@ def test_b22_data_that_is_slower_than_the_model_is_told() -> None:
 
 def test_b22_cudnn_that_is_off_is_told(monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    assert "cuDNN is off" in advise_module._notes(torch.device("cuda"), None, lambda: None)[0]
-    assert advise_module._notes(torch.device("cpu"), None, lambda: None) == ()
+    assert "cuDNN is off" in advise_module._obstacles(torch.device("cuda"), None, lambda: None)[0]
+    assert advise_module._obstacles(torch.device("cpu"), None, lambda: None) == ()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,6 @@ def test_b22_cudnn_that_is_off_is_told(monkeypatch) -> None:
 )
 def test_b22_tensor_cores_begin_with_volta(monkeypatch, capability, name) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    policy, why = advise_module._suggested(torch.device("cuda"))
+    policy, why = advise_module._suggested_policy(torch.device("cuda"))
     assert policy.name == name
     assert f"{capability[0]}.{capability[1]}" in why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def by_hand(policy, accumulate):
     steps = 2 * 6 // accumulate
     data = batches() * 2
     for step, start in enumerate(range(0, 12, accumulate)):
-        optimizer.param_groups[0]["lr"] = 0.1 * ck.train.cosine(step / steps)
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * step / steps))
         with run.accumulate(accumulate):
             for x, y in data[start : start + accumulate]:
                 run.backward(nn.functional.cross_entropy(run(x), y))

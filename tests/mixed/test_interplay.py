@@ -27,7 +27,7 @@ def line(policy, **settings):
 def summed(policy, count, *, native=True):
     _, run = line(policy)
     if not native:
-        run._weights.fp32_grads_(on=False)  # as under DDP, or on a torch without Tensor.grad_dtype
+        run._weights.use_fp32_gradients_(enabled=False)  # as under DDP, or on a torch without Tensor.grad_dtype
     with run.accumulate(count):
         for _ in range(count):
             run.backward(run(torch.ones(1, 1)).sum())
@@ -134,7 +134,7 @@ def test_averages_are_of_the_masters(policy) -> None:
     nn.init.ones_(model.weight)
     policy = replace(policy, loss_scale=8.0) if policy.loss_scale else policy
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), policy)
-    average = run.average(0.999)
+    average = run.ema(0.999)
     wanted, naive, weight = 1.0, torch.ones((), dtype=torch.float16), 1.0
     for _ in range(500):
         run.backward(-run(torch.ones(1, 1)).sum())
@@ -154,7 +154,7 @@ def test_averages_are_of_the_masters(policy) -> None:
 def test_a_skipped_step_weighs_nothing_in_the_average(fused) -> None:
     model = nn.Linear(1, 1, bias=False)
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused), EIGHT)
-    average = run.average(0.5)
+    average = run.ema(0.5)
     run.backward(run(torch.ones(1, 1)).sum())
     run.step()
     before = average.values["weight"].clone()
@@ -162,7 +162,7 @@ def test_a_skipped_step_weighs_nothing_in_the_average(fused) -> None:
     run.step()
     assert torch.equal(before, average.values["weight"])
     with pytest.raises(SettingError, match=r"decay must be in \[0, 1\), got 1"):
-        run.average(1)
+        run.ema(1)
 
 
 def test_gradient_dtypes_are_not_left_set_after_finish() -> None:

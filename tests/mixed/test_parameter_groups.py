@@ -23,7 +23,7 @@ compiles = mixed.step.compiled.has_compiler(torch.device("cpu"))
 
 def together(*compiled):
     """Policies with layouts and backends that go with them; the compiled backend for one of them, as it takes seconds."""
-    cases = [(policy, {}) for policy in FULL] + [(policy, {"flat": True}) for policy in FULL if policy.digits is None]
+    cases = [(policy, {}) for policy in FULL] + [(policy, {"flat": True}) for policy in FULL if policy.bf16_format is None]
     cases += [(policy, {"backend": "compiled"}) for policy in compiled if compiles]
     return [pytest.param(policy, settings, id=f"{policy.name} {settings}") for policy, settings in cases]
 
@@ -62,7 +62,7 @@ def test_b4_a_group_added_later_trains_like_one_that_was_there(policy, settings)
     """FP32 against a plain loop of torch; the others by what becomes of their masters, and by a resume."""
     model = net()
     late = start(policy, model, model[2].parameters(), **settings)
-    average = late.average(0.5)
+    average = late.ema(0.5)
     go(late, range(3))
     late.add_group({"params": list(model[0].parameters()), "lr": 0.05})
     go(late, range(3, 6))
@@ -71,13 +71,13 @@ def test_b4_a_group_added_later_trains_like_one_that_was_there(policy, settings)
     assert [len(group["params"]) for group in late.optimizer.param_groups] == ([1, 1] if settings.get("flat") else [2, 2])
     before = net()[0].weight
     assert (late.named_masters()["0.weight"] - before).abs().max() > 0.05
-    if policy.master or policy.digits:
+    if policy.master or policy.bf16_format:
         assert {m.dtype for m in late.masters()} == {torch.float32}
         assert model[0].weight.dtype == policy.param_dtype
     assert set(average.values) == set(late.named_masters())
     state = late.state_dict()
     again = start(policy, third := net(), third[2].parameters(), **settings)
-    again.average(0.5)
+    again.ema(0.5)
     again.add_group({"params": list(third[0].parameters())})
     again.load_state_dict(state)
     for run in (late, again):
@@ -146,7 +146,7 @@ def test_masks_hold_masters_and_what_completes_them(policy, settings) -> None:
     for values in (
         model[0].weight,
         run.named_masters()["0.weight"],
-        *(s.rest for s in run._weights.slots[:1] if s.rest is not None),
+        *(h.remainder for h in run._weights.halves[:1] if h.remainder is not None),
     ):
         assert not values.detach().float()[~mask].any()
     assert model[0].weight.detach()[mask].float().abs().min() > 0

@@ -248,8 +248,8 @@ def test_n10_n12_half_weights_halve_what_is_kept_for_backward() -> None:
 
 
 def pointers(run):
-    tensors = [*run.model.parameters(), run._weights.clock, run._skips]
-    tensors += [s.rest for s in run._weights.slots if s.rest is not None]
+    tensors = [*run.model.parameters(), run._weights.steps, run.skipped]
+    tensors += [h.remainder for h in run._weights.halves if h.remainder is not None]
     tensors += [v for s in run.scalers.values() for v in (s.scale, s.clean, s.tolerance, s.skipped, s.found_inf)]
     tensors += [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     return [t.data_ptr() for t in tensors]
@@ -273,7 +273,7 @@ def test_cuda_graphs_find_all_state_where_it_was(name) -> None:
 def test_cuda_graphs_that_would_freeze_or_read_something_are_refused(monkeypatch) -> None:
     import compresskit.mixed as mixed
 
-    monkeypatch.setattr(mixed.step, "capturing", lambda device: True)
+    monkeypatch.setattr(mixed.run, "capturing_cuda_graph", lambda device: True)
 
     def run(policy, make, **settings):
         model = nn.Linear(2, 2)
@@ -293,7 +293,7 @@ def test_cuda_graphs_that_would_freeze_or_read_something_are_refused(monkeypatch
         run(EIGHT, sgd, lr=rate).step()
     good = run(EIGHT, sgd, lr=rate, fused=True)
     pushed = []
-    good._late.push = pushed.append
+    good._overflow.last.push = pushed.append
     good.step()
     assert not pushed  # no event may be asked for
     assert good.stats()["skipped"] == 0
@@ -329,12 +329,12 @@ def test_n10_bytes_per_parameter(name, backend) -> None:
     policy = replace(policy, fp8="emulated") if policy.fp8 else policy
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     run = prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), policy)
-    if backend == "compiled" and run._weights.slots:
-        run._weights.fp32_grads_(on=False)  # what prepare(backend="compiled") does
+    if backend == "compiled" and run._weights.halves:
+        run._weights.use_fp32_gradients_(enabled=False)  # what prepare(backend="compiled") does
     for _ in range(2):
         run.backward(run(torch.randn(16, 64)).sum())
-        held = [*model.parameters(), *(p.grad for p in model.parameters()), *(s.master for s in run._weights.slots)]
-        held += [s.rest for s in run._weights.slots if s.rest is not None]
+        held = [*model.parameters(), *(p.grad for p in model.parameters()), *(h.master for h in run._weights.halves)]
+        held += [h.remainder for h in run._weights.halves if h.remainder is not None]
         held += [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
         run.step()

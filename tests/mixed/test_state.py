@@ -35,7 +35,7 @@ def start(policy, make, *, flat=False):
     scaler = functools.partial(mixed.LossScaler, 2.0**10, interval=3) if policy.loss_scale else None
     run = prepare(model, optimizer, policy, clip=1.0, flat=flat, scaler=scaler)
     run.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), on="success")
-    return run, run.average(0.9)
+    return run, run.ema(0.9)
 
 
 def go(run, steps):
@@ -104,7 +104,7 @@ def test_policies_convert(source, target) -> None:
     after, _ = start(target, make)
     after.load_state_dict(stored(before.state_dict()))
     exact = {None, "split"}
-    loses = target.pure or target.digits not in exact
+    loses = target.pure or target.bf16_format not in exact
     for a, b in zip(before.masters(), after.masters(), strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-8 if loses else 0, atol=1e-6 if loses else 0)
     go(after, range(3, 5))
@@ -158,7 +158,7 @@ def test_what_is_not_this_run_is_refused() -> None:
         (changed(buffers={}), "another model: buffer 1.num_batches_tracked is not in the state"),
         (changed(optimizer=good["optimizer"] | {"kind": "AdamW"}), "of optimizer AdamW, this run has SGD"),
         (changed(optimizer=good["optimizer"] | {"groups": []}), "param groups hold other parameters"),
-        (changed(averages=[]), "the state has 0 averages, this run 1"),
+        (changed(emas=[]), "the state has 0 emas, this run 1"),
         (changed(schedules=[]), "the state has 0 schedules, this run 1"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -172,4 +172,4 @@ def test_what_is_not_this_run_is_refused() -> None:
 def test_the_seed_of_stochastic_rounding_is_a_setting_and_its_step_is_saved() -> None:
     run, _ = start(replace(mixed.SR_BF16, seed=3), OPTIMIZERS["sgd"])
     go(run, range(3))
-    assert run.state_dict()["clock"] == 3
+    assert run.state_dict()["steps"] == 3

@@ -10,6 +10,7 @@ import special_networks as special
 import torch
 from torch import nn
 
+from compresskit import keep
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.prune import apply_, plan_channels
 
@@ -39,31 +40,33 @@ def test_examples_that_do_not_run(x, message) -> None:
     model = networks.build(networks.Chain).train()
     before = state(model)
     with pytest.raises(ModelError, match=message):
-        plan_channels(model, (x,), macs=0.5)
+        plan_channels(model, (x,), budget=keep(macs=0.5))
     assert_untouched(model, before)
 
 
 def test_half_models_are_refused() -> None:
     model = networks.build(networks.Chain).half()
     with pytest.raises(ModelError, match=r"a\.0\.weight is torch\.float16; prune the fp32 model"):
-        plan_channels(model, (torch.randn(2, 3, 16, 16).half(),), macs=0.5)
+        plan_channels(model, (torch.randn(2, 3, 16, 16).half(),), budget=keep(macs=0.5))
 
 
 def test_a_budget_below_what_the_locks_allow() -> None:
     model = special.Split().eval()
     before = state(model)
     with pytest.raises(ModelError, match=r"only \d+\.\d% can be reached; locked: .*32 channels: cut at fixed places by split"):
-        plan_channels(model, special.example(special.Split), macs=0.02)
+        plan_channels(model, special.example(special.Split), budget=keep(macs=0.02))
     assert_untouched(model, before)
 
 
 def test_an_unknown_name_to_ignore() -> None:
     with pytest.raises(SettingError, match="no layer with channels stands in a module of that name"):
-        plan_channels(networks.build(networks.Chain), networks.image(2), macs=0.5, ignore=("backbone",))
+        plan_channels(networks.build(networks.Chain), networks.image(2), budget=keep(macs=0.5), ignore=("backbone",))
 
 
 def test_a_plan_of_another_architecture() -> None:
-    plan = plan_channels(special.StoredAttention().eval(), special.example(special.StoredAttention), macs=0.6, round_to=1)
+    plan = plan_channels(
+        special.StoredAttention().eval(), special.example(special.StoredAttention), budget=keep(macs=0.6), round_to=1
+    )
     other = special.StoredAttention().eval()
     other.head_dim = 4
     before = state(other)
@@ -78,7 +81,7 @@ def test_a_plan_of_another_architecture() -> None:
 
 def test_a_plan_cannot_be_applied_twice() -> None:
     model = networks.build(networks.Chain)
-    plan = plan_channels(model, networks.image(2), macs=0.5)
+    plan = plan_channels(model, networks.image(2), budget=keep(macs=0.5))
     apply_(model, plan)
     before = state(model)
     with pytest.raises(ModelError, match="the plan was made for shape"):
@@ -90,12 +93,12 @@ def test_planning_leaves_everything_as_it_was() -> None:
     """Also the random state, running statistics, and modules that were in train mode."""
     model = special.Auxiliary().train()
     before, seed = state(model), torch.get_rng_state()
-    plan_channels(model, special.example(special.Auxiliary), macs=0.6, round_to=1)
+    plan_channels(model, special.example(special.Auxiliary), budget=keep(macs=0.6), round_to=1)
     assert_untouched(model, before)
     torch.set_rng_state(seed)
     expected = torch.rand(3)
     torch.set_rng_state(seed)
-    plan_channels(copy.deepcopy(model), (torch.zeros(2, 3, 8, 8),), macs=0.6, round_to=1)
+    plan_channels(copy.deepcopy(model), (torch.zeros(2, 3, 8, 8),), budget=keep(macs=0.6), round_to=1)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -114,6 +117,6 @@ class Silent(nn.Module):
 
 
 def test_code_that_refuses_narrow_layers_keeps_them() -> None:
-    plan = plan_channels(networks.build(Silent), networks.image(2), macs=0.8, round_to=1)
+    plan = plan_channels(networks.build(Silent), networks.image(2), budget=keep(macs=0.8), round_to=1)
     assert any("made for 16 channels" in reason for reason in plan.locked)
     assert "b.0.weight" not in plan.remove or 0 not in plan.remove["b.0.weight"]

@@ -13,13 +13,13 @@ import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.quant import X86, quantize_static
 from compresskit.quant import latency_search as choose
-from compresskit.quant.passes.insert import lower
-from compresskit.quant.passes.placement import place
+from compresskit.quant.passes.placement import place_quantizers
+from compresskit.quant.passes.prepare_graph import prepare_graph
 
 
 def parts_of(kind: type) -> dict[str, list[str]]:
-    captured, _, _ = lower(build(kind), image(4), X86, ())
-    return choose.parts(captured, place(captured.module.graph, X86))
+    captured, _, _ = prepare_graph(build(kind), image(4), X86, ())
+    return choose.parts(captured, place_quantizers(captured.module.graph, X86))
 
 
 def test_parts() -> None:

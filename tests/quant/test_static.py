@@ -20,7 +20,7 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import X86, Integer, Quantized, Target, prepare_qat, quantize_static
+from compresskit.quant import X86, Quantized, Support, Target, prepare_qat, quantize_static
 from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 
@@ -116,7 +116,7 @@ def test_skipped_modules_stay_float(tmp_path) -> None:
 
 
 def test_a_target_is_one_value() -> None:
-    convs = Target(name="CONVS", operators={"conv": Integer()})
+    convs = Target(name="CONVS", operators={"conv": Support()})
     quantized = quantize_static(build(networks.Residual), [image(16)], target=convs)
     assert set(quantized.placement.integer.values()) == {"conv"}
     assert "CONVS runs no linear in integers" in quantized.placement.floating.values()
@@ -274,7 +274,7 @@ def test_save_and_load(tmp_path) -> None:
 def test_pruned_then_quantized_loads(tmp_path) -> None:
     model = build(networks.Residual)
     pruned = copy.deepcopy(model)
-    ck.prune.apply_(pruned, ck.prune.plan_channels(pruned, image(2), macs=0.6, round_to=4))
+    ck.prune.apply_(pruned, ck.prune.plan_channels(pruned, image(2), budget=ck.keep(macs=0.6), round_to=4))
     quantized = quantize_static(pruned, [image(16)])
     ck.save(quantized, tmp_path)
     again = ck.load(networks.Residual(), tmp_path)

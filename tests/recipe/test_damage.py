@@ -18,7 +18,7 @@ from compresskit import cli
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import DTYPES, read_json, read_tensor_file, read_tensors, write_json, write_tensors
 from compresskit.recipe import folder
-from compresskit.recipe.report import read_row
+from compresskit.recipe.report import read_stage_report
 from compresskit.recipe.store import load_snapshots_
 
 
@@ -30,7 +30,9 @@ def run(tmp_path_factory):
     torch.manual_seed(0)
     recipe = ck.Recipe(
         ck.Train(epochs=1, optimizer=chains.sgd),
-        ck.Sparsify(ratio=0.5, rewind=ck.prune.rewind(to=0.3), finetune=ck.Train(epochs=1, optimizer=chains.sgd)),
+        ck.Sparsify(
+            budget=ck.remove(weights=0.5), rewind=ck.prune.rewind(to=0.3), finetune=ck.Train(epochs=1, optimizer=chains.sgd)
+        ),
         ck.QAT(epochs=1, optimizer=chains.sgd, samples=32),
         export="last",
     )
@@ -72,13 +74,13 @@ def what_it_loads(path: Path, out: Path):
         load_snapshots_(found := {0.3: {}}, stage)
         return found
     if name == "row.json":
-        return read_row(read_json(path, "a row")["row"], path)
+        return read_stage_report(read_json(path, "a row")["row"], path)
     if name == "report.json":
-        return [read_row(row, path) for row in read_json(path, "a report")["rows"]]
+        return [read_stage_report(row, path) for row in read_json(path, "a report")["rows"]]
     if name == "recipe.json":
         return read_json(path, "a recipe")
     if stage != out:  # ONNX files and proofs: of a finished stage, by their digest
-        return folder.whole(stage, read_json(stage / "row.json", "a row"))
+        return folder.check_files(stage, read_json(stage / "row.json", "a row"))
     return ck.export.read_metadata(path)
 
 
@@ -279,7 +281,7 @@ def test_names_that_lead_out_of_the_folder(run, tmp_path) -> None:
     shutil.copytree(run / "1-train", stage)
     record = read_json(stage / "row.json", "a row")
     with pytest.raises(CheckpointError, match="passwd: not there"):
-        folder.whole(stage, record | {"files": {"../../../../../../etc/passwd": "0" * 64}})
+        folder.check_files(stage, record | {"files": {"../../../../../../etc/passwd": "0" * 64}})
     tensors = read_tensors(stage / "model.safetensors")
     write_tensors(stage / "model.safetensors", {f"../../{name}": value for name, value in tensors.items()})
     with pytest.raises(CheckpointError, match="disagree about|the file lacks"):

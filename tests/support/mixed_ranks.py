@@ -131,7 +131,7 @@ def fsdp(rank):
 
 def fsdp_overflow(rank):
     run = sharded(SCALED)
-    average = run.average(0.5)
+    average = run.ema(0.5)
     before = numbers(run)
     run.backward(run(batches(1)[0]).square().mean() * (INF if rank == 1 else 1))
     run.step()

@@ -38,11 +38,11 @@ def trained(rank: int) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     for step in range(3):
         if step == 2:
-            quantized.hold_()
+            quantized.freeze_statistics_()
         optimizer.zero_grad()
         wrapped(*image(16)).square().mean().backward()
         optimizer.step()
-    quantized.settle_()
+    quantized.convert_()
     return {name: value.clone() for name, value in quantized.state_dict().items()}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError
+from compresskit.graph.interpreter import run_graph
 
 INPUT = ":in"
 
@@ -66,27 +67,17 @@ def _place(nodes: list[fx.Node], *, entry: bool) -> fx.Node:
     return first[0] if isinstance(first, list | tuple) else first  # type: ignore[return-value]
 
 
-class _Reader(fx.Interpreter):
-    """Runs a graph and hands over the values of some operators."""
-
-    def __init__(self, graph: fx.GraphModule, wanted: dict[fx.Node, list[str]], keep: Callable[[str, Any], None]) -> None:
-        super().__init__(graph)
-        self.wanted, self.keep = wanted, keep
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        for tap in self.wanted.get(n, ()):
-            self.keep(tap, value)
-        return value
-
-
 @contextmanager
 def _read_graph(graph: fx.GraphModule, wanted: dict[fx.Node, list[str]], keep: Callable[[str, Any], None]) -> Iterator[None]:
     """While the block runs the graph is interpreted, an operator at a time, in the place of its compiled code."""
     signature = inspect.signature(graph.forward)
 
+    def visit(node: fx.Node, value: Any) -> None:
+        for tap in wanted.get(node, ()):
+            keep(tap, value)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _Reader(graph, wanted, keep).run(*signature.bind(*args, **kwargs).args)
+        return run_graph(graph, signature.bind(*args, **kwargs).args, visit)
 
     graph.forward = forward
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs
@@ -16,24 +16,11 @@ from compresskit.export.files import read_proto
 from compresskit.export.onnx import to_program
 from compresskit.export.rewrite.dtypes import widened
 from compresskit.graph.capture import module_path
+from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node
 from compresskit.measure import numpy_inputs, session
 
 FAR = 0.02  # of a value's range: rounding ties stay far below it
-
-
-class _Recorder(fx.Interpreter):
-    """Runs a graph and keeps every tensor."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.values: dict[str, np.ndarray] = {}
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor) and value.is_floating_point() and n.op == "call_function":
-            self.values[n.name] = value.detach().cpu().numpy()
-        return value
 
 
 def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> str | None:
@@ -48,12 +35,17 @@ def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> st
     assert program.exported_program is not None
     module = program.exported_program.module()
     inputs = widened(model, inputs)[1]
+    values: dict[str, np.ndarray] = {}
+
+    def keep(node: Node, value: Any) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point() and node.op == "call_function":
+            values[node.name] = value.detach().cpu().numpy()
+
     with torch.no_grad():
-        recorder = _Recorder(module)
-        recorder.run(*pytree.tree_leaves(inputs))
+        run_graph(module, pytree.tree_leaves(inputs), keep)
     file = read_proto(path)
     here = {output for node in file.graph.node for output in node.output}
-    names = [name for name in recorder.values if name in here]
+    names = [name for name in values if name in here]
     outside = {output.name for output in file.graph.output}
     file.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in outside)
     with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".probe.", suffix=".onnx") as beside:
@@ -63,7 +55,7 @@ def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> st
     got = dict(zip([o.name for o in probe.get_outputs()], probe.run(None, numpy_inputs(probe, inputs)), strict=True))
     nodes = {node.name: node for node in module.graph.nodes}
     for name in names:
-        wanted = recorder.values[name]
+        wanted = values[name]
         span = float(wanted.max() - wanted.min()) or 1.0
         if wanted.shape != got[name].shape or not float(np.abs(wanted - got[name]).mean()) <= FAR * span:
             return f"the first layer that differs is {module_path(nodes[name]) or 'the model itself'} (value {name!r})"

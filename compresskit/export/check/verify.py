@@ -31,7 +31,8 @@ from compresskit.export.check.bisect import first_disagreement
 from compresskit.export.files import read_proto
 from compresskit.export.rewrite.dtypes import coarsest
 from compresskit.graph.capture import inputs_inside
-from compresskit.graph.surgery import mode, quantized_parts
+from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.surgery import mode
 from compresskit.measure import numpy_inputs, session
 
 #: What a file must reach. A float file: its largest error in steps. A quantized one: share of samples whose largest class
@@ -113,7 +114,7 @@ def verify_onnx(
         model, batches = _inside(model, batches, inside)
     parts = quantized_parts(model).values()
     quantized = bool(parts)
-    exact_parts = all(getattr(part, "exact", False) for part in parts)  # only weights are rounded
+    exact_parts = all(part.exact for part in parts)  # only weights are rounded
     kept: list[list[list[np.ndarray]]] = [[], [], []]
     rounding: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first = 0, None

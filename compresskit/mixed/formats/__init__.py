@@ -1,1 +1,1 @@
-"""Number formats: precision policies, apex levels, bf16 variants, FP8, TF32, casts and parallel wrappers."""
+"""Number formats of training: precision policies, apex levels, bf16 variants, fp8, TF32, casts, DDP and FSDP2."""

@@ -1,8 +1,8 @@
-"""Casts around a half model: its inputs and outputs, and the modules inside it that stay in fp32."""
+"""Casts of inputs and outputs: around a half model, and around modules inside it that stay in fp32."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,35 @@ from compresskit.base.errors import ModelError
 from compresskit.mixed.formats.policy import BATCH_NORMS, Policy
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in any nest of tuples, lists and dicts, or objects with `.to(dtype)`, to a dtype; the rest untouched."""
+@runtime_checkable
+class HasTo(Protocol):
+    """A value with a method `to(dtype)`, such as a batch object of another library."""
+
+    def to(self, dtype: torch.dtype) -> Any: ...
+
+
+@runtime_checkable
+class KeepsFP32(Protocol):
+    """A module that stays in fp32 under every policy where its attribute `keeps_fp32` is true, such as a quantizer."""
+
+    keeps_fp32: bool
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors, and objects with `to(dtype)`, in any nest of tuples, lists and dicts; leave the rest."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if value.is_floating_point() else value
-        to = getattr(value, "to", None)
-        return to(dtype) if callable(to) and not isinstance(value, type) else value
+        return value.to(dtype) if isinstance(value, HasTo) and not isinstance(value, type) else value
 
     return pytree.tree_map(leaf, value)
 
 
 def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
-    """Modules and parameters that stay in fp32 (and ids of buffers): by kind, by name, or because a module asks for it."""
+    """The modules, parameters and ids of buffers that stay in fp32: by class, by name, or by `keeps_fp32`."""
     kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type))
-    kept: set[Any] = {m for m in model.modules() if isinstance(m, kinds) or getattr(m, "keeps_fp32", False)}
+    kept: set[Any] = {m for m in model.modules() if isinstance(m, kinds) or (isinstance(m, KeepsFP32) and m.keeps_fp32)}
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in (name for name in policy.keep_fp32 if isinstance(name, str)):
@@ -45,30 +58,37 @@ def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:
     return kept
 
 
-def surround(model: nn.Module, policy: Policy, known: set[nn.Module]) -> list[RemovableHandle]:
-    """Let modules kept in fp32 take and give half: cast what goes in to fp32 and what comes out to the half dtype.
+def add_cast_hooks_(model: nn.Module, policy: Policy, hooked: set[nn.Module]) -> list[RemovableHandle]:
+    """Add hooks to modules kept in fp32 inside a half model that cast their inputs to fp32 and their outputs to half.
 
-    Batch norms need none of it, their kernels take half inputs beside fp32 weights; the same holds for modules that ask to be
-    kept with `keeps_fp32`. `known` are modules that have theirs already; new ones are added.
+    Batch norms need none, as their kernels take half inputs beside fp32 weights; nor do modules with `keeps_fp32`.
+
+    Args:
+        model: the half model.
+        policy: its `keep_fp32` says which modules.
+        hooked: modules that have their hooks already; those that get them here are added.
+
+    Returns:
+        The handles that remove the hooks.
     """
     half = policy.param_dtype
     assert half is not None
     kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type) and not issubclass(kind, BATCH_NORMS))
     names = {name for name in policy.keep_fp32 if isinstance(name, str)}
-    found: list[str] = []
+    outermost: list[str] = []
     handles: list[RemovableHandle] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in outermost)
         if inside or not (name in names or isinstance(module, kinds)) or isinstance(module, BATCH_NORMS):
             continue
-        found.append(name)
-        if module in known:
+        outermost.append(name)
+        if module in hooked:
             continue
-        known.add(module)
+        hooked.add(module)
         handles.append(module.register_forward_pre_hook(_into_fp32, with_kwargs=True))
-        handles.append(module.register_forward_hook(lambda _module, _args, output: cast(output, half)))
+        handles.append(module.register_forward_hook(lambda _module, _args, output: cast_floating(output, half)))
     return handles
 
 
 def _into_fp32(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return cast(args, torch.float32), cast(kwargs, torch.float32)
+    return cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)

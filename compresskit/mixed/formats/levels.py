@@ -1,4 +1,4 @@
-"""apex's optimization levels, as policies: its property table, overrides and refusals (NVIDIA/apex, apex/amp/frontend.py)."""
+"""apex's optimization levels O0 to O5 as policies: its property table, overrides and checks (NVIDIA/apex, amp/frontend.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from compresskit.mixed.formats.policy import BATCH_NORMS, HALVES, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Properties:
-    """What one level sets; the names are apex's."""
+class LevelProperties:
+    """The properties that one level sets, by apex's names."""
 
     cast_model_type: torch.dtype | None = None
     patch_torch_functions: bool = False
@@ -25,25 +25,32 @@ class Properties:
 
 #: O0-O3 as in apex; O4 and O5, their bf16 counterparts, as in ROCm/apex.
 LEVELS = {
-    "O0": Properties(cast_model_type=torch.float32, master_weights=False),
-    "O1": Properties(patch_torch_functions=True, patch_torch_functions_type=torch.float16, loss_scale="dynamic"),
-    "O2": Properties(cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"),
-    "O3": Properties(cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False),
-    "O4": Properties(patch_torch_functions=True, patch_torch_functions_type=torch.bfloat16),
-    "O5": Properties(cast_model_type=torch.bfloat16, keep_batchnorm_fp32=True, master_weights=True),
+    "O0": LevelProperties(cast_model_type=torch.float32, master_weights=False),
+    "O1": LevelProperties(patch_torch_functions=True, patch_torch_functions_type=torch.float16, loss_scale="dynamic"),
+    "O2": LevelProperties(cast_model_type=torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"),
+    "O3": LevelProperties(cast_model_type=torch.float16, keep_batchnorm_fp32=False, master_weights=False),
+    "O4": LevelProperties(patch_torch_functions=True, patch_torch_functions_type=torch.bfloat16),
+    "O5": LevelProperties(cast_model_type=torch.bfloat16, keep_batchnorm_fp32=True, master_weights=True),
 }
 
 
 def level(name: str, **overrides: Any) -> Policy:
-    """The policy of an apex level: O0 fp32, O1 autocast, O2 half with masters, O3 pure half, O4 and O5 as O1 and O2 in bf16.
+    """Make the policy of an apex level: O0 fp32, O1 autocast, O2 half with masters, O3 pure half, O4 and O5 as O1 and O2 in bf16.
 
-    `overrides` replace single properties of the table. `level("O3", keep_batchnorm_fp32=True)` is apex's "speed of light".
+    Args:
+        name: "O0" to "O5".
+        overrides: replace single properties of the level's table, by apex's names. `level("O3", keep_batchnorm_fp32=True)` is
+            apex's "speed of light".
 
-    Raises SettingError for an unknown level or property and for an override that makes no sense at that level.
+    Returns:
+        The policy, for `prepare` or `Train(precision=...)`.
+
+    Raises:
+        SettingError: for an unknown level or property, and for an override that makes no sense at that level.
     """
     if name not in LEVELS:
         raise SettingError(f"level must be one of {', '.join(LEVELS)}, got {name!r}")
-    known = [field.name for field in fields(Properties)]
+    known = [field.name for field in fields(LevelProperties)]
     if unknown := sorted(set(overrides) - set(known)):
         raise SettingError(f"level {name}: no property {unknown[0]!r}; there are {', '.join(known)}")
     overrides = {key: _parsed(name, key, value) for key, value in overrides.items()}
@@ -63,7 +70,7 @@ def level(name: str, **overrides: Any) -> Policy:
 
 
 def _parsed(name: str, key: str, value: Any) -> Any:
-    # Scripts hand these on from a command line, where everything is a word; apex takes them so too.
+    # Scripts pass these on from a command line as strings, which apex accepts too.
     if key in ("keep_batchnorm_fp32", "master_weights", "patch_torch_functions"):
         value = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
         if value is not None and not isinstance(value, bool):
@@ -88,9 +95,9 @@ def _check_autocast(name: str, overrides: dict[str, Any]) -> None:
             raise SettingError(f"level {name}: {key}={overrides[key]} makes no sense: {reason}")
 
 
-def _check_cast(name: str, chosen: Properties) -> None:
-    own = LEVELS[name].patch_torch_functions
-    if chosen.patch_torch_functions != own or (chosen.patch_torch_functions_type is None) == own:
+def _check_cast(name: str, chosen: LevelProperties) -> None:
+    patches = LEVELS[name].patch_torch_functions
+    if chosen.patch_torch_functions != patches or (chosen.patch_torch_functions_type is None) == patches:
         raise SettingError(f"level {name}: functions are cast by O1 (fp16) and O4 (bf16), by no other level; choose one of them")
     half = chosen.cast_model_type in HALVES
     if chosen.cast_model_type not in (None, torch.float32, *HALVES):

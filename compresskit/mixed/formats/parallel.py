@@ -1,8 +1,8 @@
-"""Several processes: what DistributedDataParallel reduces in, and FSDP2's own mixed precision as a policy asks for it."""
+"""Several processes: a DDP hook that averages gradients in fp32, and the mixed-precision settings of FSDP2 for a policy."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,37 @@ from compresskit.base.errors import SettingError
 from compresskit.mixed.formats.policy import BATCH_NORMS, Policy
 
 
+# torch's classes are recognised by their methods: importing torch.distributed.fsdp and .tensor takes longer than this library.
+@runtime_checkable
+class FSDP2Module(Protocol):
+    """What `fully_shard` makes of a module: `torch.distributed.fsdp.FSDPModule`."""
+
+    def _get_fsdp_state(self) -> Any: ...
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+
+
+@runtime_checkable
+class ShardedTensor(Protocol):
+    """`torch.distributed.tensor.DTensor`."""
+
+    def full_tensor(self) -> Tensor:
+        """Gather the shards of all ranks."""
+
+
 def fp32_allreduce_hook(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average the gradients of all ranks in fp32: `ddp.register_comm_hook(None, mixed.fp32_allreduce_hook)`.
 
-    Half gradients are reduced in half otherwise: a sum over ranks may overflow in fp16 (pytorch#61814), and in bf16 it keeps
-    eight digits of many addends. Twice the traffic; the mean is rounded to half once. `group` is a process group, or None for
-    all ranks.
+    Without the hook DDP reduces half gradients in half: a sum over ranks may overflow in fp16 (pytorch#61814), and bf16 has only
+    eight bits for it. With it the traffic doubles, and the mean is rounded to half once.
+
+    Args:
+        group: a process group, or None for all ranks.
+        bucket: the `torch.distributed.GradBucket` that DDP hands over.
+
+    Returns:
+        A future of the averaged bucket.
     """
     group = group if group is not None else dist.group.WORLD
     half: Tensor = bucket.buffer()
@@ -31,18 +56,19 @@ fp32_allreduce_hook.__annotations__.clear()
 
 
 def fsdp_policy(policy: Policy) -> Any:
-    """FSDP2's `MixedPrecisionPolicy` for a policy: `fully_shard(module, mp_policy=mixed.fsdp_policy(mixed.MASTER_BF16))`.
+    """Make FSDP2's `MixedPrecisionPolicy`: `fully_shard(module, mp_policy=mixed.fsdp_policy(mixed.MASTER_BF16))`.
 
     The sharded fp32 parameters are the masters: gathered, computed and freed in half, reduced in fp32. Shard first, then make
     the optimizer, then `mixed.prepare(model, optimizer, policy)` with the same policy: it scales, checks over all ranks, clips
-    and steps, and leaves the casts to FSDP2. Batch norms computed in half lose digits: give each `fully_shard` of its own with
+    and steps, and leaves the casts to FSDP2. Batch norms lose precision in half: give each a `fully_shard` of its own with
     `fsdp_policy(FP32)`.
 
-    Raises SettingError for a policy whose weights FSDP2 cannot hold.
+    Raises:
+        SettingError: for a policy whose weights FSDP2 cannot hold.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    check_sharded(policy)
+    check_fsdp_policy(policy)
     half = policy.param_dtype
     # reduce_dtype None changed its meaning in torch 2.15, so it is always said.
     return MixedPrecisionPolicy(
@@ -53,8 +79,8 @@ def fsdp_policy(policy: Policy) -> Any:
     )
 
 
-def check_sharded(policy: Policy) -> None:
-    """Refuse policies whose weights are not what FSDP2 shards."""
+def check_fsdp_policy(policy: Policy) -> None:
+    """Refuse a policy that keeps weights in a form other than the fp32 shards of FSDP2."""
     if policy.param_dtype is not None and not policy.master:
         raise SettingError(
             f"{policy.name}: FSDP2 keeps fp32 shards, which are masters already; use MASTER_BF16, MASTER_FP16 or an fp32 policy"
@@ -63,52 +89,59 @@ def check_sharded(policy: Policy) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 (`fully_shard`) holds any part of a model."""
-    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    return any(isinstance(module, FSDP2Module) for module in model.modules())
 
 
 def reshard_(model: nn.Module) -> None:
-    """Give a model under FSDP2 its shards back: after a forward pass it holds whole tensors, which no optimizer may be given."""
+    """Free the gathered tensors of a model under FSDP2, so that its parameters are shards again.
+
+    After a forward pass they are whole tensors, which no optimizer may be made of.
+    """
     for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            module.reshard()  # type: ignore[operator]
+        if isinstance(module, FSDP2Module):
+            module.reshard()
 
 
-def check_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that was made after a forward pass, of whole tensors: it would change nothing of the model."""
+def check_optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that was made of gathered tensors, after a forward pass: it would not change the model."""
     reshard_(model)
-    own = {id(p) for p in model.parameters()}
-    if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+    shards = {id(p) for p in model.parameters()}
+    if not all(id(p) in shards for group in optimizer.param_groups for p in group["params"]):
         raise SettingError(
             "prepare: the optimizer holds tensors that FSDP2 has put together for a forward pass, not the model's shards; make it"
             " right after fully_shard, before the model runs"
         )
 
 
-def check_casts(model: nn.Module, policy: Policy) -> None:
-    """Refuse a model that was sharded without the casts that its policy asks for: it would train in fp32 and say nothing."""
-    found = set()
+def check_fsdp_casts(model: nn.Module, policy: Policy) -> None:
+    """Refuse a model that was sharded without the casts of the policy: it would silently train in fp32."""
+    dtypes = set()
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        own = getattr(state, "_mp_policy", None)
-        if own is not None and not isinstance(module, BATCH_NORMS):
-            found.add(own.param_dtype)
-    if found and policy.param_dtype not in found:
-        wanted, got = policy.param_dtype or torch.float32, ", ".join(sorted(str(dtype or torch.float32) for dtype in found))
+        if isinstance(module, FSDP2Module) and not isinstance(module, BATCH_NORMS):
+            settings = getattr(module._get_fsdp_state(), "_mp_policy", None)
+            if settings is not None:
+                dtypes.add(settings.param_dtype)
+    if dtypes and policy.param_dtype not in dtypes:
+        expected, got = policy.param_dtype or torch.float32, ", ".join(sorted(str(dtype or torch.float32) for dtype in dtypes))
         raise SettingError(
-            f"prepare: {policy.name} computes in {wanted}, the model was sharded for {got};"
+            f"prepare: {policy.name} computes in {expected}, the model was sharded for {got};"
             f" give fully_shard(mp_policy=mixed.fsdp_policy({policy.name}))"
         )
 
 
 def check_sync(model: nn.Module) -> None:
-    """Refuse a backward pass inside DDP's `no_sync`: sums are taken away after a pass, and the last reduction would miss them."""
+    """Refuse a backward pass inside DDP's `no_sync`: a run moves gradients away after it, so the last reduction misses them."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.require_backward_grad_sync:
         raise SettingError(
             "backward: inside no_sync() the ranks would not share the gradients that run sums up; leave no_sync out"
         )
 
 
-def whole(value: Tensor) -> Tensor:
-    """A number that all ranks share; a plain tensor as it is."""
-    full = getattr(value, "full_tensor", None)
-    return value if full is None else full()
+def is_dtensor(value: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, such as a parameter or gradient under FSDP2."""
+    return type(value) not in (Tensor, nn.Parameter) and isinstance(value, ShardedTensor)
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """The whole of a `DTensor`, the same on all ranks; a plain tensor as it is."""
+    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which numbers a model trains in, as a value."""
+"""A precision policy: the number formats of weights, products, masters and outputs during training, as a value."""
 
 from __future__ import annotations
 
@@ -10,45 +10,52 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 
-#: Layers whose statistics need fp32 whatever the policy: sums over a batch overflow and lose digits in half.
+#: Layers whose statistics need fp32 under every policy: in half, sums over a batch overflow and lose precision.
 BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._BatchNorm,)
 HALVES = (torch.float16, torch.bfloat16)
 
-Digits = Literal["split", "kahan", "stochastic"]
-Fp8 = Literal["hardware", "emulated"]
+#: How a bf16 weight without a master keeps what bf16 cannot hold; see `formats.bf16_formats`.
+Bf16Format = Literal["split", "kahan", "stochastic"]
+Fp8Mode = Literal["hardware", "emulated"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Numbers of one kind of training.
+    """The number formats of one training ("half" below means fp16 or bf16).
 
-    param_dtype: what weights are stored in during training; None leaves them as they are (fp32).
-    autocast_dtype: what `torch.autocast` runs matmuls and convolutions in; None for no autocast.
-    master: keep an fp32 copy of every half weight, which is what the optimizer updates.
-    digits: what becomes of the digits that a bf16 weight cannot hold, where there is no master: None loses them, "split"
-        keeps all of them in an int16, "kahan" the next eight in a bf16, "stochastic" rounds up with their probability.
-    loss_scale: None, a fixed factor, or "dynamic".
-    keep_fp32: what stays in fp32 under a half `param_dtype`: kinds of module, and dotted names of modules or parameters.
-    cast_inputs: cast floating inputs to `param_dtype`.
-    output_dtype: what floating outputs become, before the loss sees them; None leaves them.
-    seed: of the stochastic rounding.
-    tf32: whether fp32 products on NVIDIA GPUs may round their factors to ten digits (TF32); None leaves torch's own setting.
-    fp8: "hardware" runs the products of `nn.Linear` in fp8 on GPUs that can, "emulated" the same numbers anywhere, slowly; see
-        `to_float8`.
+    Args:
+        name: shown in messages and reports.
+        param_dtype: dtype in which weights are stored during training; None leaves them in fp32.
+        autocast_dtype: dtype in which `torch.autocast` runs matmuls and convolutions; None for no autocast.
+        master: keep an fp32 copy of every half weight, which the optimizer updates (Micikevicius et al., 1710.03740).
+        bf16_format: how a bf16 weight without a master keeps what bf16 cannot hold. "split" keeps all remaining bits in an
+            int16, "kahan" the next eight in a bf16, "stochastic" rounds at random so that the mean is exact; None drops them.
+        loss_scale: None, a fixed factor, or "dynamic" (see `LossScaler`).
+        keep_fp32: what stays in fp32 under a half `param_dtype`: module classes, and dotted names of modules or parameters.
+        cast_inputs: cast floating inputs of the model to `param_dtype`.
+        output_dtype: dtype to which floating outputs are cast before the loss; None leaves them.
+        seed: seed of the stochastic rounding.
+        tf32: whether fp32 products on NVIDIA GPUs may round their factors to ten mantissa bits (TF32); None leaves torch's
+            setting.
+        fp8: "hardware" runs the products of `nn.Linear` in fp8 on GPUs that support it, "emulated" computes the same numbers on
+            any device, slowly; see `to_float8`.
+
+    Raises:
+        SettingError: for settings that contradict one another.
     """
 
     name: str
     param_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
     master: bool = False
-    digits: Digits | None = None
+    bf16_format: Bf16Format | None = None
     loss_scale: float | str | None = None
     keep_fp32: tuple[type[nn.Module] | str, ...] = BATCH_NORMS
     cast_inputs: bool = True
     output_dtype: torch.dtype | None = torch.float32
     seed: int = 0
     tf32: bool | None = None
-    fp8: Fp8 | None = None
+    fp8: Fp8Mode | None = None
 
     def __post_init__(self) -> None:
         where = f"Policy {self.name}"
@@ -63,11 +70,13 @@ class Policy:
             raise SettingError(f"{where}: loss_scale must be positive, got {self.loss_scale}")
         if self.master and self.param_dtype is None:
             raise SettingError(f"{where}: master=True needs a half param_dtype, such as torch.bfloat16")
-        if self.digits not in (None, "split", "kahan", "stochastic"):
-            raise SettingError(f"{where}: digits must be None, 'split', 'kahan' or 'stochastic', got {self.digits!r}")
-        if self.digits is not None and (self.master or self.param_dtype != torch.bfloat16):
-            raise SettingError(f"{where}: digits={self.digits!r} is for bf16 weights without masters; set master=False, "
-                               "param_dtype=torch.bfloat16")  # fmt: skip
+        if self.bf16_format not in (None, "split", "kahan", "stochastic"):
+            raise SettingError(f"{where}: bf16_format must be None, 'split', 'kahan' or 'stochastic', got {self.bf16_format!r}")
+        if self.bf16_format is not None and (self.master or self.param_dtype != torch.bfloat16):
+            raise SettingError(
+                f"{where}: bf16_format={self.bf16_format!r} is for bf16 weights without masters; set master=False, "
+                "param_dtype=torch.bfloat16"
+            )
         if self.tf32 not in (None, True, False):
             raise SettingError(f"{where}: tf32 must be True, False or None for torch's own setting, got {self.tf32!r}")
         if self.fp8 not in (None, "hardware", "emulated"):
@@ -77,25 +86,25 @@ class Policy:
 
     @property
     def pure(self) -> bool:
-        """Whether the optimizer updates half weights, with nothing that keeps what they cannot hold."""
-        return self.param_dtype is not None and not self.master and self.digits is None
+        """Whether the optimizer updates half weights directly, without masters or remainders."""
+        return self.param_dtype is not None and not self.master and self.bf16_format is None
 
     def __str__(self) -> str:
-        """One line that says what is stored and computed in which numbers."""
-        half = _short(self.param_dtype)
+        """One line: the formats of weights, products, masters and outputs."""
+        half = _dtype_name(self.param_dtype)
         parts = [f"{half or 'fp32'} weights"]
         if self.autocast_dtype is not None:
-            parts = [f"fp32 weights, {_short(self.autocast_dtype)} products by autocast"]
+            parts = [f"fp32 weights, {_dtype_name(self.autocast_dtype)} products by autocast"]
         elif self.param_dtype is None:
             products = {None: "products as torch is set", False: "IEEE fp32 products", True: "TF32 products"}[self.tf32]
             parts.append(products)
         if self.param_dtype is not None:
-            digits = {
+            formats = {
                 "split": "exact fp32 in int16 remainders",
                 "kahan": "bf16 compensations",
                 "stochastic": "stochastic rounding",
             }
-            parts.append("fp32 masters" if self.master else digits[self.digits] if self.digits else "no masters")
+            parts.append("fp32 masters" if self.master else formats[self.bf16_format] if self.bf16_format else "no masters")
             names = [kind if isinstance(kind, str) else kind.__name__.lstrip("_") for kind in self.keep_fp32]
             parts += [f"{' and '.join(names)} in fp32"] if names else []
         if self.fp8 is not None:
@@ -105,7 +114,7 @@ class Policy:
         return f"{self.name}: {', '.join(parts)}"
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def _dtype_name(dtype: torch.dtype | None) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", None: ""}[dtype]
 
 
@@ -115,9 +124,25 @@ AMP_BF16 = Policy(name="AMP_BF16", autocast_dtype=torch.bfloat16)
 AMP_FP16 = Policy(name="AMP_FP16", autocast_dtype=torch.float16, loss_scale="dynamic")
 MASTER_BF16 = Policy(name="MASTER_BF16", param_dtype=torch.bfloat16, master=True)
 MASTER_FP16 = Policy(name="MASTER_FP16", param_dtype=torch.float16, master=True, loss_scale="dynamic")
-SPLIT_BF16 = Policy(name="SPLIT_BF16", param_dtype=torch.bfloat16, digits="split")
-KAHAN_BF16 = Policy(name="KAHAN_BF16", param_dtype=torch.bfloat16, digits="kahan")
-SR_BF16 = Policy(name="SR_BF16", param_dtype=torch.bfloat16, digits="stochastic")
+SPLIT_BF16 = Policy(name="SPLIT_BF16", param_dtype=torch.bfloat16, bf16_format="split")
+KAHAN_BF16 = Policy(name="KAHAN_BF16", param_dtype=torch.bfloat16, bf16_format="kahan")
+SR_BF16 = Policy(name="SR_BF16", param_dtype=torch.bfloat16, bf16_format="stochastic")
 PURE_BF16 = Policy(name="PURE_BF16", param_dtype=torch.bfloat16)
 PURE_FP16 = Policy(name="PURE_FP16", param_dtype=torch.float16)
 FP8 = Policy(name="FP8", param_dtype=torch.bfloat16, master=True, fp8="hardware")
+
+
+def require_policy(policy: object, where: str) -> None:
+    """Refuse what is not a `Policy`, such as an apex level by its name or a torch dtype.
+
+    where: begins the message, such as "prepare(policy=...)".
+    """
+    if isinstance(policy, Policy):
+        return
+    advice = "wanted a policy such as mixed.MASTER_BF16"
+    if isinstance(policy, torch.dtype):
+        names = {torch.bfloat16: "AMP_BF16 or mixed.MASTER_BF16", torch.float16: "AMP_FP16 or mixed.MASTER_FP16"}
+        advice = f"a dtype alone does not say how to train; give mixed.{names.get(policy, 'FP32')}"
+    elif isinstance(policy, str) and policy in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        advice = f"give the apex level as mixed.level({policy!r})"
+    raise SettingError(f"{where}: {advice}, got {policy!r}")

@@ -1,4 +1,4 @@
-"""TF32: fp32 products whose factors keep ten digits on NVIDIA GPUs from Ampere on, for as long as a policy asks for it."""
+"""Switch TF32 on or off inside a block (NVIDIA GPUs from Ampere on round the factors of fp32 products to ten mantissa bits)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 @contextmanager
-def tf32(on: bool | None) -> Iterator[None]:
-    """TF32 allowed or forbidden inside the block; torch's own settings stand again after it. None changes nothing.
+def tf32(enabled: bool | None) -> Iterator[None]:
+    """Allow or forbid TF32 inside the block and restore torch's settings after it; None changes nothing.
 
-    torch has it on for convolutions and off for matrix products unless told otherwise, so that "fp32" alone says nothing.
+    By default torch has it on for convolutions and off for matrix products, so "fp32" alone does not say how products round.
     """
-    if on is None:
+    if enabled is None:
         yield
         return
     backends: Any = torch.backends  # its stubs do not know all of it
@@ -23,7 +23,7 @@ def tf32(on: bool | None) -> Iterator[None]:
     before = [place.fp32_precision for place in places]
     try:
         for place in places:
-            place.fp32_precision = "tf32" if on else "ieee"
+            place.fp32_precision = "tf32" if enabled else "ieee"
         yield
     finally:
         for place, old in zip(places, before, strict=True):

@@ -1,1 +1,1 @@
-"""Optimizers and schedules that mixed precision brings along: Lion, an exponential moving average of the weights, warm-up."""
+"""Optimizers and averages beside torch's own: Lion, an exponential moving average of the weights, schedulers that a run steps."""

@@ -1,4 +1,4 @@
-"""Lion, which torch does not have: the sign of an interpolated momentum (Chen et al., 2302.06675, algorithm 2)."""
+"""The Lion optimizer, which torch does not have: steps by the sign of an interpolated momentum (Chen et al., 2302.06675)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ from compresskit.base.errors import SettingError
 
 
 class Lion(torch.optim.Optimizer):
-    """update = sign(beta1 * m + (1 - beta1) * g); w <- w - lr * (update + decay * w); m <- beta2 * m + (1 - beta2) * g.
+    """Lion (Chen et al., 2302.06675, algorithm 2), with the interface of a torch optimizer.
 
-    One momentum, so 4 bytes a parameter less than AdamW; the paper takes a learning rate 3-10 times smaller and a decay 3-10
-    times larger than AdamW's.
+        update = sign(beta1 * m + (1 - beta1) * g)
+        w <- w - lr * (update + weight_decay * w)
+        m <- beta2 * m + (1 - beta2) * g
+
+    It keeps one momentum, so it needs 4 bytes a parameter less than AdamW.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate; the paper takes it 3-10 times smaller than AdamW's.
+        betas: of the update and of the momentum, each in [0, 1).
+        weight_decay: the paper takes it 3-10 times larger than AdamW's.
+
+    Raises:
+        SettingError: for settings out of range.
     """
 
     def __init__(
@@ -27,7 +39,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; a closure, where there is one, is evaluated first and its value returned."""
+        """Make one step; a closure, where given, is evaluated first and its value returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that know of skipped steps."""
+"""A torch learning-rate scheduler that a run steps, at every attempt or only after steps that were not skipped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from compresskit.base.errors import SettingError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduled:
-    """A torch scheduler and when it advances.
+class RunScheduler:
+    """A torch scheduler and when it steps.
 
-    "attempt": after every `run.step()`, so that the schedule ends where the loop does.
-    "success": not for a step that was skipped. Where the optimizer is fused the host learns of a skip one step late, and the
-    schedule waits one step later instead: deterministic, and the same total but for the very last step.
+    on: "attempt" steps it after every `run.step()`, so that the schedule ends where the loop does. "success" leaves out steps
+        that were skipped. With a fused optimizer the host learns of a skip one step late, so the schedule waits one step later:
+        deterministic, and the same total except for the very last step.
     """
 
     scheduler: Any
@@ -28,7 +28,7 @@ class Scheduled:
                 raise SettingError(f"schedule: wanted a torch scheduler, got {type(self.scheduler).__name__} without {method}()")
 
     def advance(self, *, skipped: bool) -> None:
-        """Step the scheduler, if it is to."""
+        """Step the scheduler after a step of the run, unless it leaves skipped ones out."""
         if self.on == "attempt" or not skipped:
             # torch warns of a scheduler that steps before its optimizer, which a skipped first step looks like.
             self.scheduler.optimizer.__dict__["_opt_called"] = True

@@ -1,6 +1,6 @@
-"""Gradients of several backward passes, summed in fp32.
+"""Accumulation of the gradients of several backward passes in fp32.
 
-Half gradients lose small addends: 1000 micro-batches that should sum to 1 come to 0.50 in bf16 (pytorch#106395).
+In half, small addends are lost: 1000 micro-batches that should sum to 1 come to 0.50 in bf16 (pytorch#106395).
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ from torch import Tensor, nn
 from compresskit.mixed.step.scaler import LossScaler, check_
 
 
-class Sums:
-    """fp32 sums beside the parameters; `.grad` holds only what came after the last `hold`."""
+class GradientAccumulator:
+    """fp32 sums of gradients by parameter; `.grad` holds only what came after the last `take`."""
 
     def __init__(self) -> None:
-        self.held: dict[nn.Parameter, Tensor] = {}
+        self.totals: dict[nn.Parameter, Tensor] = {}
 
-    def hold(self, parameters: Iterable[nn.Parameter], scaler: LossScaler | None = None) -> None:
-        """Take the gradients away into the sums, divided by the scaler's scale first; its `found_inf` notes what overflowed."""
+    def take(self, parameters: Iterable[nn.Parameter], scaler: LossScaler | None = None) -> None:
+        """Move the gradients from `.grad` to the sums.
+
+        scaler: divides them by its scale first, and notes in `found_inf` whether one is not finite.
+        """
         fresh = {p: p.grad.float() for p in parameters if p.grad is not None}
         for parameter in fresh:
             parameter.grad = None
         if scaler is not None:
             check_(list(fresh.values()), scaler.found_inf, scaler.inverse())
         for parameter, grad in fresh.items():
-            if parameter in self.held:
-                self.held[parameter].add_(grad)
+            if parameter in self.totals:
+                self.totals[parameter].add_(grad)
             else:
-                self.held[parameter] = grad
+                self.totals[parameter] = grad
 
-    def settle(self) -> dict[nn.Parameter, Tensor]:
-        """The fp32 gradient of every parameter that was held, `.grad` included; starts anew."""
-        for parameter, total in self.held.items():
+    def collect(self) -> dict[nn.Parameter, Tensor]:
+        """The fp32 gradient of every parameter that has a sum, what is left in `.grad` included; starts anew."""
+        for parameter, total in self.totals.items():
             if parameter.grad is not None:
                 total.add_(parameter.grad)
                 parameter.grad = None
-        held, self.held = self.held, {}
-        return held
+        totals, self.totals = self.totals, {}
+        return totals

@@ -1,4 +1,4 @@
-"""The step as one compiled pass: unscale, update, skip and half copy read and write every value once (torch.compile).
+"""The optimizer step as one pass of torch.compile: unscale, update, skip and copy to half read and write every value once.
 
 For AdamW and SGD of torch and for `Lion`. Bytes per parameter and step of AdamW with bf16 weights: 30, against 46 for fp32
 gradients, check, write-back and copy one after another; a bare fused fp32 AdamW has 28.
@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.mixed.formats.policy import Policy
+from compresskit.mixed.formats import bf16_formats
+from compresskit.mixed.formats.policy import Bf16Format, Policy
 from compresskit.mixed.optim.lion import Lion
-from compresskit.mixed.step.masters import Weights
+from compresskit.mixed.step.masters import MasterWeights
 from compresskit.mixed.step.scaler import total_norm
-from compresskit.mixed.step.update import Divisor
+from compresskit.mixed.step.update import UnscaleAndClip
 
-Rule = Callable[[Tensor, Tensor, list[Tensor], Tensor, dict[str, Any]], tuple[Tensor, list[Tensor]]]
+#: (weight, gradient, state, rates, settings of the param group) -> (new weight, new state), all in fp32.
+UpdateRule = Callable[[Tensor, Tensor, list[Tensor], Tensor, dict[str, Any]], tuple[Tensor, list[Tensor]]]
 
 
 def adamw(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """AdamW (Loshchilov & Hutter, 1711.05101); rate is (lr, lr / (1 - beta1^t), sqrt(1 - beta2^t))."""
+    """Update by AdamW (Loshchilov & Hutter, 1711.05101); rate is (lr, lr / (1 - beta1^t), sqrt(1 - beta2^t))."""
     beta1, beta2 = group["betas"]
     m, v = state
     m = m + (1 - beta1) * (g - m)
@@ -34,7 +36,7 @@ def adamw(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[s
 
 
 def sgd(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """SGD with momentum, as torch writes it (Sutskever et al., 2013); its buffer starts from zeros."""
+    """Update by SGD with momentum in torch's form (Sutskever et al., 2013); its buffer starts from zeros."""
     g = g + group["weight_decay"] * w
     if state:
         buffer = group["momentum"] * state[0] + g
@@ -43,14 +45,15 @@ def sgd(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str
 
 
 def lion(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """Lion (Chen et al., 2302.06675)."""
+    """Update by Lion (Chen et al., 2302.06675)."""
     beta1, beta2 = group["betas"]
     (m,) = state
     update = torch.sign(m * beta1 + (1 - beta1) * g)
     return w * (1 - rate[0] * group["weight_decay"]) - rate[0] * update, [m * beta2 + (1 - beta2) * g]
 
 
-RULES: dict[type, tuple[Rule, tuple[str, ...]]] = {
+#: By optimizer: the update of one tensor, and the names of its state.
+UPDATE_RULES: dict[type, tuple[UpdateRule, tuple[str, ...]]] = {
     torch.optim.AdamW: (adamw, ("exp_avg", "exp_avg_sq")),
     torch.optim.SGD: (sgd, ("momentum_buffer",)),
     Lion: (lion, ("exp_avg",)),
@@ -72,10 +75,10 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def check_compiled(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what the one pass does not cover."""
+    """Refuse optimizers, settings and policies that the compiled step does not cover."""
     kind = type(optimizer).__name__
-    if type(optimizer) not in RULES:
-        known = ", ".join(known.__name__ for known in RULES)
+    if type(optimizer) not in UPDATE_RULES:
+        known = ", ".join(known.__name__ for known in UPDATE_RULES)
         raise SettingError(f"backend='compiled': there are kernels for {known}, got {kind}; use backend='foreach'")
     for group in optimizer.param_groups:
         for setting in ("amsgrad", "maximize", "dampening", "differentiable"):
@@ -87,50 +90,79 @@ def check_compiled(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         raise SettingError(f"backend='compiled': {policy.name} has no fp32 to update; use backend='foreach'")
 
 
-class Compiled:
-    """Steps the groups of an optimizer, each by a kernel of its own; its state stays where torch's optimizer keeps it."""
+class StepTensors(NamedTuple):
+    """The tensors of one param group, one entry per parameter in every list; None for what a parameter does not have."""
 
-    def __init__(self, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
+    masters: list[Tensor | None]
+    halves: list[Tensor | None]
+    remainders: list[Tensor | None]
+    offsets: list[int]
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    rates: list[Tensor]
+
+
+class CompiledStep:
+    """Steps the param groups of an optimizer, each by a kernel of its own; the state stays where torch's optimizer keeps it."""
+
+    def __init__(self, weights: MasterWeights, optimizer: torch.optim.Optimizer) -> None:
         self.weights, self.optimizer = weights, optimizer
-        self.rule, self.keys = RULES[type(optimizer)]
-        self.slots = {slot.master: slot for slot in weights.slots}
+        self.rule, self.keys = UPDATE_RULES[type(optimizer)]
         self.kernels: dict[int, Callable[..., None]] = {}
+        self.find_masters()
 
-    def update(self, divisor: Divisor, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """One step of all groups, given raw gradients by parameter; where `found_inf` is set, nothing moves."""
-        found, device = divisor.found_inf, self.weights.clock.device
-        if found is not None and divisor.clip is None:
-            found.copy_(torch.maximum(found, (~torch.isfinite(total_norm(divisor.parts, device))).float()))
-        number = divisor.number()
-        inverse = torch.ones((), device=device) if number is None else number.double().reciprocal().float()
-        ok = torch.ones((), dtype=torch.bool, device=device) if found is None else found == 0
-        self.weights.clock += 1
+    def find_masters(self) -> None:
+        """Look up the half weight of every master; to be called again when there are new ones."""
+        self.half_of = {half.master: half for half in self.weights.halves}
+
+    def update(self, unscale: UnscaleAndClip, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make one step of all groups; where `unscale.found_inf` is set on the device, nothing changes.
+
+        grads: raw gradients by parameter, half or fp32, scaled.
+        """
+        found_inf, device = unscale.found_inf, self.weights.steps.device
+        if found_inf is not None and unscale.clip is None:
+            found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(total_norm(unscale.gradients, device))).float()))
+        divisor = unscale.divisor()
+        inverse = torch.ones((), device=device) if divisor is None else divisor.double().reciprocal().float()
+        ok = torch.ones((), dtype=torch.bool, device=device) if found_inf is None else found_inf == 0
+        self.weights.steps += 1
         for index, group in enumerate(self.optimizer.param_groups):
             if index not in self.kernels:
-                self.kernels[index] = _compiled(_pass)
+                self.kernels[index] = _compile_copy(_step_tensors)
             owned = [p for p in group["params"] if self._parameter(p) in grads]
             if owned:
-                self._group(self.kernels[index], group, owned, grads, inverse, ok)
+                self._step_group(self.kernels[index], group, owned, grads, inverse, ok)
 
     def _parameter(self, owned: Any) -> nn.Parameter:
-        return self.slots[owned].parameter if owned in self.slots else owned
+        return self.half_of[owned].parameter if owned in self.half_of else owned
 
-    def _group(self, kernel: Any, group: dict[str, Any], owned: list[Any], grads: Any, inverse: Tensor, ok: Tensor) -> None:
+    def _step_group(
+        self,
+        kernel: Callable[..., None],
+        group: dict[str, Any],
+        owned: list[Any],
+        grads: Mapping[nn.Parameter, Tensor],
+        inverse: Tensor,
+        ok: Tensor,
+    ) -> None:
         states = [self._state(p, group) for p in owned]
         rates = self._rates(group, owned, ok)
-        slots = [self.slots.get(p) for p in owned]
-        # Where fp32 exists only inside the step, the master has no memory and the kernel makes do without it.
-        masters = [p.detach() if slot is None or self.weights.live else None for p, slot in zip(owned, slots, strict=True)]
-        halves = [None if slot is None else slot.parameter.data for slot in slots]
-        rests = [None if slot is None else slot.rest for slot in slots]
-        starts = [0 if slot is None else slot.start for slot in slots]
+        halves = [self.half_of.get(p) for p in owned]
+        in_memory, policy = self.weights.masters_in_memory, self.weights.policy
+        tensors = StepTensors(
+            # Masters that exist only around the step have no memory here; the kernel works on half weight and remainder.
+            masters=[p.detach() if h is None or in_memory else None for p, h in zip(owned, halves, strict=True)],
+            halves=[None if h is None else h.parameter.data for h in halves],
+            remainders=[None if h is None else h.remainder for h in halves],
+            offsets=[0 if h is None else h.offset for h in halves],
+            grads=[grads[self._parameter(p)] for p in owned],
+            states=states,
+            rates=rates,
+        )
         settings = {k: group[k] for k in ("betas", "eps", "weight_decay", "momentum", "nesterov") if k in group}
-        policy = (self.weights.policy.digits, self.weights.policy.seed)
-        raw = [grads[self._parameter(p)] for p in owned]
         with torch.no_grad():
-            kernel(
-                self.rule, settings, policy, masters, halves, rests, starts, raw, states, rates, inverse, ok, self.weights.clock
-            )
+            kernel(self.rule, settings, (policy.bf16_format, policy.seed), tensors, inverse, ok, self.weights.steps)
 
     def _state(self, owned: Any, group: dict[str, Any]) -> list[Tensor]:
         if "momentum" in group and not group["momentum"]:
@@ -158,7 +190,7 @@ class Compiled:
         return list(table.unbind())
 
     def finish(self) -> None:
-        """Step counters where torch's optimizer expects them."""
+        """Move step counters to where torch's optimizer expects them."""
         for group in self.optimizer.param_groups:
             for owned in group["params"]:
                 state = self.optimizer.state.get(owned, {})
@@ -166,43 +198,38 @@ class Compiled:
                     state["step"] = state["step"].cpu()
 
 
-def _pass(
-    rule: Rule,
+def _step_tensors(
+    rule: UpdateRule,
     settings: dict[str, Any],
-    policy: tuple[str | None, int],
-    masters: list[Tensor | None],
-    halves: list[Tensor | None],
-    rests: list[Tensor | None],
-    starts: list[int],
-    grads: list[Tensor],
-    states: list[list[Tensor]],
-    rates: list[Tensor],
+    policy: tuple[Bf16Format | None, int],
+    tensors: StepTensors,
     inverse: Tensor,
     ok: Tensor,
-    clock: Tensor,
+    steps: Tensor,
 ) -> None:
-    for i, grad in enumerate(grads):
-        master, half, rest = masters[i], halves[i], rests[i]
+    bf16_format, seed = policy
+    for i, grad in enumerate(tensors.grads):
+        master, half, remainder = tensors.masters[i], tensors.halves[i], tensors.remainders[i]
         if master is not None:
             old = master
         else:
             assert half is not None, "a weight is in fp32, or half"
-            old = Weights.widen(half, rest, policy[0])
-        new, state = rule(old, grad.float() * inverse, states[i], rates[i], settings)
+            old = bf16_formats.to_fp32(half, remainder, bf16_format)
+        new, new_states = rule(old, grad.float() * inverse, tensors.states[i], tensors.rates[i], settings)
         new = torch.where(ok, new, old)
-        for kept, value in zip(states[i], state, strict=True):
-            kept.copy_(torch.where(ok, value, kept))
+        for state, value in zip(tensors.states[i], new_states, strict=True):
+            state.copy_(torch.where(ok, value, state))
         if master is not None:
             master.copy_(new)
         if half is not None:
-            narrow, left = Weights.narrow(new, half, rest, policy[0], policy[1], clock, starts[i])
-            half.copy_(narrow)
-            if rest is not None and left is not None:
-                rest.copy_(left)
+            new_half, new_remainder = bf16_formats.from_fp32(new, half, remainder, bf16_format, seed, steps, tensors.offsets[i])
+            half.copy_(new_half)
+            if remainder is not None and new_remainder is not None:
+                remainder.copy_(new_remainder)
 
 
-def _compiled(function: Any) -> Any:
-    # torch counts recompilations per code object and runs eagerly, without a word, beyond the eighth: each group of each run
+def _compile_copy(function: Any) -> Any:
+    # torch counts recompilations per code object and runs eagerly, without a message, beyond the eighth: each group of each run
     # gets a code object of its own.
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, dynamic=False)
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(copy, dynamic=False)

@@ -1,12 +1,14 @@
 """Flat masters: one fp32 tensor per param group, of which every master is a view.
 
-One tensor to all-reduce, to save, and for an optimizer's loop to visit. An elementwise optimizer cannot tell: it is bit-equal to
-separate masters (torch's fused Adam on a CPU up to the last bit of values behind a multiple of its vector width, which it rounds
-by other instructions). One that looks at a tensor as a whole (its norm, its rows) would see another tensor, and is refused.
+One tensor to all-reduce, to save, and for an optimizer's loop to visit. For an elementwise optimizer the result is bit-equal to
+separate masters (except that torch's fused Adam on a CPU rounds the values behind a multiple of its vector width by other
+instructions, to the last bit). Optimizers that use a tensor as a whole (its norm, its rows) would see another tensor, and are
+refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,81 +18,89 @@ from torch import Tensor, nn
 from compresskit.base.errors import SettingError, TrainingError
 from compresskit.mixed.formats.policy import Policy
 from compresskit.mixed.optim.lion import Lion
-from compresskit.mixed.step.masters import Weights
+from compresskit.mixed.step.masters import MasterWeights
 
 #: Optimizers whose update of a value depends on this value's own gradient and state alone.
-ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, Lion)
+ELEMENTWISE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, Lion)
 
 
 @dataclass(eq=False)
-class Buffer:
-    """The flat tensor of one group; `places` says where which parameter lies, and how it is laid out there."""
+class FlatBuffer:
+    """The flat tensor of one param group.
+
+    value, grad: (values of all members,), fp32.
+    members: the parameters of the model that it holds, in order.
+    layouts: (offset, size, strides) of each member in the flat tensor.
+    """
 
     value: Tensor
     grad: Tensor
     members: list[nn.Parameter]
-    places: list[tuple[int, torch.Size, tuple[int, ...]]]
-    group: dict[str, Any]
+    layouts: list[tuple[int, torch.Size, tuple[int, ...]]]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat tensor as the parameters of the group, channels_last ones included."""
-        return [flat.as_strided(size, stride, start) for start, size, stride in self.places]
+        """Views of a flat tensor in the shapes and memory formats of the members."""
+        return [flat.as_strided(size, stride, offset) for offset, size, stride in self.layouts]
+
+    def is_flat(self, value: Any) -> bool:
+        """Whether a value of the optimizer's state is one flat tensor of all members."""
+        return isinstance(value, Tensor) and value.shape == self.value.shape
 
 
-class Flat:
-    """Puts the masters of a run into flat tensors, and takes them out again."""
+class FlatMasters:
+    """Moves the masters of a run into flat tensors, and back out at the end."""
 
-    def __init__(self, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, weights: MasterWeights, optimizer: torch.optim.Optimizer) -> None:
         self.weights, self.optimizer = weights, optimizer
-        self.order: list[list[Tensor]] = []
-        self.first: dict[Tensor, nn.Parameter] = {}  # of the separate masters, which come back at the end
-        self.buffers: list[Buffer] = []
+        self.original_params: list[list[Tensor]] = []  # of each group, which come back at the end
+        self.separate_masters: dict[Tensor, nn.Parameter] = {}  # the same
+        self.buffers: list[FlatBuffer] = []
         for group in optimizer.param_groups:
-            self.add(group)
+            self.add_group(group)
 
-    def add(self, group: dict[str, Any]) -> None:
-        """Lay the masters of one more group flat."""
-        self.owner = {slot.master: slot.parameter for slot in self.weights.slots}
-        self.slots = {slot.parameter: slot for slot in self.weights.slots}
-        self.order.append(list(group["params"]))
-        self.first |= {owned: self.owner[owned] for owned in group["params"] if owned in self.owner}
-        kinds: dict[torch.device, list[Tensor]] = {}
-        for owned in group["params"]:
-            # Frozen ones have no gradient and stay as they are, beside the buffer.
-            if self.owner.get(owned, owned).requires_grad and owned.dtype == torch.float32:
-                kinds.setdefault(owned.device, []).append(owned)
-        for members in kinds.values():
-            self.buffers.append(self._flatten(group, members))
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Flatten the masters of one more param group."""
+        self.parameter_of = {half.master: half.parameter for half in self.weights.halves}
+        self.half_of = {half.parameter: half for half in self.weights.halves}
+        self.original_params.append(list(group["params"]))
+        self.separate_masters |= {p: self.parameter_of[p] for p in group["params"] if p in self.parameter_of}
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for p in group["params"]:
+            # Frozen ones have no gradient and stay beside the buffer.
+            if self.parameter_of.get(p, p).requires_grad and p.dtype == torch.float32:
+                by_device.setdefault(p.device, []).append(p)
+        for masters in by_device.values():
+            self.buffers.append(self._flatten(group, masters))
 
-    def _flatten(self, group: dict[str, Any], owned: list[Tensor]) -> Buffer:
-        value = torch.empty(sum(p.numel() for p in owned), device=owned[0].device)
-        places, start = [], 0
-        for p in owned:
-            strides = p.stride() if _dense(p) else torch.empty(p.shape, device="meta").stride()
-            places.append((start, p.shape, strides))
-            start += p.numel()
-        members = [self.owner.get(p, p) for p in owned]
-        buffer = Buffer(value, torch.empty_like(value), [m for m in members if isinstance(m, nn.Parameter)], places, group)
-        for p, view in zip(owned, buffer.views(value), strict=True):
+    def _flatten(self, group: dict[str, Any], masters: list[Tensor]) -> FlatBuffer:
+        value = torch.empty(sum(p.numel() for p in masters), device=masters[0].device)
+        layouts, offset = [], 0
+        for p in masters:
+            strides = p.stride() if _is_dense(p) else torch.empty(p.shape, device="meta").stride()
+            layouts.append((offset, p.shape, strides))
+            offset += p.numel()
+        members = [self.parameter_of.get(p, p) for p in masters]
+        buffer = FlatBuffer(value, torch.empty_like(value), [m for m in members if isinstance(m, nn.Parameter)], layouts)
+        for p, view in zip(masters, buffer.views(value), strict=True):
             view.copy_(p.detach())
-        self._join_states(buffer, [self.optimizer.state.pop(p, {}) for p in owned])
-        gone = {id(p) for p in owned}
-        group["params"] = [value, *(p for p in group["params"] if id(p) not in gone)]
+        self._flatten_states(buffer, [self.optimizer.state.pop(p, {}) for p in masters])
+        flattened = {id(p) for p in masters}
+        group["params"] = [value, *(p for p in group["params"] if id(p) not in flattened)]
         for parameter, view in zip(buffer.members, buffer.views(value), strict=True):
-            if parameter in self.slots:
-                self.slots[parameter].master = view
+            if parameter in self.half_of:
+                self.half_of[parameter].master = view
             else:
                 parameter.data = view
         return buffer
 
-    def _join_states(self, buffer: Buffer, states: list[dict[str, Any]]) -> None:
+    def _flatten_states(self, buffer: FlatBuffer, states: list[dict[str, Any]]) -> None:
         if not any(states):
             return
         if len({tuple(sorted(state)) for state in states}) > 1:
             raise SettingError("flat=True: the optimizer has stepped some parameters of a group and not others; start it afresh")
         joined: dict[str, Any] = {}
         for key, first in states[0].items():
-            if isinstance(first, Tensor) and first.shape == buffer.places[0][1] and key != "step":
+            if isinstance(first, Tensor) and first.shape == buffer.layouts[0][1] and key != "step":
                 joined[key] = torch.empty_like(buffer.value)
                 for view, state in zip(buffer.views(joined[key]), states, strict=True):
                     view.copy_(state[key])
@@ -100,27 +110,36 @@ class Flat:
                 joined[key] = first
         self.optimizer.state[buffer.value] = joined
 
+    @property
+    def members(self) -> set[nn.Parameter]:
+        """All parameters that lie in a flat tensor."""
+        return {parameter for buffer in self.buffers for parameter in buffer.members}
+
+    def members_of(self, owned: Tensor) -> list[nn.Parameter]:
+        """The parameters inside a flat tensor of the optimizer; none for any other tensor."""
+        return next((buffer.members for buffer in self.buffers if buffer.value is owned), [])
+
     def states(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The optimizer's state of every flat parameter, as it would be without flat masters; its tensors are views."""
+        """The optimizer's state by parameter, as with separate masters; its tensors are views of the flat ones."""
         result: dict[nn.Parameter, dict[str, Any]] = {}
         for buffer in self.buffers:
             state = self.optimizer.state.get(buffer.value, {})
             for index, parameter in enumerate(buffer.members):
                 if state:
-                    result[parameter] = {k: buffer.views(v)[index] if _whole(v, buffer) else v for k, v in state.items()}
+                    result[parameter] = {k: buffer.views(v)[index] if buffer.is_flat(v) else v for k, v in state.items()}
         return result
 
-    def load_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Take over such states."""
+    def load_states(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Restore the optimizer's state by parameter, see `states`."""
         for buffer in self.buffers:
-            self._join_states(buffer, [states.pop(p, {}) for p in buffer.members])
+            self._flatten_states(buffer, [states.get(p, {}) for p in buffer.members])
 
-    def gather(self) -> None:
-        """The gradients of the members into the flat gradient."""
+    def gather_gradients(self) -> None:
+        """Copy the gradients of the members into the flat gradients."""
         for buffer in self.buffers:
             grads = []
             for parameter in buffer.members:
-                owned = self.slots[parameter].master if parameter in self.slots else parameter
+                owned = self.half_of[parameter].master if parameter in self.half_of else parameter
                 if owned.grad is None:
                     # Zeros in its place would let momentum and decay go on, which separate masters do not.
                     raise TrainingError(
@@ -132,46 +151,42 @@ class Flat:
             buffer.value.grad = buffer.grad
 
     def finish(self) -> None:
-        """Separate tensors again, each with its own memory, in the optimizer's old order."""
+        """Restore separate tensors with their own memory, in the optimizer's original order."""
         states = self.states()
-        for group, order in zip(self.optimizer.param_groups, self.order, strict=True):
-            group["params"] = order
+        for group, params in zip(self.optimizer.param_groups, self.original_params, strict=True):
+            group["params"] = params
         for buffer in self.buffers:
             self.optimizer.state.pop(buffer.value, None)
-        owned = {p: (self.slots[p].master if p in self.slots else p) for b in self.buffers for p in b.members}
-        previous = {self.first.get(p, p): p for order in self.order for p in order}
-        for parameter, view in owned.items():
-            if parameter in self.slots:
-                master = previous[parameter]
+        views = {p: (self.half_of[p].master if p in self.half_of else p) for b in self.buffers for p in b.members}
+        separate = {self.separate_masters.get(p, p): p for params in self.original_params for p in params}
+        for parameter, view in views.items():
+            if parameter in self.half_of:
+                master = separate[parameter]
                 master.copy_(view)
-                self.slots[parameter].master = master
+                self.half_of[parameter].master = master
             else:
                 parameter.data = view.detach().clone()
             if parameter in states:
-                kept = {k: v.clone() if isinstance(v, Tensor) else v for k, v in states[parameter].items()}
-                self.optimizer.state[previous[parameter]] = kept
+                copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in states[parameter].items()}
+                self.optimizer.state[separate[parameter]] = copied
         self.buffers = []
 
 
-def _whole(value: Any, buffer: Buffer) -> bool:
-    return isinstance(value, Tensor) and value.shape == buffer.value.shape
-
-
-def _dense(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Whether the values fill their memory without gaps or overlaps, in any order of dimensions."""
-    wanted = 1
+    expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1:
-            if stride != wanted:
+            if stride != expected:
                 return False
-            wanted *= size
+            expected *= size
     return True
 
 
 def check_flat(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what would not equal separate masters."""
-    if type(optimizer) not in ELEMENTWISE:
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    """Refuse optimizers and policies for which flat masters are not the same as separate ones."""
+    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE_OPTIMIZERS)
         raise SettingError(
             f"flat=True: {type(optimizer).__name__} is not known to be elementwise and could see other tensors than it should;"
             f" use one of {names}, or separate masters"

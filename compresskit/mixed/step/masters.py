@@ -1,8 +1,8 @@
-"""The weights of a run: half in the model, fp32 for the optimizer, and the ways between them.
+"""The weights of a run: half precision in the model, fp32 for the optimizer, and the copies between them.
 
-masters (MASTER_*)          fp32 stays beside the half weight
-digits (SPLIT, KAHAN, SR)   fp32 exists only from `load` to `save`, around the optimizer's step
-pure                        the optimizer updates the half weight itself
+MASTER_*             an fp32 master is kept beside every half weight
+SPLIT, KAHAN, SR     fp32 masters exist only from `materialize_masters` to `write_back`, around the optimizer's step
+PURE_*               no masters: the optimizer updates the half weights
 """
 
 from __future__ import annotations
@@ -15,238 +15,276 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compresskit.base.errors import SettingError
-from compresskit.mixed.formats import bf16_formats as digits
-from compresskit.mixed.formats.casts import kept_fp32, surround
-from compresskit.mixed.formats.parallel import whole
-from compresskit.mixed.formats.policy import Policy
+from compresskit.base.errors import CheckpointError, SettingError
+from compresskit.mixed.formats import bf16_formats
+from compresskit.mixed.formats.casts import add_cast_hooks_, kept_fp32
+from compresskit.mixed.formats.parallel import full_tensor
+from compresskit.mixed.formats.policy import HALVES, Policy
+
+#: torch 2.11 and later let a half parameter take an fp32 gradient (pytorch#170648).
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 @dataclass(eq=False, kw_only=True)
-class Slot:
-    """One half weight and what the optimizer updates in its place; `start` is the global index of its first value."""
+class HalfWeight:
+    """One half parameter and the fp32 master that the optimizer updates in its place.
+
+    name: dotted name of the parameter in the model.
+    remainder: what the half weight cannot hold (int16 for "split", bf16 for "kahan"), in the shape of the parameter.
+    offset: index of the parameter's first value among all half weights, for stochastic rounding.
+    """
 
     name: str
     parameter: nn.Parameter
     master: Tensor
-    rest: Tensor | None = None
-    start: int = 0
+    remainder: Tensor | None = None
+    offset: int = 0
 
 
-class Weights:
-    """Casts a model under a policy and lets the optimizer own fp32 tensors in the place of half weights."""
+class MasterWeights:
+    """Casts a model to half under a policy and gives the optimizer fp32 masters in the place of the half parameters."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, device: torch.device) -> None:
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.names: dict[nn.Parameter, str] = {}
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        self.owned: dict[nn.Parameter, str] = {}
-        self.size = 0  # values that have a global index so far
-        self.shelter: set[nn.Module] = set()  # modules inside which casts are off
-        self.slots: list[Slot] = []
-        self.casted: list[nn.Parameter] = []
-        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self.optimized: dict[nn.Parameter, str] = {}  # the parameters that the optimizer has, in the model's order
+        self.halves: list[HalfWeight] = []
+        self.half_parameters: list[nn.Parameter] = []
+        self.half_buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self.hooked: set[nn.Module] = set()  # modules kept in fp32, with hooks that cast around them
         self.handles: list[RemovableHandle] = []
-        self.clock = torch.zeros((), dtype=torch.int64, device=device)  # steps so far: a counter of the stochastic rounding
-        self.live, self.fp32_grads = policy.digits is None, True
-        self.graded: list[tuple[str, Tensor]] = []
+        self.next_offset = 0
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # counter of the stochastic rounding
+        self.masters_in_memory, self.fp32_gradients = policy.bf16_format is None, True
+        self.step_gradients: list[tuple[str, Tensor]] = []  # of this step, by parameter name
+        parameters = {p for group in optimizer.param_groups for p in group["params"]}
         if policy.param_dtype is not None:
-            _check_closed(optimizer, {parameter: name for name, parameter in model.named_parameters()})
-        self.admit()
-        self.own(held)
-        swap(optimizer, {slot.parameter: slot.master for slot in self.slots})
+            _check_no_hidden_parameters(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+        self.cast_new_parameters()
+        self.add_optimized(parameters)
+        replace_parameters_(optimizer, {half.parameter: half.master for half in self.halves})
 
-    def admit(self) -> None:
-        """Take in what the model holds and this does not know yet, cast as the policy says."""
+    def cast_new_parameters(self) -> None:
+        """Cast the parameters and buffers that the model has now and did not have before, and make their masters."""
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
         if self.policy.param_dtype is not None:
             kept = kept_fp32(self.model, self.policy)
-            self.handles += surround(self.model, self.policy, self.shelter)
-            self._to_half(self.policy.param_dtype, kept)
+            self.handles += add_cast_hooks_(self.model, self.policy, self.hooked)
+            self._cast_model(self.policy.param_dtype, kept)
 
-    def own(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note which parameters the optimizer has, in the model's order."""
-        held = {*self.owned, *parameters}
-        self.owned = {p: name for p, name in self.names.items() if p in held}
+    def add_optimized(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that the optimizer has these parameters too."""
+        optimized = {*self.optimized, *parameters}
+        self.optimized = {p: name for p, name in self.names.items() if p in optimized}
 
-    def _to_half(self, dtype: torch.dtype, kept: set[Any]) -> None:
+    def _cast_model(self, dtype: torch.dtype, kept: set[Any]) -> None:
         # Masters and remainders are taken before the cast, so that nothing is lost; buffers are cast too.
         for module in self.model.modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype != torch.float32 or parameter in kept or module in kept:
                     continue
-                self._cast(parameter, dtype, self.size)
-                self.size += parameter.numel()
+                self._cast(parameter, dtype, self.next_offset)
+                self.next_offset += parameter.numel()
             if module in kept:
                 continue
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.dtype == torch.float32 and id(buffer) not in kept:
                     module._buffers[name] = buffer.to(dtype)
-                    self.buffers.append((module, name, buffer))
+                    self.half_buffers.append((module, name, buffer))
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
-    def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, start: int) -> None:
-        full = parameter.detach().clone()
-        self.casted.append(parameter)
-        parameter.data = full.to(dtype)
+    def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, offset: int) -> None:
+        master = parameter.detach().clone()
+        self.half_parameters.append(parameter)
+        parameter.data = master.to(dtype)
         parameter.grad = None
         if self.policy.pure:
             return
-        slot = Slot(name=self.names[parameter], parameter=parameter, master=full, start=start)
-        self.slots.append(slot)
-        if self.policy.digits == "split":
-            half, slot.rest = digits.split(full)
-            parameter.data.copy_(half)
-        elif self.policy.digits == "kahan":
-            slot.rest = (full - parameter.data.float()).bfloat16()
-        if not self.live:
-            full.untyped_storage().resize_(0)
+        half = HalfWeight(name=self.names[parameter], parameter=parameter, master=master, offset=offset)
+        self.halves.append(half)
+        if self.policy.bf16_format == "split":
+            values, half.remainder = bf16_formats.split(master)
+            parameter.data.copy_(values)
+        elif self.policy.bf16_format == "kahan":
+            half.remainder = (master - parameter.data.float()).bfloat16()
+        if not self.masters_in_memory:
+            master.untyped_storage().resize_(0)
 
-    def fp32_grads_(self, *, on: bool) -> None:
-        """Let half weights take fp32 gradients, which saves the copy and sums in fp32 (`Tensor.grad_dtype`, pytorch#170648)."""
-        self.fp32_grads = not self.casted
-        if not hasattr(torch.Tensor, "grad_dtype") or self.policy.pure:
+    def use_fp32_gradients_(self, *, enabled: bool) -> None:
+        """Let half weights take fp32 gradients, which saves a copy and accumulates in fp32 (`Tensor.grad_dtype`)."""
+        self.fp32_gradients = not self.half_parameters
+        if not HAS_GRAD_DTYPE or self.policy.pure:
             return
-        for slot in self.slots:
-            slot.parameter.grad_dtype = torch.float32 if on else None
-        self.fp32_grads = on or not self.slots
+        for half in self.halves:
+            half.parameter.grad_dtype = torch.float32 if enabled else None
+        self.fp32_gradients = enabled or not self.halves
 
-    def gather(self, held: dict[nn.Parameter, Tensor], into: Callable[[], None] | None = None) -> list[Tensor]:
-        """Give every tensor of the optimizer its gradient, in fp32 for masters; `held` replaces `.grad`.
+    def gather_gradients(self, accumulated: dict[nn.Parameter, Tensor]) -> None:
+        """Give every tensor of the optimizer its gradient, in fp32 for masters; none where the parameter has none.
 
-        A parameter without a gradient leaves its master without one; `into` moves them on into flat masters. Returns the
-        gradients that the optimizer will see.
+        `accumulated` holds fp32 gradients by parameter, which replace `.grad`.
         """
-        for parameter, total in held.items():
-            parameter.grad = total if self.fp32_grads else total.to(parameter.dtype)
-        for slot in self.slots:
-            grad = held.get(slot.parameter, slot.parameter.grad)
-            slot.master.grad = None if grad is None else grad.float()
-        grads_of = {slot.parameter: slot.master.grad for slot in self.slots}
-        self.graded = [(name, g) for p, name in self.owned.items() if (g := grads_of.get(p, p.grad)) is not None]
-        if into is not None:
-            into()
-        return [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, total in accumulated.items():
+            parameter.grad = total if self.fp32_gradients else total.to(parameter.dtype)
+        for half in self.halves:
+            grad = accumulated.get(half.parameter, half.parameter.grad)
+            half.master.grad = None if grad is None else grad.float()
+        grads = {half.parameter: half.master.grad for half in self.halves}
+        self.step_gradients = [(name, g) for p, name in self.optimized.items() if (g := grads.get(p, p.grad)) is not None]
 
-    def nonfinite(self) -> tuple[list[str], Tensor]:
-        """Names of the parameters that have a gradient in this step, and on the device which are not finite."""
-        norms = torch._foreach_norm([grad for _, grad in self.graded], float("inf"))
-        return [name for name, _ in self.graded], ~torch.isfinite(
-            torch.stack([whole(norm).to(self.clock.device) for norm in norms])
-        )
-
-    def raw(self, held: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Gradients by parameter as they are, half or fp32, for a step that widens them itself."""
-        every = {p: held.get(p, p.grad) for p in self.owned}
+    def raw_gradients(self, accumulated: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Gradients by parameter, half or fp32 as they are, for a step that casts them itself."""
+        every = {p: accumulated.get(p, p.grad) for p in self.optimized}
         grads = {p: grad for p, grad in every.items() if grad is not None}
-        self.graded = [(self.owned[p], grad) for p, grad in grads.items()]
+        self.step_gradients = [(self.optimized[p], grad) for p, grad in grads.items()]
         return grads
 
-    def zero_(self) -> None:
+    def nonfinite_gradients(self) -> tuple[list[str], Tensor]:
+        """Names of the parameters with a gradient in this step, and a bool tensor of which are not finite, on the device."""
+        norms = torch._foreach_norm([grad for _, grad in self.step_gradients], float("inf"))
+        norm = torch.stack([full_tensor(norm).to(self.steps.device) for norm in norms])
+        return [name for name, _ in self.step_gradients], ~torch.isfinite(norm)
+
+    def zero_grad_(self) -> None:
         """Drop all gradients."""
-        self.graded = []
+        self.step_gradients = []
         for parameter in self.names:
             parameter.grad = None
-        for slot in self.slots:
-            slot.master.grad = None
+        for half in self.halves:
+            half.master.grad = None
 
-    def widened(self, slot: Slot) -> Tensor:
-        """The fp32 value of one weight: its master, or a fresh tensor made of half and remainder."""
-        return slot.master if self.live else self.widen(slot.parameter.data, slot.rest, self.policy.digits)
+    def fp32_value(self, half: HalfWeight) -> Tensor:
+        """The fp32 value of one weight: its master, or a new tensor made of half weight and remainder."""
+        if self.masters_in_memory:
+            return half.master
+        return bf16_formats.to_fp32(half.parameter.data, half.remainder, self.policy.bf16_format)
 
-    @staticmethod
-    def widen(half: Tensor, rest: Tensor | None, kind: str | None) -> Tensor:
-        """The fp32 value that a half weight and its remainder stand for."""
-        if rest is None:
-            return half.float()
-        return digits.join(half, rest) if kind == "split" else half.float() + rest.float()
-
-    @staticmethod
-    def narrow(
-        value: Tensor, half: Tensor, rest: Tensor | None, kind: str | None, seed: int, clock: Tensor, start: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Half weight and remainder of an fp32 value; `half` and `rest` are what they were before the step."""
-        if kind == "split":
-            return digits.split(value)
-        if kind == "kahan" and rest is not None:
-            return digits.compensate(value, half, rest)
-        if kind == "stochastic":
-            return digits.stochastic(value, digits.noise(seed, clock, start, value)), None
-        return value.to(half.dtype), None
-
-    def load(self) -> None:
-        """Give transient masters their memory and values; the optimizer may step after it."""
-        if self.live:
-            return
-        values = [self.widened(slot) for slot in self.slots]
-        for slot, value in zip(self.slots, values, strict=True):
-            slot.master.untyped_storage().resize_(value.numel() * 4)
-            slot.master.copy_(value)
-        self.live = True
-
-    def save(self, *, count: bool = True) -> None:
-        """Masters to half weights; transient masters give their memory back. `count` is False for a second time in one step."""
-        self.clock += count
-        if self.policy.digits is None:
-            if self.slots:
-                torch._foreach_copy_([slot.parameter.data for slot in self.slots], [slot.master for slot in self.slots])
-            return
-        for slot in self.slots:
-            data, kind, seed = slot.parameter.data, self.policy.digits, self.policy.seed
-            half, rest = self.narrow(slot.master, data, slot.rest, kind, seed, self.clock, slot.start)
-            data.copy_(half)
-            if slot.rest is not None and rest is not None:
-                slot.rest.copy_(rest)  # in place: a CUDA graph goes on reading where it was
-            slot.master.untyped_storage().resize_(0)
-        self.live = False
-
-    def put(self, slot: Slot, value: Tensor) -> None:
-        """Set one weight to an fp32 value, exactly where the policy can hold it."""
-        slot.parameter.data.copy_(value)
-        if self.policy.digits is None:
-            slot.master.copy_(value)
-        elif self.policy.digits == "split":
-            half, rest = digits.split(value.to(slot.parameter.device))
-            slot.parameter.data.copy_(half)
-            self.put_rest(slot, rest)
-        elif self.policy.digits == "kahan":
-            self.put_rest(slot, value.to(slot.parameter.device) - slot.parameter.data.float())
-
-    def put_rest(self, slot: Slot, rest: Tensor) -> None:
-        """Set the remainder of one weight."""
-        assert slot.rest is not None
-        slot.rest.copy_(rest)
-
-    def full(self) -> dict[nn.Parameter, Tensor]:
-        """Every parameter's fp32 value."""
+    def fp32_values(self) -> dict[nn.Parameter, Tensor]:
+        """The fp32 value of every parameter."""
         values = {parameter: parameter.data for parameter in self.names}
-        return values | {slot.parameter: self.widened(slot) for slot in self.slots}
+        return values | {half.parameter: self.fp32_value(half) for half in self.halves}
+
+    def materialize_masters(self) -> None:
+        """Allocate and fill masters that exist only around the step; the optimizer may step after it."""
+        if self.masters_in_memory:
+            return
+        values = [self.fp32_value(half) for half in self.halves]
+        for half, value in zip(self.halves, values, strict=True):
+            half.master.untyped_storage().resize_(value.numel() * 4)
+            half.master.copy_(value)
+        self.masters_in_memory = True
+
+    def write_back(self, *, count: bool = True) -> None:
+        """Copy masters to half weights and free those that exist only around the step.
+
+        count: whether this ends a step; False for a second time in one step.
+        """
+        self.steps += count
+        bf16_format, seed = self.policy.bf16_format, self.policy.seed
+        if bf16_format is None:
+            if self.halves:
+                torch._foreach_copy_([half.parameter.data for half in self.halves], [half.master for half in self.halves])
+            return
+        for half in self.halves:
+            data = half.parameter.data
+            values, remainder = bf16_formats.from_fp32(
+                half.master, data, half.remainder, bf16_format, seed, self.steps, half.offset
+            )
+            data.copy_(values)
+            if half.remainder is not None and remainder is not None:
+                half.remainder.copy_(remainder)  # in place, as a CUDA graph reads from this memory
+            half.master.untyped_storage().resize_(0)
+        self.masters_in_memory = False
+
+    def _assign(self, half: HalfWeight, value: Tensor) -> None:
+        """Set one weight to an fp32 value, exactly where the policy can hold it."""
+        half.parameter.data.copy_(value)
+        if self.policy.bf16_format is None:
+            half.master.copy_(value)
+        elif half.remainder is not None:
+            value = value.to(half.parameter.device)
+            if self.policy.bf16_format == "split":
+                values, remainder = bf16_formats.split(value)
+                half.parameter.data.copy_(values)
+            else:
+                remainder = value - half.parameter.data.float()
+            half.remainder.copy_(remainder)
+
+    def state_dict(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Weights, compensations, buffers and the step counter, in fp32 and by name; `keep` detaches or copies a tensor."""
+        kahan = self.policy.bf16_format == "kahan"
+        return {
+            "weights": {self.names[p]: keep(in_fp32(v)) for p, v in self.fp32_values().items()},
+            "compensation": {half.name: keep(half.remainder) for half in self.halves if half.remainder is not None and kahan},
+            "buffers": {name: keep(in_fp32(b)) for name, b in self.model.named_buffers()},
+            "steps": keep(self.steps),
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse the state of another model."""
+        shapes = {name: p.shape for p, name in self.names.items()}
+        buffers = {name: b.shape for name, b in self.model.named_buffers()}
+        for kind, here, saved in (("parameter", shapes, state["weights"]), ("buffer", buffers, state["buffers"])):
+            if different := sorted(set(here) ^ set(saved)):
+                side = "is not in the state" if different[0] in here else "is only in the state"
+                raise CheckpointError(f"load_state_dict: another model: {kind} {different[0]} {side}")
+            for name, shape in here.items():
+                if shape != saved[name].shape:
+                    got = tuple(saved[name].shape)
+                    raise CheckpointError(
+                        f"load_state_dict: another model: {kind} {name} is {tuple(shape)} here, {got} in the state"
+                    )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, of another policy too; `check_state` comes first."""
+        parameters = {name: p for p, name in self.names.items()}
+        halves = {half.name: half for half in self.halves}
+        kahan = state["compensation"] if self.policy.bf16_format == "kahan" else {}
+        for name, value in state["weights"].items():
+            half = halves.get(name)
+            if half is None:
+                parameters[name].data.copy_(value)
+            elif half.remainder is not None and name in kahan:
+                # The half weight as it was: rounding the sum again could fall on the other side of a tie.
+                half.parameter.data.copy_(value - kahan[name].float().to(value.device))
+                half.remainder.copy_(kahan[name])
+            else:
+                self._assign(half, value)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self.steps.copy_(state["steps"])
 
     def finish(self) -> None:
-        """An fp32 model again, its optimizer on its own parameters."""
-        for slot in self.slots:
-            slot.parameter.data = self.widened(slot)
-        for parameter in self.casted:
+        """Restore an fp32 model whose optimizer has the model's own parameters."""
+        for half in self.halves:
+            half.parameter.data = self.fp32_value(half)
+        for parameter in self.half_parameters:
             parameter.data = parameter.data.float()
             parameter.grad = None
             if self.policy.pure:
-                _float_state(self.optimizer.state.get(parameter, {}))
-        for module, name, full in self.buffers:
-            half = module.get_buffer(name)
-            # A constant, such as a mean that inputs are normalised by, gets the digits back that half dropped.
-            module._buffers[name] = full if torch.equal(full.to(half.dtype), half) else half.float()
+                _cast_state_to_fp32_(self.optimizer.state.get(parameter, {}))
+        for module, name, full in self.half_buffers:
+            half_buffer = module.get_buffer(name)
+            # A constant, such as a mean by which inputs are normalised, gets back the bits that half dropped.
+            module._buffers[name] = full if torch.equal(full.to(half_buffer.dtype), half_buffer) else half_buffer.float()
         for handle in self.handles:
             handle.remove()
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
-        swap(self.optimizer, {slot.master: slot.parameter for slot in self.slots})
-        self.slots, self.casted, self.buffers, self.shelter = [], [], [], set()
+        replace_parameters_(self.optimizer, {half.master: half.parameter for half in self.halves})
+        self.halves, self.half_parameters, self.half_buffers, self.hooked = [], [], [], set()
 
 
-def swap(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -> None:
-    """Let the optimizer own `new[p]` in the place of p, with p's state."""
+def in_fp32(value: Tensor) -> Tensor:
+    """A half tensor in fp32, any other as it is."""
+    return value.float() if value.dtype in HALVES else value
+
+
+def replace_parameters_(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -> None:
+    """Give the optimizer `new[p]` in the place of each p, with p's state."""
     for group in optimizer.param_groups:
         group["params"] = [new.get(p, p) for p in group["params"]]
     for old, replacement in new.items():
@@ -254,19 +292,19 @@ def swap(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -> None:
             optimizer.state[replacement] = optimizer.state.pop(old)
 
 
-def _float_state(state: dict[str, Any]) -> None:
+def _cast_state_to_fp32_(state: dict[str, Any]) -> None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             state[key] = value.float()
 
 
-def _check_closed(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
+def _check_no_hidden_parameters(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> None:
     for attribute, value in vars(optimizer).items():
         if attribute in ("param_groups", "state", "defaults"):
             continue
         leaves = value if isinstance(value, list | tuple | set) else [value]
-        if found := [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and leaf in names]:
+        if hidden := [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and leaf in names]:
             raise SettingError(
-                f"prepare: {type(optimizer).__name__} holds {names[found[0]]} in its attribute {attribute}, outside its"
+                f"prepare: {type(optimizer).__name__} holds {names[hidden[0]]} in its attribute {attribute}, outside its"
                 " param_groups, and would go on updating the half weight; use FP32 or AMP_BF16 with this optimizer"
             )

@@ -1,4 +1,4 @@
-"""Loss scaling: a factor that lifts small gradients into the range of fp16 (Micikevicius et al., 1710.03740)."""
+"""Loss scaling: multiply the loss so that small gradients fall into the range of fp16 (Micikevicius et al., 1710.03740)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,30 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import CheckpointError, SettingError
-from compresskit.mixed.formats.parallel import whole
+from compresskit.mixed.formats.parallel import full_tensor, is_dtensor
 from compresskit.mixed.formats.policy import Policy
 
 
 class LossScaler:
-    """A loss scale, fixed or dynamic, that lives on the device of the gradients.
+    """A loss scale, fixed or dynamic, kept on the device of the gradients.
 
-    Dynamic: an inf or nan in any gradient multiplies the scale by `backoff` and the step is skipped; `interval` clean
-    steps in a row multiply it by `growth`. Unlike `torch.amp.GradScaler` the scale stays in [floor, ceiling], so a run of
-    overflows can neither reach 0 nor make 1/scale infinite. With `hysteresis` n, the first n - 1 overflows since the scale
-    last grew skip their step and leave the scale (Megatron-LM, `DynamicGradScaler`).
+    An inf or nan in any gradient skips the step and multiplies a dynamic scale by `backoff`; `interval` steps in a row without
+    one multiply it by `growth`. Unlike with `torch.amp.GradScaler` the scale stays in [floor, ceiling], so that many overflows
+    can neither bring it to 0 nor make 1 / scale infinite.
+
+    Args:
+        scale: the first scale.
+        dynamic: whether the scale changes; see `fixed`.
+        growth: factor after `interval` steps without an overflow, > 1.
+        backoff: factor after an overflow, in (0, 1).
+        interval: number of steps in a row without an overflow after which the scale grows.
+        hysteresis: the first `hysteresis - 1` overflows since the scale last grew skip their step and leave the scale
+            (Megatron-LM, `DynamicGradScaler`).
+        floor, ceiling: bounds of the scale.
+        device: of the gradients.
+
+    Raises:
+        SettingError: for settings out of range.
     """
 
     def __init__(
@@ -52,26 +65,26 @@ class LossScaler:
 
     @classmethod
     def fixed(cls, scale: float, *, device: torch.device | str = "cpu") -> LossScaler:
-        """A scale that never moves; a step whose gradients overflow is skipped all the same."""
+        """Make a scaler whose scale never changes; a step whose gradients overflow is skipped all the same."""
         return cls(scale, dynamic=False, floor=scale, ceiling=scale, device=device)
 
     def to(self, device: torch.device) -> LossScaler:
-        """The same scaler, on another device."""
+        """Move the scaler to a device, in place."""
         for name in ("scale", "clean", "tolerance", "skipped", "found_inf"):
             setattr(self, name, getattr(self, name).to(device))
         return self
 
     def inverse(self) -> Tensor:
-        """1 / scale; through float64, as it is rounded but once there."""
+        """1 / scale in fp32; computed in float64, so that it is rounded once."""
         return self.scale.double().reciprocal().float()
 
     def unscale_(self, grads: list[Tensor]) -> None:
-        """Divide gradients by the scale, in place, and note in `found_inf` whether any is not finite."""
+        """Divide gradients by the scale, in place, and set `found_inf` to 1 where any is not finite."""
         self.found_inf.zero_()
         check_(grads, self.found_inf, self.inverse())
 
     def update(self) -> None:
-        """Move the scale; called once a step, after `unscale_`, so that a step is unscaled by what scaled it."""
+        """Change the scale; to be called once a step, after `unscale_`, so that a step is unscaled by what scaled it."""
         overflow = self.found_inf > 0
         self.skipped += overflow
         if not self.dynamic:
@@ -90,7 +103,7 @@ class LossScaler:
         return {name: getattr(self, name).clone() for name in ("scale", "clean", "tolerance", "skipped")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over scale and counters."""
+        """Restore scale and counters."""
         if unknown := set(state) - {"scale", "clean", "tolerance", "skipped"}:
             raise CheckpointError(f"LossScaler: a state holds scale, clean, tolerance and skipped, got {sorted(unknown)[0]!r}")
         for name, value in state.items():
@@ -100,7 +113,7 @@ class LossScaler:
 def make_scalers(
     policy: Policy, losses: Sequence[str], make: Callable[[], LossScaler] | None, device: torch.device
 ) -> dict[str, LossScaler]:
-    """A scaler for every named loss, or one by the name "" ; none where the policy has no loss scale."""
+    """Make a scaler for every named loss, or one by the name ""; none where the policy has no loss scale."""
     if len(set(losses)) != len(losses) or isinstance(losses, str):
         raise SettingError(f"losses must be different names, such as ('generator', 'critic'), got {losses!r}")
     scale = policy.loss_scale
@@ -116,24 +129,24 @@ def make_scalers(
 
 
 def check_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
-    """Multiply gradients by a factor, in place, and set `found_inf` to 1 where one is not finite; nothing is read back."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    """Multiply gradients by a factor, in place, and set `found_inf` to 1 where one is not finite; the host does not wait."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), same in kinds.items():
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), group in groups.items():
         flag = found_inf if device == found_inf.device else torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(same, flag, factor.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor.to(device))
         if flag is not found_inf:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
 
 def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Norm of all gradients together, summed in fp32: in half, 2e5 values of 60000 already make inf."""
+    """The 2-norm of all gradients together, a scalar on `device`; in fp32, as in half 2e5 values of 60000 already make inf."""
     if not grads:
         return torch.zeros((), device=device)
-    shards = [grad for grad in grads if hasattr(grad, "full_tensor")]
-    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
+    shards = [grad for grad in grads if is_dtensor(grad)]
+    plain = [grad for grad in grads if not is_dtensor(grad)]
     norms = list(torch._foreach_norm(plain, 2, dtype=torch.float32)) if plain else []
     if shards:  # FSDP2, in fp32 as they are (torch 2.15 takes no dtype here); one reduction over the ranks for all of them
-        norms.append(whole(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(shards, 2))))))
+        norms.append(full_tensor(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(shards, 2))))))
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx
 from tqdm import tqdm
 
-from compresskit.base.errors import DataError, SettingError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.paired_run import Pair, run_pairs
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
-from compresskit.quant.passes.avoid_ties import avoid_ties_
-from compresskit.quant.passes.insert import Quantized
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 Seen = tuple[Tensor, Tensor, list[Tensor]]
 
 
-def correct_bias_(quantized: Quantized, batches: Iterable[AnyInputs]) -> int:
+def correct_bias_(quantized: Quantized, batches: Batches) -> int:
     """Add to each bias what its layer's output channels lost on average; returns the number of layers.
 
     E[float output] - E[rounded output], layer by layer, each after those before it (Nagel et al., 1906.04721, section 4.2,
@@ -46,7 +46,7 @@ def correct_bias_(quantized: Quantized, batches: Iterable[AnyInputs]) -> int:
 
 def adaround_(
     quantized: Quantized,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     steps: int = 1000,
     rate: float = 1e-2,
@@ -73,8 +73,8 @@ def adaround_(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for node, quantizer, _ in layers:
-            quantizer.hold_(_best_scale(get_tensor(quantized.body, node.args[1].args[0].target), quantizer))
-    avoid_ties_(quantized.body)
+            quantizer.fix_scale_(_best_scale(get_tensor(quantized.body, node.args[1].args[0].target), quantizer))
+    nudge_scales_(quantized.body)
     with mode(quantized, training=False):
         for node, quantizer, _ in tqdm(layers, desc="round weights", disable=None, leave=False):
             with torch.no_grad():
@@ -91,11 +91,8 @@ def adaround_(
     return len(layers)
 
 
-def _all(batches: Iterable[AnyInputs], where: str) -> list[Inputs]:
-    every = list(each_inputs(batches, where))
-    if not every:
-        raise DataError(f"{where}: no calibration batch was given; a few hundred samples show what rounding does")
-    return every
+def _all(batches: Batches, where: str) -> list[Inputs]:
+    return list(first_and_all(batches, where)[1])
 
 
 def _layers(quantized: Quantized) -> Iterator[tuple[Node, WeightQuantizer, str | None]]:
@@ -118,12 +115,11 @@ def _outputs(body: fx.GraphModule, node: Node, batches: list[Inputs], weights: d
     for inputs in batches:
         seen: list[Seen] = []
 
-        def look(here: Node, pair: Pair, value: Callable[[Node], Pair], keep: Callable[[Seen], None] = seen.append) -> bool:
+        def look(here: Node, pair: Pair, value: Callable[[Node], Pair], keep: Callable[[Seen], None] = seen.append) -> None:
             if here is node:
                 keep((pair[0], pair[1], [value(a)[1] for a in node.args if isinstance(a, fx.Node)]))
-            return here is node
 
-        run_pairs(body, inputs, look, weights)
+        run_pairs(body, inputs, look, weights, until=node)
         yield seen[0]
 
 
@@ -133,7 +129,7 @@ def _channel(node: Node) -> int:
 
 def _best_scale(weight: Tensor, quantizer: WeightQuantizer, tries: int = 60) -> Tensor:
     """Of shares 1 to 0.4 of the extremes' scale, for each channel that of the least squared error."""
-    scheme, full = quantizer.scheme, quantizer.numbers(weight)[0]
+    scheme, full = quantizer.scheme, quantizer.qparams(weight)[0]
     best, least = full, torch.full_like(full, torch.inf)
     axes = [d for d in range(weight.ndim) if d != quantizer.axis] if full.ndim else list(range(weight.ndim))
     for i in range(tries + 1):
@@ -152,7 +148,7 @@ class _Soft:
     """A weight between its two grid points: floor(w / s) + h, h = clamp(1.2 sigmoid(v) - 0.1, 0, 1) (2004.10568, eq. 23)."""
 
     def __init__(self, weight: Tensor, quantizer: WeightQuantizer) -> None:
-        self.scheme, self.scale = quantizer.scheme, _shaped(quantizer.numbers(weight)[0], weight, quantizer)
+        self.scheme, self.scale = quantizer.scheme, _shaped(quantizer.qparams(weight)[0], weight, quantizer)
         steps = weight / self.scale
         self.floor = steps.floor()
         share = (steps - self.floor).clamp(0.01, 0.99)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compresskit.base.errors import DataError
-from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.paired_run import Pair, rounding_of, run_pairs
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import to_integers
 from compresskit.quant.numerics.targets import saturating_matmul
 from compresskit.quant.passes.coverage import Coverage
-from compresskit.quant.passes.insert import Quantized, lower
+from compresskit.quant.passes.prepare_graph import prepare_graph
 
 log = logging.getLogger(__name__)
 
@@ -82,30 +82,26 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.name, row.layer, row.runs, *costs, *("" if n is None else f"{n:.1f}" for n in numbers), saturated)
 
 
-def diagnose(quantized: Quantized, batches: Iterable[AnyInputs], *, model: nn.Module | None = None) -> Diagnosis:
-    """Compare a quantized model with the float one, operator by operator, on batches of inputs (tuples or dicts).
+def diagnose(quantized: Quantized, batches: Batches, *, model: nn.Module | None = None) -> Diagnosis:
+    """Compare a quantized model with the float one, operator by operator.
 
+    batches: an iterable of inputs, or one batch.
     model: the float model it came from; None takes the quantized model's own weights, unrounded. What training changed counts
         among the weights. Not taken where `smooth_` moved weights on the way (`quantize_static` does so with transformers).
 
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
-    quantized = quantized.settled()
-    batches = each_inputs(batches, "diagnose")
-    first = next(batches, None)
-    if first is None:
-        raise DataError("diagnose: no batch was given; a few hundred samples show the noise")
+    quantized = quantized.converted()
+    first, every = first_and_all(batches, "diagnose")
     weights = None
-    if model is not None and quantized.origin.get("smoothed"):
+    if model is not None and quantized.origin.smoothed:
         log.warning("diagnose: smoothing moved weights of this model; the comparison is with its own weights, unrounded")
     elif model is not None:
-        captured, _, _ = lower(model, quantized.example, quantized.target, tuple(quantized.origin["skip"]))
+        captured, _, _ = prepare_graph(model, quantized.example, quantized.target, quantized.origin.skip)
         weights = {name: value.detach() for name, value in captured.module.named_parameters()}
     noise = _Noise(quantized)
     with mode(quantized, training=False):
-        samples = noise.take(first, weights, saturation=True)
-        for inputs in batches:
-            samples += noise.take(inputs, weights)
+        samples = sum(noise.take(inputs, weights, saturation=inputs is first) for inputs in every)
     return noise.report(samples)
 
 
@@ -122,7 +118,7 @@ class _Noise:
         """Run one batch; returns its rows."""
         spoils = saturation and self.quantized.target.saturates and self.quantized.target.weights.bits == 8
 
-        def look(node: Node, pair: Pair, value: Callable[[Node], Pair]) -> bool:
+        def look(node: Node, pair: Pair, value: Callable[[Node], Pair]) -> None:
             if node.op == "output":
                 for a, b in zip(*(torch.utils._pytree.tree_leaves(side) for side in pair), strict=True):
                     self._add("", "all", a, b)
@@ -132,7 +128,6 @@ class _Noise:
                     self._split(node, pair, value)
                     if spoils:
                         self._saturation(node, value)
-            return False
 
         run_pairs(self.body, inputs, look, weights)
         return batch_size(inputs)
@@ -163,7 +158,7 @@ class _Noise:
         if columns is None:
             return
         weight = get_tensor(self.body, str(parameter_name(node.args[1].args[0])))
-        integers = to_integers(weight, *rounding.numbers(weight), rounding.scheme, rounding.axis)
+        integers = to_integers(weight, *rounding.qparams(weight), rounding.scheme, rounding.axis)
         flat = integers if integers.ndim == 2 else integers.flatten(2).transpose(1, 2).flatten(1)
         columns = columns[:rows]
         exact = (columns.double() @ flat.double().T).long()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError
-from compresskit.base.inputs import AnyInputs
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.graph.capture import capture, parameter_name
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.passes.fold_batchnorm import CONVS
+from compresskit.quant.numerics.operators import CONVS
 
 #: What scaling a channel by a positive number passes through unchanged.
 _PASSED = frozenset({aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default})
@@ -30,7 +31,7 @@ class _Link:
     depthwise: bool
 
 
-def equalize_(model: nn.Module, example: AnyInputs, *, rounds: int = 20) -> int:
+def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
     """Even out, in place, the ranges of a layer's output channels and of the next one's input channels; returns the pairs.
 
     Channel i of a layer is divided by s_i = sqrt(r1_i / r2_i) and multiplied again in the layer that alone reads it, through
@@ -39,9 +40,9 @@ def equalize_(model: nn.Module, example: AnyInputs, *, rounds: int = 20) -> int:
 
     Raises ModelError for a quantized model; what it does not find (ReLU6, sums) it leaves alone.
     """
-    if hasattr(model, "deployed"):
+    if is_quantized(model):
         raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
-    links = _links(capture(copy.deepcopy(model), example).module)
+    links = _links(capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0]).module)
     with torch.no_grad():
         for _ in range(rounds):
             change = max((_even(model, link) for link in links), default=0.0)

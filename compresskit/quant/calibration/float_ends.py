@@ -9,15 +9,15 @@ from __future__ import annotations
 from torch import fx
 
 from compresskit.graph.normalize import Node, aten
-from compresskit.quant.passes.channel_scaling import MOVES
-from compresskit.quant.passes.coverage import costs
+from compresskit.quant.numerics.operators import LAYOUT_OPERATORS
+from compresskit.quant.passes.coverage import layer_costs
 
 SHARE = 0.01  # of the MACs, for each of the two
 
 
-def ends_of(graph: fx.Graph) -> dict[str, str]:
+def sensitive_ends(graph: fx.Graph) -> dict[str, str]:
     """Names of such layers in a captured graph, each with the reason; none where no layer norm says that it is a transformer."""
-    spent = costs(graph)
+    spent = layer_costs(graph)
     every = sum(cost.macs for cost in spent.values())
     if not every or not any(node.target in (aten.layer_norm.default, aten.rms_norm.default) for node in graph.nodes):
         return {}
@@ -34,7 +34,7 @@ def ends_of(graph: fx.Graph) -> dict[str, str]:
 
 def _reads_input(node: Node) -> bool:
     value = node.args[0]
-    while value.op == "call_function" and value.target in MOVES:
+    while value.op == "call_function" and value.target in LAYOUT_OPERATORS:
         value = value.args[0]
     return value.op == "placeholder"
 
@@ -43,7 +43,7 @@ def _is_output(node: Node) -> bool:
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if user.target in MOVES:
+            if user.target in LAYOUT_OPERATORS:
                 pending.append(user)
             elif user.op != "output":
                 return False

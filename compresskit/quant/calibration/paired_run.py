@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs
+from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
@@ -22,52 +23,48 @@ Pair = tuple[Any, Any]  # (unrounded, rounded)
 def run_pairs(
     body: fx.GraphModule,
     inputs: Inputs,
-    look: Callable[[Node, Pair, Callable[[Node], Pair]], bool],
+    look: Callable[[Node, Pair, Callable[[Node], Pair]], None],
     weights: Mapping[str, Tensor] | None = None,
+    *,
+    until: Node | None = None,
 ) -> Pair:
     """Run a batch; returns both outputs.
 
-    look: called with (node, its values, the values of any of its arguments) behind every operator; True ends the run.
+    look: called with (node, its values, the values of any of its arguments) after every operator.
     weights: parameters that the unrounded run has in the place of the graph's own, by name.
+    until: the last node to run; nothing that it does not depend on is run.
     """
-    values: dict[Node, Pair] = {}
-    left = {node: len(node.users) for node in body.graph.nodes}
-    leaves = iter(pytree.tree_leaves(inputs))
+
+    def compute(node: Node, value_of: ValueOf) -> Pair:
+        def pair_of(source: Node) -> Pair:
+            value = value_of(source)
+            return (value, value) if source.op == "placeholder" else value
+
+        pair = _both(body, node, pair_of, weights or {})
+        look(node, pair, pair_of)
+        return pair
+
     with torch.no_grad():
-        for node in body.graph.nodes:
-            if node.op == "placeholder":
-                x = next(leaves)
-                values[node] = (x, x)
-            elif node.op == "get_attr":
-                own = get_tensor(body, node.target)
-                values[node] = ((weights or {}).get(node.target, own), own)
-            else:
-                values[node] = _both(body, node, values)
-            if look(node, values[node], values.__getitem__) or node.op == "output":
-                return values[node]
-            for source in node.all_input_nodes:
-                left[source] -= 1
-                if not left[source]:
-                    del values[source]
-    raise AssertionError("a graph ends with its output")
+        result: Pair = run_graph(body, pytree.tree_leaves(inputs), compute=compute, until=until)
+    return result
 
 
-def _both(body: fx.GraphModule, node: Node, values: dict[Node, Pair]) -> Pair:
-    sides = []
-    for side in (0, 1):
-        there = {source: values[source][side] for source in node.all_input_nodes}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), there.__getitem__)
-        if node.op == "output":
-            sides.append(args[0])
-        elif node.op == "call_module":
-            module = body.get_submodule(node.target)
-            if isinstance(module, Quantizer):
-                sides.append(module.unrounded(*args) if side == 0 else module(*args))
-            else:
-                sides.append(module(*args, **kwargs))
-        else:
-            sides.append(node.target(*args, **kwargs))
-    return sides[0], sides[1]
+def _both(body: fx.GraphModule, node: Node, pair_of: Callable[[Node], Pair], weights: Mapping[str, Tensor]) -> Pair:
+    """The unrounded and the rounded value of a node."""
+    if node.op == "get_attr":
+        own = get_tensor(body, node.target)
+        return weights.get(node.target, own), own
+
+    def unrounded_of(source: Node) -> Any:
+        return pair_of(source)[0]
+
+    def rounded_of(source: Node) -> Any:
+        return pair_of(source)[1]
+
+    module = body.get_submodule(node.target) if node.op == "call_module" else None
+    if isinstance(module, Quantizer):
+        return module.unrounded(*fx.map_arg(node.args, unrounded_of)), execute(body, node, rounded_of)
+    return execute(body, node, unrounded_of), execute(body, node, rounded_of)
 
 
 def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | DynamicActivation | None:

@@ -11,27 +11,30 @@ on moves by as much. How far is tried out for every value, on the rounding of it
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.calibration.statistics import Seen, watch
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
 from compresskit.quant.passes.attention import attended
-from compresskit.quant.passes.channel_scaling import PRODUCTS, Link, divide_, links_of
+from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links_of
 
 SAMPLE = 1024  # positions of a value that are kept to try factors and shifts on
 
 
 def smooth_(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Batches,
     *,
     strengths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75),
     shift: bool = True,
@@ -41,7 +44,7 @@ def smooth_(
 
     Args:
         model: any float module.
-        batches: calibration inputs (tuples or dicts); one pass, and a thousand positions of each value are kept.
+        batches: an iterable of inputs, or one batch; one pass, and a thousand positions of each value are kept.
         strengths: candidates for a in s = max|x|^a / max|w|^(1 - a); 0 stands for s = 1. The one is taken whose rounding to 8
             bits, activations with one scale and weights with one a channel, changes the products least.
         shift: move each channel, too, so that its range or its mean lies at 0, where that serves the rounding.
@@ -51,14 +54,13 @@ def smooth_(
     it; a shift needs biases on both sides. Raises DataError where there is no batch or a value is not finite, ModelError for a
     quantized model, SettingError for strengths outside [0, 1].
     """
-    if hasattr(model, "deployed"):
+    if is_quantized(model):
         raise ModelError("smooth_: this model is quantized already; smooth the float model it came from")
     if not strengths or any(not 0 <= a <= 1 for a in strengths):
         raise SettingError(f"smooth_(strengths=...): wanted numbers in [0, 1], got {strengths}")
-    data = list(batches)
-    if not data:
-        raise DataError("smooth_: no calibration batch was given; a few dozen samples show the channels")
-    return smooth_tensors_(model, capture(copy.deepcopy(model), data[0], dynamic=dynamic), data, strengths=strengths, shift=shift)
+    first, every = first_and_all(batches, "smooth_")
+    captured = capture(copy.deepcopy(model), first, dynamic=dynamic)
+    return smooth_tensors_(model, captured, list(every), strengths=strengths, shift=shift)
 
 
 def smooth_tensors_(
@@ -81,7 +83,13 @@ def smooth_tensors_(
 
 
 def _smooth(
-    model: nn.Module, link: Link, mixed: tuple[str, Tensor] | None, seen: Seen, strengths: tuple[float, ...], *, shift: bool
+    model: nn.Module,
+    link: ScalingLink,
+    mixed: tuple[str, Tensor] | None,
+    seen: Seen,
+    strengths: tuple[float, ...],
+    *,
+    shift: bool,
 ) -> bool:
     """Try shifts and factors on the products of one value, and apply the best; whether there was one better than none."""
     weights = [get_tensor(model, name).movedim(dim, 1) for name, dim in link.weights]
@@ -153,7 +161,7 @@ def _bias_of(model: nn.Module, reader: Node) -> Tensor | None:
     return get_tensor(model, name) if name is not None and alone else None
 
 
-def _additive(model: nn.Module, link: Link) -> tuple[str, Tensor] | None:
+def _additive(model: nn.Module, link: ScalingLink) -> tuple[str, Tensor] | None:
     """The vector among the makers of a value that is added to it, and the places of its channels there."""
     if link.base.target not in (aten.layer_norm.default, *PRODUCTS) or len(link.makers) < 2:
         return None

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import module_path
+from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node
-from compresskit.graph.surgery import get_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,78 +68,54 @@ def watch(body: fx.GraphModule, batches: Sequence[Inputs], nodes: Sequence[Node]
 
     Raises DataError where a value is nan or infinite.
     """
-    looker = _Looker(body, set(nodes), max(1, sample // max(1, len(batches))))
+    share = max(1, sample // max(1, len(batches)))
+    collected = {node: _Collected() for node in nodes}
+
+    def visit(node: Node, value: Any) -> None:
+        if node in collected:
+            collected[node].update(value, share, module_path(node) or node.name)
+
     with torch.no_grad():
         for inputs in batches:
-            looker.run(*pytree.tree_leaves(inputs))
-    return {
-        node: Seen(looker.low[node], looker.high[node], looker.total[node] / looker.rows[node], torch.cat(looker.some[node]))
-        for node in nodes
-    }
+            run_graph(body, pytree.tree_leaves(inputs), visit)
+    return {node: collected[node].statistics() for node in nodes}
 
 
-class _Looker(fx.Interpreter):
-    def __init__(self, body: fx.GraphModule, wanted: set[Node], share: int) -> None:
-        super().__init__(body)
-        self.wanted, self.share = wanted, share
-        self.low: dict[Node, Tensor] = {}
-        self.high: dict[Node, Tensor] = {}
-        self.total: dict[Node, Tensor] = {}
-        self.rows: dict[Node, int] = {}
-        self.some: dict[Node, list[Tensor]] = {}
+class _Collected:
+    """Running extremes, sum and samples of one value."""
 
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if n in self.wanted:
-            x = value.reshape(-1, value.shape[-1])
-            low, high, total = x.amin(0), x.amax(0), x.sum(0)
-            if not torch.isfinite(total).all():
-                raise DataError(
-                    f"{module_path(n) or n.name}: what it hands on is nan or infinite on the calibration data; clean the data,"
-                    " or look at that layer"
-                )
-            self.low[n] = torch.minimum(self.low.get(n, low), low)
-            self.high[n] = torch.maximum(self.high.get(n, high), high)
-            self.total[n] = self.total.get(n, 0) + total
-            self.rows[n] = self.rows.get(n, 0) + len(x)
-            every = max(1, len(x) // self.share)
-            self.some.setdefault(n, []).append(x[::every][: self.share].clone())
-        return value
+    low: Tensor | None = None
+    high: Tensor | None = None
+    total: Tensor | float = 0
+    rows: int = 0
+
+    def __init__(self) -> None:
+        self.some: list[Tensor] = []
+
+    def update(self, value: Tensor, share: int, where: str) -> None:
+        x = value.reshape(-1, value.shape[-1])
+        low, high, total = x.amin(0), x.amax(0), x.sum(0)
+        if not torch.isfinite(total).all():
+            raise DataError(
+                f"{where}: what it hands on is nan or infinite on the calibration data; clean the data, or look at that layer"
+            )
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+        self.total = self.total + total
+        self.rows += len(x)
+        every = max(1, len(x) // share)
+        self.some.append(x[::every][:share].clone())
+
+    def statistics(self) -> Seen:
+        assert self.low is not None
+        assert self.high is not None
+        assert isinstance(self.total, Tensor)
+        return Seen(self.low, self.high, self.total / self.rows, torch.cat(self.some))
 
 
 def values(body: fx.GraphModule, batches: Sequence[Inputs], node: Node) -> Iterator[Tensor]:
-    """What a node of the graph computes for each batch; nothing that it does not hang on is run."""
-    needed, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in needed:
-                needed.add(source)
-                pending.append(source)
-    order = [n for n in body.graph.nodes if n in needed or n.op == "placeholder"]
+    """The value of a node for each batch; nothing that it does not depend on is run."""
     for inputs in batches:
         with torch.no_grad():
-            value = _run(body, order, inputs, node)
+            value: Tensor = run_graph(body, pytree.tree_leaves(inputs), until=node)
         yield value
-
-
-def _run(body: fx.GraphModule, order: list[Node], inputs: Inputs, wanted: Node) -> Tensor:
-    here: dict[Node, Any] = {}
-    left = {node: sum(user in order_set for user in node.users) for order_set in [set(order)] for node in order}
-    leaves = iter(pytree.tree_leaves(inputs))
-    for node in order:
-        if node.op == "placeholder":
-            here[node] = next(leaves)
-        elif node.op == "get_attr":
-            here[node] = get_tensor(body, node.target)
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), here.__getitem__)
-            call = body.get_submodule(node.target) if node.op == "call_module" else node.target
-            here[node] = call(*args, **kwargs)
-        if node is wanted:
-            break
-        for source in node.all_input_nodes:
-            left[source] -= 1
-            if not left[source]:
-                del here[source]
-    value: Tensor = here[wanted]
-    return value

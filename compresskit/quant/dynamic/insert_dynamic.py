@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -16,12 +17,29 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT, layer_of, matrices, place_dynamic
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.insert import Quantized, lower
 from compresskit.quant.passes.placement import Placement
+from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicOrigin(Origin):
+    """What a dynamically quantized model was made from.
+
+    weights: grid of the weights, None for the target's. operators: kinds that were quantized.
+    """
+
+    weights: Scheme | None = None
+    operators: tuple[str, ...] = DEFAULT
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        weights = None if self.weights is None else asdict(self.weights)
+        return super().to_json() | {"dynamically": {"weights": weights, "operators": list(self.operators)}}
 
 
 class DynamicallyQuantized(Quantized):
@@ -35,20 +53,20 @@ class DynamicallyQuantized(Quantized):
         """23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
         return max(23, self.target.opset) if self.target.tuned else self.target.opset
 
-    def _check(self, inputs: Inputs) -> None:
-        super()._check(inputs)
+    def check_inputs(self, inputs: Inputs) -> None:
+        super().check_inputs(inputs)
         if any(0 in shape for shape in shapes_of(inputs)):
             raise DataError(
-                f"quantized {self.origin['class']}: an input has no elements, got {shapes_of(inputs)}; a batch needs at least one"
+                f"quantized {self.float_class}: an input has no elements, got {shapes_of(inputs)}; a batch needs at least one"
                 " row, a sequence one step"
             )
         for given, wanted in zip(pytree.tree_leaves(inputs), pytree.tree_leaves(self.example), strict=False):
             if isinstance(given, Tensor) and given.is_floating_point() != wanted.is_floating_point():
-                raise DataError(f"quantized {self.origin['class']}: wanted {wanted.dtype} inputs, got {given.dtype}")
+                raise DataError(f"quantized {self.float_class}: wanted {wanted.dtype} inputs, got {given.dtype}")
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: integers stored, DynamicQuantizeLinear and MatMulInteger."""
-        return deploy_dynamic(self.settled().body)
+        return deploy_dynamic(self.converted().body)
 
 
 def build_dynamic(
@@ -66,9 +84,15 @@ def build_dynamic(
 
     Raises ModelError where nothing of the model can be quantized; the message says why of each operator.
     """
-    captured, origin, _ = lower(model, example, replace(target, operators={}), skip, dynamic)
-    said = None if weights is None else asdict(weights)
-    origin |= {"floating": dict(floating or {}), "dynamically": {"weights": said, "operators": list(operators)}}
+    captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
+    origin = DynamicOrigin(
+        float_class=plain.float_class,
+        structure=plain.structure,
+        skip=plain.skip,
+        floating=dict(floating or {}),
+        weights=weights,
+        operators=tuple(operators),
+    )
     placement = place_dynamic(captured.module, target, operators=operators, skip=skip, floating=floating)
     if not placement.integer and not placement.carried:
         raise ModelError(f"{type(model).__name__}: nothing of it can be quantized dynamically:\n{placement}")
@@ -120,7 +144,7 @@ def _symmetric(scheme: Scheme) -> Scheme:
 def _round_weight(body: fx.GraphModule, node: Node, weight: Node, axis: int, scheme: Scheme) -> None:
     values = get_tensor(body, str(parameter_name(weight)))
     name = f"quantizers.weight_{axis}_" + str(parameter_name(weight)).replace(".", "_")
-    if not hasattr(body.quantizers, name.rpartition(".")[2]):
+    if name.rpartition(".")[2] not in body.get_submodule("quantizers")._modules:
         body.add_submodule(name, WeightQuantizer(scheme, axis, values.shape[axis]))
     with body.graph.inserting_before(node):
         node.replace_input_with(weight, body.graph.call_module(name, (weight,)))

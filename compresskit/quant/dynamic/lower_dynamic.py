@@ -76,7 +76,7 @@ class _Deployer:
         key = (name, axis if not turned else axis + 2)
         if key not in self.tables:
             weight = get_tensor(self.body, name).detach()
-            scale, zero_point = quantizer.numbers(weight)
+            scale, zero_point = quantizer.qparams(weight)
             integers = to_integers(weight, scale, zero_point, quantizer.scheme, axis)
             integers = integers.movedim(axis, -1).contiguous() if turned else integers
             points = (

@@ -23,11 +23,10 @@ from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.recurrent import OPERATORS
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import KINDS, is_float_tensor
+from compresskit.quant.numerics.operators import CONVS, OPERATOR_KINDS, is_float_tensor
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.coverage import costs
-from compresskit.quant.passes.fold_batchnorm import CONVS
-from compresskit.quant.passes.placement import Placement, Point
+from compresskit.quant.passes.coverage import layer_costs
+from compresskit.quant.passes.placement import Placement, QuantizationPoint
 
 #: ATen operator -> what dynamic quantization calls it.
 DYNAMIC: dict[Any, str] = {
@@ -108,7 +107,7 @@ def place_dynamic(
     integer: dict[str, str] = {}
     decoded: dict[str, str] = {}
     left: dict[str, str] = {}
-    points: dict[Node, Point] = {}
+    points: dict[Node, QuantizationPoint] = {}
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_float_tensor(node) or node.target is operator.getitem:
             continue
@@ -125,7 +124,7 @@ def place_dynamic(
         integer[node.name] = kind
         layer = layer_of(node) if kind in ("linear", "matmul", "conv") else None
         if layer is not None:
-            points.setdefault(layer.x, Point(node=layer.x.name, group=len(points), everywhere=False))
+            points.setdefault(layer.x, QuantizationPoint(node=layer.x.name, group=len(points), everywhere=False))
     named = {node.name: module_path(node) for node in module.graph.nodes if node.name in integer or node.name in left}
     return Placement(
         target=f"{target.name}, dynamically",
@@ -134,7 +133,7 @@ def place_dynamic(
         floating=left,
         points=tuple(points.values()),
         layers=named,
-        costs=costs(module.graph),
+        costs=layer_costs(module.graph),
     )
 
 
@@ -153,7 +152,7 @@ def _reason(
     if node.name in kept:
         return kept[node.name]
     if kind is None:
-        known = KINDS.get(node.target, "")
+        known = OPERATOR_KINDS.get(node.target, "")
         return UNSUPPORTED.get(known, "only products with stored weights are quantized dynamically")
     if kind not in operators:
         return f"{kind} is quantized on request only: operators=(..., {kind!r})"

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, Task, first_rows
+from compresskit.base.task import Task, first_rows
 from compresskit.graph.capture import Dynamic
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT
@@ -18,7 +19,7 @@ from compresskit.quant.numerics.targets import X86, Target
 
 def quantize_dynamic(
     model: nn.Module,
-    example: Inputs,
+    batches: Batches,
     *,
     target: Target = X86,
     weights: Scheme | None = None,
@@ -33,7 +34,7 @@ def quantize_dynamic(
 
     Args:
         model: any float module; it is left as it was.
-        example: inputs to capture it with, a tuple or a dict; their values do not matter.
+        batches: an iterable of inputs, or one batch; the first captures the model, and its values do not matter.
         target: where it will run. `X86_NO_VNNI` has 7-bit weights, whose sums do not saturate there.
         weights: grid of the weights. Where nothing is given it is symmetric, with a scale for each channel, which costs nothing;
             LSTMs get one for each matrix, with which ONNX Runtime's kernel is faster. A symmetric grid is a little faster than
@@ -45,6 +46,7 @@ def quantize_dynamic(
     Raises ModelError where the model cannot be captured, is quantized already, or has nothing to quantize; SettingError for
     names that it does not have.
     """
+    example, _ = first_and_all(batches, "quantize_dynamic")
     return build_dynamic(model, example, target, weights=weights, operators=operators, skip=skip, dynamic=dynamic)
 
 

@@ -130,7 +130,7 @@ class BlockQuantizer(Quantizer):
         whole = steps.clamp(scheme.low, scheme.high).to(scheme.dtype).flatten(1)
         return whole[:, : self.rows(weight).shape[1]]
 
-    def keep_(self, weight: Tensor, mask: Tensor) -> None:
+    def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
         """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
         rows, kept = self.rows(weight), self.rows(mask)
         rounded = on_grid(rows, self.scale, self.zero_point, self.blocks)

@@ -42,7 +42,7 @@ class RowQuantizer(Quantizer):
         if not self.enabled:
             return rows
         if not self.table.scheme.per_channel:
-            scale, zero_point = self.table.numbers(table)
+            scale, zero_point = self.table.qparams(table)
             low, high = self.table.scheme.low, self.table.scheme.high
             steps = (torch.round(rows.detach() / scale) + zero_point).clamp(low, high) - zero_point
             return rows + (steps * scale - rows).detach()

@@ -7,13 +7,32 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.recurrent import OPERATORS
-from compresskit.quant.passes.fold_batchnorm import CONVS, TRANSPOSED
+from compresskit.graph.surgery import get_tensor
 
-KINDS: dict[Any, str] = {
+CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
+TRANSPOSED_CONVS = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
+#: Matrix products by a constant: operator -> (where its input stands, where its weight stands, the weight's dimension of inputs).
+PRODUCTS = {
+    aten.linear.default: (0, 1, 1),
+    aten.matmul.default: (0, 1, 0),
+    aten.mm.default: (0, 1, 0),
+    aten.addmm.default: (1, 2, 0),
+}
+#: Operators that change the layout of one tensor. Of kind "move" are more: some that make several tensors, pad or pool.
+LAYOUT_OPERATORS = frozenset(
+    {aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.permute.default, aten.transpose.int}
+    | {aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.expand.default}
+)
+#: Kinds that multiply and add: the layers that coverage counts.
+LAYER_KINDS = frozenset({"conv", "conv_transpose", "linear", "matmul", "addmm", "recurrent"})
+
+#: The kind of each ATen operator that a rule knows.
+OPERATOR_KINDS: dict[Any, str] = {
     **dict.fromkeys(CONVS, "conv"),
-    **dict.fromkeys(TRANSPOSED, "conv_transpose"),
+    **dict.fromkeys(TRANSPOSED_CONVS, "conv_transpose"),
     aten.linear.default: "linear",
     aten.matmul.default: "matmul",
     aten.bmm.default: "matmul",
@@ -88,6 +107,12 @@ def is_float_tensor(node: Node) -> bool:
     return any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
 
 
+def is_depthwise(module: fx.GraphModule, conv: Node) -> bool:
+    """Whether each filter of a convolution reads one channel."""
+    weight = parameter_name(conv.args[1])
+    return weight is not None and get_tensor(module, weight).shape[1] == 1
+
+
 def is_global(node: Node) -> bool:
     """Whether a mean goes over all spatial positions and nothing else."""
     rank = node.args[0].meta["val"].ndim
@@ -99,7 +124,7 @@ def is_global(node: Node) -> bool:
 
 def moved(node: Node) -> Node | None:
     """What a node reads that only moves values, so that they stay on their grid; None for one that computes."""
-    if KINDS.get(node.target) not in ("move", "concat") or not keeps_grid(node):
+    if OPERATOR_KINDS.get(node.target) not in ("move", "concat") or not keeps_grid(node):
         return None
     first = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
     return first if isinstance(first, fx.Node) else None

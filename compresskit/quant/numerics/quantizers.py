@@ -39,7 +39,7 @@ class ActivationQuantizer(Quantizer):
     """Rounds an activation to a per-tensor grid.
 
     clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
-    anchor: a number that must lie on the grid, see `placement.Point`.
+    anchor: a number that must lie on the grid, see `placement.QuantizationPoint`.
     label: the operator whose result it rounds, for messages.
     `observing` lets its observer see what passes, and the grid follow it; `learn_` makes the scale a parameter.
     """
@@ -74,7 +74,7 @@ class ActivationQuantizer(Quantizer):
         share = 1.0
         if self.scale.requires_grad:
             share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
-        return fake_quantize(x, self.step(), self.zero_point, self.scheme, share=share)
+        return fake_quantize(x, self.effective_scale(), self.zero_point, self.scheme, share=share)
 
     def unrounded(self, x: Tensor, *rest: Any) -> Tensor:
         """The value, clamped where the grid does an activation function's work."""
@@ -83,7 +83,7 @@ class ActivationQuantizer(Quantizer):
         low, high = self.clamp
         return F.relu(x) if low == 0 and high is None else F.hardtanh(x, low, torch.inf if high is None else high)
 
-    def step(self) -> Tensor:
+    def effective_scale(self) -> Tensor:
         """The scale; a learned one may not pass zero."""
         if isinstance(self.scale, nn.Parameter):
             return self.scale.clamp(min=LEAST)
@@ -116,7 +116,7 @@ class ActivationQuantizer(Quantizer):
     def learn_(self, on: bool = True) -> None:
         """Make the scale a parameter, with its present value, or a buffer again; one with an anchor stays as it is."""
         if self.anchor is None:
-            _turn(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.step().detach().clone())
+            _turn(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone())
 
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
@@ -144,23 +144,23 @@ def _turn(module: nn.Module, name: str, value: Tensor) -> None:
 class WeightQuantizer(Quantizer):
     """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`.
 
-    scale: of each channel, or one; 0 where it follows the weight. `learn_` makes it a parameter, `hold_` fixes it.
-    floor: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
+    scale: of each channel, or one; 0 where it follows the weight. `learn_` makes it a parameter, `fix_scale_` fixes it.
+    min_scale: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
         their grid than int32 can hold.
-    stretch: factor of each scale, 1 or next to it, that keeps results off ties (see `ties`).
+    scale_factor: factor of each scale, 1 or next to it, that keeps results off ties (see `ties`).
     """
 
     scale: Tensor
-    floor: Tensor
-    stretch: Tensor
+    min_scale: Tensor
+    scale_factor: Tensor
 
     def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
         super().__init__()
         self.scheme, self.axis = scheme, axis
-        for name, value in (("scale", 0.0), ("floor", 0.0), ("stretch", 1.0)):
+        for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
 
-    def numbers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, zero_point) for a weight, each (channels,) or a scalar."""
         values = weight.detach().float()
         values = values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1)
@@ -168,13 +168,13 @@ class WeightQuantizer(Quantizer):
         low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
         scale, zero_point = affine(low, high, self.scheme)
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST).maximum(self.floor) * self.stretch, zero_point
-        return torch.where(self.scale > 0, self.scale, scale).maximum(self.floor) * self.stretch, zero_point
+            return self.scale.clamp(min=LEAST).maximum(self.min_scale) * self.scale_factor, zero_point
+        return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor, zero_point
 
-    def hold_(self, scale: Tensor) -> None:
+    def fix_scale_(self, scale: Tensor) -> None:
         """Fix the scale from now on, whatever the weight does."""
         self.scale.copy_(scale)
-        self.stretch.fill_(1)
+        self.scale_factor.fill_(1)
 
     def learn_(self, weight: Tensor, on: bool = True) -> None:
         """Make the scale a parameter, or a fixed number again.
@@ -182,18 +182,18 @@ class WeightQuantizer(Quantizer):
         It begins at 2 mean|w| / sqrt(largest integer) (1902.08153, section 2.1), or at that of the extremes where it is smaller,
         as it is for 8 bits.
         """
-        scale = self.numbers(weight)[0].detach()
+        scale = self.qparams(weight)[0].detach()
         if on:
             axes = [d for d in range(weight.ndim) if d != self.axis] if self.scheme.per_channel else list(range(weight.ndim))
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5
             scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
         _turn(self, "scale", scale)
-        self.stretch.fill_(1)
+        self.scale_factor.fill_(1)
 
-    def keep_(self, weight: Tensor, mask: Tensor) -> None:
+    def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
         """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
-        scale, zero_point = self.numbers(weight)
+        scale, zero_point = self.qparams(weight)
         rounded = fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis)
         steps = scale.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
         one = torch.where(weight < 0, -steps, steps).to(weight.dtype)
@@ -202,7 +202,7 @@ class WeightQuantizer(Quantizer):
     def forward(self, weight: Tensor) -> Tensor:
         if not self.enabled:
             return weight
-        scale, zero_point = self.numbers(weight)
+        scale, zero_point = self.qparams(weight)
         share = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
         return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, share=share)
 
@@ -215,20 +215,20 @@ class BiasQuantizer(Quantizer):
         # In a tuple, so that they are not registered here as well: state dicts name each quantizer once.
         self.grid = (activation, weight)
 
-    def numbers(self, weight: Tensor) -> Tensor:
+    def scale(self, weight: Tensor) -> Tensor:
         """The scale, (channels,) or a scalar."""
-        return (self.grid[0].step() * self.grid[1].numbers(weight)[0]).detach()
+        return (self.grid[0].effective_scale() * self.grid[1].qparams(weight)[0]).detach()
 
     def make_room_(self, bias: Tensor) -> None:
         """Raise the floor of the weight's scale so that this bias, and one twice as large, is an int32."""
         activation, weight = self.grid
         floor = bias.detach().float().abs() / (activation.scale * 2.0**30)
-        weight.floor.copy_(torch.maximum(weight.floor, floor if weight.floor.ndim else floor.max()))
+        weight.min_scale.copy_(torch.maximum(weight.min_scale, floor if weight.min_scale.ndim else floor.max()))
 
     def forward(self, bias: Tensor, weight: Tensor) -> Tensor:
         if not self.enabled:
             return bias
-        step = self.numbers(weight)
+        step = self.scale(weight)
         rounded = (torch.round(bias.detach().float() / step) * step).to(bias.dtype)
         return bias + (rounded - bias).detach()
 
@@ -284,7 +284,7 @@ class DeployedConstant(nn.Module):
 
 def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConstant:
     """The weight as stored integers."""
-    scale, zero_point = quantizer.numbers(weight)
+    scale, zero_point = quantizer.qparams(weight)
     integers = to_integers(weight, scale, zero_point, quantizer.scheme, quantizer.axis)
     # A zero point of zeros may be left out by the standard, but ONNX Runtime fuses no Gemm without it.
     return DeployedConstant(integers, scale, zero_point.to(quantizer.scheme.dtype), quantizer.axis)
@@ -292,7 +292,7 @@ def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConst
 
 def deployed_bias(quantizer: BiasQuantizer, bias: Tensor, weight: Tensor) -> DeployedConstant:
     """The bias as stored int32."""
-    step = quantizer.numbers(weight)
+    step = quantizer.scale(weight)
     limit = 2.0**31 - 2**8  # the largest fp32 below 2^31 that int32 can hold
     integers = torch.round(bias.detach().float() / step).clamp(-limit, limit).to(torch.int32)
     return DeployedConstant(integers, step, None, 0)

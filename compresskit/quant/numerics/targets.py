@@ -24,7 +24,7 @@ from compresskit.quant.numerics.scheme import Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
-class Integer:
+class Support:
     """How a runtime executes one kind of operator in integers.
 
     output: its result must be quantized too, at once, or the runtime computes in float after all.
@@ -46,7 +46,7 @@ class Target:
     """A runtime on a kind of machine; a user adds one by writing one value.
 
     activations, weights: their grids.
-    operators: kind of operator (see `placement.KINDS`) -> how it runs in integers; kinds not named stay float.
+    operators: kind of operator (see `placement.OPERATOR_KINDS`) -> how it runs in integers; kinds not named stay float.
     zero_points: whether activations may have a zero point other than 0.
     saturates: products are added in pairs in int16, so that full 8-bit weights can overflow.
     opset: of the exported file.
@@ -58,7 +58,7 @@ class Target:
     name: str
     activations: Scheme = field(default_factory=Scheme)
     weights: Scheme = field(default_factory=lambda: Scheme(signed=True, symmetric=True, per_channel=True))
-    operators: Mapping[str, Integer]
+    operators: Mapping[str, Support]
     zero_points: bool = True
     saturates: bool = False
     opset: int = 20
@@ -85,15 +85,15 @@ class Target:
 #: (ResNet-20: 0.47 of the fp32 latency, against 1.20 with int8); Gemm may hand its sum on in float, which saves the rounding of
 #: the logits; Add and pooling pay only between operators that are in integers already.
 _ONNX_RUNTIME = {
-    "conv": Integer(),
-    "linear": Integer(output=False),
-    "add": Integer(follow=True),
-    "mul": Integer(follow=True),
-    "concat": Integer(follow=True),
-    "avg_pool": Integer(follow=True),
-    "mean": Integer(follow=True),
-    "sigmoid": Integer(follow=True),
-    "hardsigmoid": Integer(output=False, follow=True),
+    "conv": Support(),
+    "linear": Support(output=False),
+    "add": Support(follow=True),
+    "mul": Support(follow=True),
+    "concat": Support(follow=True),
+    "avg_pool": Support(follow=True),
+    "mean": Support(follow=True),
+    "sigmoid": Support(follow=True),
+    "hardsigmoid": Support(output=False, follow=True),
 }
 
 #: ONNX Runtime on x86 with VNNI.
@@ -107,7 +107,7 @@ X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits
 #: activations of either sign; its documentation finds uint8 with int8 no slower than uint8 with uint8, and faster on small cores;
 #: it is QNNPACK's grid. The products are widened, so that nothing saturates. NNAPI and TFLite, to which a phone may hand the file
 #: on, give average pooling one scale.
-ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Integer(follow=True, shared=True)})
+ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)})
 
 #: TensorRT's explicit quantization: int8 with zero point 0 throughout; Q/DQ before the operators that run in integers, none
 #: between a convolution and what is fused into it (its activation, and the sum with a shortcut, whose other operand is rounded).
@@ -116,11 +116,11 @@ TENSORRT = Target(
     name="TENSORRT",
     activations=Scheme(signed=True, symmetric=True, narrow=False),
     operators={
-        "conv": Integer(output=False),
-        "linear": Integer(output=False),
-        "add": Integer(output=False, fuses=True),
-        "avg_pool": Integer(output=False),
-        "mean": Integer(output=False),
+        "conv": Support(output=False),
+        "linear": Support(output=False),
+        "add": Support(output=False, fuses=True),
+        "avg_pool": Support(output=False),
+        "mean": Support(output=False),
     },
     zero_points=False,
     opset=19,
@@ -130,8 +130,8 @@ TENSORRT = Target(
 #: rounded; what the sum gives is.
 OPENVINO = Target(
     name="OPENVINO",
-    operators={**_ONNX_RUNTIME, "conv": Integer(output=False), "add": Integer(output=False, fuses=True)}
-    | {kind: Integer(output=False) for kind in ("mul", "avg_pool", "mean")},
+    operators={**_ONNX_RUNTIME, "conv": Support(output=False), "add": Support(output=False, fuses=True)}
+    | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
 )
 
 #: Names of the kernel libraries under which PyTorch knew the first and the third.

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from compresskit.graph.capture import Captured, parameter_name
+from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, aten
-from compresskit.quant.passes.channel_scaling import MOVES
+from compresskit.quant.numerics.operators import LAYOUT_OPERATORS
 
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
@@ -25,20 +26,25 @@ def attended(captured: Captured, bases: Sequence[Node]) -> dict[Node, tuple[str,
     found = {base: parts for base in bases if (parts := _parts(base)) is not None}
     if not found:
         return {}
-    sizes = _Sizes(captured.module)
+    sizes: dict[Node, Any] = {}  # numbers that other operators take
+
+    def keep_number(node: Node, value: Any) -> None:
+        if isinstance(value, int | float):
+            sizes[node] = value
+
     with torch.no_grad():
-        sizes.run(*pytree.tree_leaves(captured.example))
+        run_graph(captured.module, pytree.tree_leaves(captured.example), keep_number)
     placed = {}
     for base, (bias, linear, before, attention, behind) in found.items():
         count = captured.shapes[linear.name][-1]
         numbers = torch.arange(float(count)).expand(captured.shapes[linear.name])
-        v = _sent(numbers, linear, before, sizes.seen)
+        v = _sent(numbers, linear, before, sizes)
         if v is None or v.ndim < 2 or not bool((v == v[..., :1, :]).all()):
             continue  # tokens differ: moves have mixed them with channels
         shape = captured.shapes[attention.name]
         if v.shape[:-2] != shape[:-2] or v.shape[-1] != shape[-1]:
             continue  # heads that share one v
-        places = _sent(v[..., :1, :].expand(shape), attention, behind, sizes.seen)
+        places = _sent(v[..., :1, :].expand(shape), attention, behind, sizes)
         if places is None:
             continue
         rows = places.reshape(-1, places.shape[-1])
@@ -78,7 +84,7 @@ def _splits(before: list[Node]) -> bool:
 
 
 def _sums_to_one(node: Node) -> bool:
-    while node.target in MOVES:
+    while node.target in LAYOUT_OPERATORS:
         node = node.args[0]
     return node.target in _SOFTMAX and node.args[1] in (-1, node.meta["val"].ndim - 1)
 
@@ -86,27 +92,13 @@ def _sums_to_one(node: Node) -> bool:
 def _back(value: Node) -> tuple[list[Node], Node]:
     """(moves in the order of execution, what they begin with)."""
     moves = []
-    while value.target in MOVES or value.target is operator.getitem or value.target in _CUTS:
+    while value.target in LAYOUT_OPERATORS or value.target is operator.getitem or value.target in _CUTS:
         moves.append(value)
         value = value.args[0]
     return moves[::-1], value
 
 
 _CUTS = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
-
-
-class _Sizes(fx.Interpreter):
-    """Runs a graph and keeps what is no tensor: sizes that other operators take."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.seen: dict[Node, Any] = {}
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, int | float):
-            self.seen[n] = value
-        return value
 
 
 def _sent(x: Any, source: Node, moves: list[Node], sizes: dict[Node, Any]) -> Tensor | None:

@@ -15,23 +15,11 @@ from torch import Tensor, fx
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-
-#: Operators that only carry values from one place to another.
-MOVES = frozenset(
-    {aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.permute.default, aten.transpose.int}
-    | {aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.expand.default}
-)
-#: Matrix products by a constant: operator -> (where its input stands, where its weight stands, the weight's dimension of inputs).
-PRODUCTS = {
-    aten.linear.default: (0, 1, 1),
-    aten.matmul.default: (0, 1, 0),
-    aten.mm.default: (0, 1, 0),
-    aten.addmm.default: (1, 2, 0),
-}
+from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, PRODUCTS
 
 
 @dataclass(frozen=True)
-class Link:
+class ScalingLink:
     """A value, the products that read it, and what makes it.
 
     base: the node of the value. readers: matrix products by a constant, all that read it. weights: name and dimension of inputs
@@ -45,13 +33,13 @@ class Link:
     makers: tuple[tuple[str, int], ...]
 
 
-def links_of(module: fx.GraphModule) -> list[Link]:
+def links_of(module: fx.GraphModule) -> list[ScalingLink]:
     """All values of a captured graph that only matrix products by a constant read, in the order of the graph."""
     reads: dict[str, int] = {}
     for node in module.graph.nodes:
         if (name := parameter_name(node)) is not None:
             reads[name] = reads.get(name, 0) + len(node.users)
-    found: dict[Node, Link] = {}
+    found: dict[Node, ScalingLink] = {}
     for node in module.graph.nodes:
         if (weight_of(node)) is None:
             continue
@@ -60,7 +48,7 @@ def links_of(module: fx.GraphModule) -> list[Link]:
             continue
         weights = [w for reader in readers if (w := weight_of(reader)) is not None]
         if len(weights) == len(readers) and all(reads[name] == 1 for name, _ in weights):
-            found[base] = Link(base, tuple(readers), tuple(weights), _makers(module, base, reads))
+            found[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads))
     return list(found.values())
 
 
@@ -78,7 +66,7 @@ def weight_of(node: Node) -> tuple[str, int] | None:
 
 def base_of(value: Node) -> Node:
     """Where a value's channels were made, looking back through what keeps its last dimension."""
-    while value.target in MOVES and _keeps_channels(value):
+    while value.target in LAYOUT_OPERATORS and _keeps_channels(value):
         value = value.args[0]
     return value
 
@@ -107,7 +95,7 @@ def _readers(base: Node) -> list[Node] | None:
         for user in value.users:
             if weight_of(user) is not None and user.args[PRODUCTS[user.target][0]] is value:
                 found.append(user)
-            elif user.target in MOVES and _keeps_channels(user) and user.args[0] is value:
+            elif user.target in LAYOUT_OPERATORS and _keeps_channels(user) and user.args[0] is value:
                 pending.append(user)
             else:
                 return None
@@ -115,7 +103,7 @@ def _readers(base: Node) -> list[Node] | None:
 
 
 def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """See `Link.makers`."""
+    """See `ScalingLink.makers`."""
     args: list[Node] = list(base.args)
     tensors: list[tuple[Node, int]] = []
     if base.target is aten.layer_norm.default and len(base.args) > 2 and len(args[1]) == 1:
@@ -155,7 +143,7 @@ def _is_vector(module: fx.GraphModule, factor: Node, other: object) -> bool:
     return operator.eq(tuple(values.shape), (channels,))
 
 
-def divide_(module: torch.nn.Module, link: Link, factor: Tensor) -> None:
+def divide_(module: torch.nn.Module, link: ScalingLink, factor: Tensor) -> None:
     """Divide the makers of a link by `factor` (channels,) and multiply the weights that read it, in place.
 
     module: any model that calls its tensors by the same names.

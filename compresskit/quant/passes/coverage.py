@@ -12,14 +12,11 @@ from torch import Tensor, fx
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import KINDS
-
-#: Kinds that multiply and add: the layers that coverage counts.
-LAYERS = frozenset({"conv", "conv_transpose", "linear", "matmul", "addmm", "recurrent"})
+from compresskit.quant.numerics.operators import LAYER_KINDS, OPERATOR_KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class LayerCost:
     """A layer's parameters, and its multiply-accumulates for one sample."""
 
     parameters: int
@@ -46,13 +43,13 @@ class Coverage:
         return asdict(self) | {"reasons": dict(self.reasons)}
 
 
-def costs(graph: fx.Graph) -> dict[str, Cost]:
+def layer_costs(graph: fx.Graph) -> dict[str, LayerCost]:
     """The cost of each layer of a captured graph, by the name of its node."""
-    return {n.name: _cost(graph, n) for n in graph.nodes if KINDS.get(n.target) in LAYERS and "val" in n.meta}
+    return {n.name: _layer_cost(graph, n) for n in graph.nodes if OPERATOR_KINDS.get(n.target) in LAYER_KINDS and "val" in n.meta}
 
 
-def _cost(graph: fx.Graph, node: Node) -> Cost:
-    kind = KINDS[node.target]
+def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:
+    kind = OPERATOR_KINDS[node.target]
     if kind == "recurrent":
         return _recurrent_cost(graph, node)
     given = node.args[1:3] if kind == "addmm" else node.args[:3]
@@ -61,25 +58,25 @@ def _cost(graph: fx.Graph, node: Node) -> Cost:
     x, weight = tensors[:2]
     assert x is not None
     assert weight is not None
-    value, rows = node.meta["val"], _rows(graph)
+    value, rows = node.meta["val"], _example_rows(graph)
     if kind == "conv_transpose":
         macs = _size(x) // rows * _size(weight) // int(weight.shape[0])
     elif kind in ("matmul", "addmm"):
         macs = _size(value) * int(x.shape[-1]) // rows
     else:
         macs = _size(value) // rows * (_size(weight) // int(weight.shape[0]))
-    return Cost(parameters=int(parameters), macs=macs)
+    return LayerCost(parameters=int(parameters), macs=macs)
 
 
-def _recurrent_cost(graph: fx.Graph, node: Node) -> Cost:
+def _recurrent_cost(graph: fx.Graph, node: Node) -> LayerCost:
     """Every matrix once for each step of a sequence."""
     tensors = [t for a in node.args[2] if (t := _tensor(graph, a)) is not None]
     x, batch_first = node.args[0].meta["val"], node.args[8]
     steps = int(x.shape[1 if batch_first else 0])
-    return Cost(parameters=sum(t.numel() for t in tensors), macs=steps * sum(t.numel() for t in tensors if t.ndim == 2))
+    return LayerCost(parameters=sum(t.numel() for t in tensors), macs=steps * sum(t.numel() for t in tensors if t.ndim == 2))
 
 
-def _rows(graph: fx.Graph) -> int:
+def _example_rows(graph: fx.Graph) -> int:
     """As many as the example had that the graph was captured with; heads and windows may stand in a value's first dimension."""
     inputs = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
     return next((int(v.shape[0]) for v in inputs if isinstance(v, Tensor) and v.ndim), 1)
@@ -97,7 +94,7 @@ def _tensor(graph: fx.Graph, value: Any) -> Tensor | None:
 
 
 def coverage_of(
-    costs: Mapping[str, Cost], integer: Mapping[str, str], floating: Mapping[str, str], layers: Mapping[str, str]
+    costs: Mapping[str, LayerCost], integer: Mapping[str, str], floating: Mapping[str, str], layers: Mapping[str, str]
 ) -> Coverage:
     """Sum the costs of what runs in integers, and say why the rest does not."""
     inside = [cost for name, cost in costs.items() if name in integer]

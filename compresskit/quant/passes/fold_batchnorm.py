@@ -17,13 +17,11 @@ from compresskit.graph.capture import parameter_name
 from compresskit.graph.masks import PREFIX, copy_mask_
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-
-CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
-TRANSPOSED = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
+from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folded:
+class FoldedBatchNorm:
     """What was folded into a layer, as it was before.
 
     layer: the node. norm: dotted path of the BatchNorm. tensors: weight, bias (of the layer), gamma, beta, mean, var.
@@ -36,7 +34,7 @@ class Folded:
     eps: float
 
 
-def fold_batchnorm_(module: fx.GraphModule, folds: list[Folded] | None = None) -> int:
+def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None = None) -> int:
     """Fold every BatchNorm that directly follows a convolution or linear layer; returns how many.
 
     folds: takes a record of each whose parameters are its own, so that training can bring it back to life.
@@ -48,11 +46,11 @@ def fold_batchnorm_(module: fx.GraphModule, folds: list[Folded] | None = None) -
         layer = norm.args[0]
         # BatchNorm counts the channels in dim 1, which is the last of a linear layer only where there are two.
         foldable = layer.target in CONVS or (layer.target is aten.linear.default and norm.meta["val"].ndim == 2)
-        foldable = foldable or (layer.target in TRANSPOSED and (len(layer.args) < 7 or layer.args[6] == 1))
+        foldable = foldable or (layer.target in TRANSPOSED_CONVS and (len(layer.args) < 7 or layer.args[6] == 1))
         tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
         if foldable and tracked and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None:
-            record = _record(module, layer, norm)
-            _fold(module, layer, norm)
+            record = _record_norm(module, layer, norm)
+            _fold_norm(module, layer, norm)
             count += 1
             # A layer used twice has taken another name for its folded weight.
             if folds is not None and record is not None and parameter_name(layer.args[1]) == record[0]:
@@ -64,7 +62,7 @@ def fold_batchnorm_(module: fx.GraphModule, folds: list[Folded] | None = None) -
     return count
 
 
-def _record(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, Folded] | None:
+def _record_norm(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, FoldedBatchNorm] | None:
     nodes = (layer.args[1], layer.args[2] if len(layer.args) > 2 else None, *norm.args[1:5])
     names = ("weight", "bias", "gamma", "beta", "mean", "var")
     read = [node for node in nodes if node is not None]
@@ -74,7 +72,7 @@ def _record(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, Folde
         return None
     tensors = {name: _value(module, node) for name, node in zip(names, nodes, strict=True)}
     path = str(parameter_name(norm.args[3])).rpartition(".")[0]
-    return str(parameter_name(layer.args[1])), Folded(
+    return str(parameter_name(layer.args[1])), FoldedBatchNorm(
         layer=layer,
         norm=path,
         tensors=tensors,
@@ -88,7 +86,7 @@ def _value(module: fx.GraphModule, node: Node | None) -> Tensor | None:
     return None if name is None else get_tensor(module, name).detach()
 
 
-def _fold(module: fx.GraphModule, layer: Node, norm: Node) -> None:
+def _fold_norm(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     gamma, beta, mean, var = (_value(module, node) for node in norm.args[1:5])
     assert mean is not None
     assert var is not None
@@ -98,7 +96,7 @@ def _fold(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     factor = torch.rsqrt(var.double() + norm.args[7])  # in float64: done once, and exported as is
     factor = factor if gamma is None else factor * gamma.double()
     shape = [1] * weight.ndim
-    shape[1 if layer.target in TRANSPOSED else 0] = -1
+    shape[1 if layer.target in TRANSPOSED_CONVS else 0] = -1
     folded_weight = (weight.double() * factor.view(shape)).to(weight.dtype)
     shift = (0 if bias is None else bias.double()) - mean.double()
     folded_bias = (shift * factor + (0 if beta is None else beta.double())).to(weight.dtype)

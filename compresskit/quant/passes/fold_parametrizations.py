@@ -6,24 +6,25 @@ What they give is the same for every input in eval mode, so a file needs the res
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.passes.fold_batchnorm import CONVS, TRANSPOSED, drop_unused_
+from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
+from compresskit.quant.passes.fold_batchnorm import drop_unused_
 
 
-def fold_computed_(module: fx.GraphModule) -> int:
+def fold_parametrizations_(module: fx.GraphModule) -> int:
     """Replace every computed weight and bias of a layer by a parameter that holds it; returns how many.
 
     The parameter stands where the layer's module is, as `weight` or `bias`; it trains where one of those that it came from did.
     """
     count = 0
-    layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED or n.target is aten.linear.default]
+    layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED_CONVS or n.target is aten.linear.default]
     for layer in layers:
         for position, leaf in ((1, "weight"), (2, "bias")):
             node = layer.args[position] if len(layer.args) > position else None
@@ -62,19 +63,9 @@ def _sources(node: Node | None) -> list[Node] | None:
 
 
 def _evaluate(module: fx.GraphModule, node: Node) -> Tensor:
-    known: dict[Node, Any] = {}
-
-    def value(at: Node) -> Any:
-        if at not in known:
-            read = at.op == "get_attr"
-            known[at] = get_tensor(module, str(at.target)) if read else at.target(*given(at.args), **given(at.kwargs))
-        return known[at]
-
-    def given(arguments: Any) -> Any:
-        return fx.map_arg(arguments, value)
-
     with torch.no_grad():
-        return value(node).detach().clone()
+        value: Tensor = run_graph(module, (), until=node)
+    return value.detach().clone()
 
 
 def _free_name(module: fx.GraphModule, path: str, leaf: str) -> str:

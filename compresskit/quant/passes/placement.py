@@ -18,13 +18,13 @@ from torch import fx
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node
-from compresskit.quant.numerics.operators import KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.coverage import Cost, Coverage, costs, coverage_of
+from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class QuantizationPoint:
     """A value that is rounded.
 
     group: points with the same number share scale and zero point.
@@ -53,9 +53,9 @@ class Placement:
     integer: dict[str, str] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     floating: dict[str, str] = field(default_factory=dict)
-    points: tuple[Point, ...] = ()
+    points: tuple[QuantizationPoint, ...] = ()
     layers: dict[str, str] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
+    costs: dict[str, LayerCost] = field(default_factory=dict)
 
     @property
     def coverage(self) -> Coverage:
@@ -84,7 +84,9 @@ class Placement:
         return {"target": self.target, "integer": self.integer, "floating": self.floating, "points": points}
 
 
-def place(graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None) -> Placement:
+def place_quantizers(
+    graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None
+) -> Placement:
     """Decide where the integers are.
 
     Args:
@@ -120,7 +122,9 @@ class _Placer:
                 number = numbers.setdefault(self._root(node), len(numbers))
                 clamp = self._clamp(node)
                 anchor = 3.0 if self._root(node) in {self._root(a) for a in self.anchored} else None
-                points.append(Point(node=node.name, group=number, clamp=clamp, everywhere=self.rounded[node], anchor=anchor))
+                points.append(
+                    QuantizationPoint(node=node.name, group=number, clamp=clamp, everywhere=self.rounded[node], anchor=anchor)
+                )
         named = {node.name: module_path(node) for node in (*self.integer, *self.floating)}
         return Placement(
             target=self.target.name,
@@ -129,11 +133,11 @@ class _Placer:
             floating={n.name: reason for n, reason in self.floating.items()},
             points=tuple(points),
             layers=named,
-            costs=costs(self.graph),
+            costs=layer_costs(self.graph),
         )
 
     def _visit(self, node: Node) -> None:
-        kind = KINDS.get(node.target, "unknown")
+        kind = OPERATOR_KINDS.get(node.target, "unknown")
         if node.target is operator.getitem and node.args[0] not in self.carried:
             return  # one result of an operator that has had its say
         if kind == "move" or kind == "concat":
@@ -255,7 +259,7 @@ class _Placer:
     def _behind(self, node: Node) -> Node:
         """The node itself, or the clamp that is its only reader."""
         users = list(node.users)
-        if len(users) == 1 and KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
+        if len(users) == 1 and OPERATOR_KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
             return users[0]
         return node
 
@@ -264,4 +268,4 @@ class _Placer:
         return node.op == "call_function" and node.args[0] in self.integer and self._behind(node.args[0]) is node
 
     def _clamp(self, source: Node) -> tuple[float, float | None] | None:
-        return bounds(source) if KINDS.get(source.target) == "clamp" and self._fused(source) else None
+        return bounds(source) if OPERATOR_KINDS.get(source.target) == "clamp" and self._fused(source) else None

@@ -17,18 +17,18 @@ from compresskit.graph.capture import parameter_name
 from compresskit.graph.masks import reshape_mask_
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, owner
-from compresskit.quant.numerics.operators import KINDS
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
 
-_GATES = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
-_CONVS = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
+_GATED_ACTIVATIONS = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
+_CONV_OF_RANK = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 
 
 def rewrite_(module: fx.GraphModule, target: Target) -> None:
     """Apply the rewrites that help on the target."""
     for node in list(module.graph.nodes):
-        gate = _GATES.get(node.target)
+        gate = _GATED_ACTIVATIONS.get(node.target)
         if gate is not None and _kind_of(gate) in target.operators and "mul" in target.operators:
             _split_gate(module.graph, node, gate)
         elif node.target is aten.batch_norm.default and "conv" in target.operators:
@@ -76,22 +76,16 @@ def _reads_in_float(module: fx.GraphModule, node: Node, target: Target) -> bool:
     pending, seen = [node], {node}
     while pending:
         for reader in pending.pop().users:
-            kind = KINDS.get(reader.target, "unknown")
+            kind = OPERATOR_KINDS.get(reader.target, "unknown")
             rule = target.operators.get(kind)
             if reader.op == "output":
                 return False
-            if kind in ("move", "clamp") or (rule and rule.follow) or (kind == "conv" and _is_depthwise(module, reader)):
+            if kind in ("move", "clamp") or (rule and rule.follow) or (kind == "conv" and is_depthwise(module, reader)):
                 pending += [reader] if reader not in seen else []
                 seen.add(reader)
             elif rule:
                 return False
     return True
-
-
-def _is_depthwise(module: fx.GraphModule, conv: Node) -> bool:
-    """Whether each filter of a convolution reads one channel."""
-    weight = parameter_name(conv.args[1])
-    return weight is not None and get_tensor(module, weight).shape[1] == 1
 
 
 def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
@@ -129,7 +123,7 @@ def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
 
 def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
     x, gamma, beta, mean, var = node.args[:5]
-    conv = _CONVS.get(x.meta["val"].ndim)
+    conv = _CONV_OF_RANK.get(x.meta["val"].ndim)
     names = [parameter_name(n) for n in (gamma, beta, mean, var)]
     if conv is None or None in names[2:]:
         return

@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compresskit.base.task import Losses, Task, call
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.task import Task, call
 from compresskit.graph.surgery import frozen_copy
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
     """How far predictions are from those of the float model, both (N, C, ...); a scalar in fp32.
 
-    T^2 KL(softmax(wanted / T) || softmax(predictions / T)), as `distill.soft_targets`, where dim 1 holds at least two classes;
+    T^2 KL(softmax(wanted / T) || softmax(predictions / T)), as `soft_targets`, where dim 1 holds at least two classes;
     else the mean squared difference as a share of the mean square of what is wanted.
     """
     student, teacher = predictions.float(), wanted.detach().float()
@@ -32,7 +33,7 @@ def faithfulness(predictions: Tensor, wanted: Tensor, *, temperature: float = 1.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faithful:
+class Faithful(Objective):
     """weight * `faithfulness` to the float model + task_weight * the task's loss.
 
     At temperature 1 that is the cross-entropy to labels half of which are the float model's answers. With less of the task's

@@ -6,7 +6,7 @@ the activations or are learned (LSQ, Esser et al., 1902.08153), and after a shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import AnyInputs
+from compresskit.base.inputs import Batches
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import frozen_copy
+from compresskit.quant.build import build_quantized
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.passes.insert import build
 from compresskit.quant.qat.objective import Faithful
 from compresskit.quant.static import calibrated_in, part_of
 from compresskit.train.train import Train, fit_
@@ -31,7 +31,7 @@ from compresskit.train.train import Train, fit_
 
 def prepare_qat(
     model: nn.Module,
-    batches: Iterable[AnyInputs],
+    batches: Batches,
     *,
     target: Target = X86,
     observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),
@@ -44,15 +44,15 @@ def prepare_qat(
     """A quantized copy, ready to be trained in any loop: a `Quantized`; with `inside`, a copy of the model that holds one there.
 
     Its ranges start at those of the batches and then follow the training, in the observer's way, or are learned; BatchNorm
-    statistics follow too. `quantized.hold_()` holds both still, some way before the end, so that the weights can settle;
-    `quantized.settle_()` after the last step folds BatchNorm for good and moves scales off ties (see `ties`), which a model that
-    is exported without it is not. Under DistributedDataParallel ranges are joined over ranks. target, skip, dynamic, strict,
+    statistics follow too. `quantized.freeze_statistics_()` freezes both, some way before the end, so that the weights can adapt;
+    `quantized.convert_()` after the last step folds BatchNorm for good and nudges scales away from rounding boundaries, which
+    exporting alone does not. Under DistributedDataParallel ranges are joined over ranks. target, skip, dynamic, strict,
     inside: as in `quantize_static`.
     """
     part, example, everything = part_of(model, batches, inside, "prepare_qat")
-    quantized = build(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)
+    quantized = build_quantized(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)
     whole = calibrated_in(model, quantized, everything, inside)
-    quantized.live_(learned=learned)
+    quantized.unfold_batchnorm_(learned=learned)
     if not learned:
         quantized.observe_(True, observer)
     return whole.train()
@@ -132,11 +132,11 @@ class QAT(Train):
 
         def hold(step: int, steps: int) -> None:
             if step >= self.freeze * steps:
-                quantized.hold_()
+                quantized.freeze_statistics_()
 
         hold(0, 1)
         objective = self.objective or Faithful(teacher=model)
         with zeros_kept(whole):
             fit_(whole, goal, self, objective=objective, after_step=[hold], label="QAT")
-        quantized.settle_()
+        quantized.convert_()
         return whole

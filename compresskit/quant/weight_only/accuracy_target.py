@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic, module_path
@@ -34,10 +35,11 @@ from compresskit.graph.surgery import get_tensor, mode
 from compresskit.measure import latency, numpy_inputs, session
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT
 from compresskit.quant.dynamic.quantize_dynamic import quantize_dynamic
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.passes.channel_scaling import PRODUCTS, weight_of
-from compresskit.quant.passes.insert import lower
-from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, MatrixForm, Mixed, Trial, build_mixed
+from compresskit.quant.passes.channel_scaling import weight_of
+from compresskit.quant.passes.prepare_graph import prepare_graph
+from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, MatrixForm, Mixed, build_mixed, run_in_forms
 from compresskit.quant.weight_only.quantize_weights import quantize_weights
 from compresskit.quant.weight_only.storage import NBITS_INT8
 
@@ -91,7 +93,7 @@ class Met:
 
 def meet_floor(
     model: nn.Module,
-    batches: Iterable[Inputs],
+    batches: Batches,
     *,
     floor: float | None = None,
     cosine: float | None = None,
@@ -107,7 +109,7 @@ def meet_floor(
 
     Args:
         model: any float module; it is left as it was.
-        batches: calibration inputs, tuples or dicts, of the batch size and length that it will see: dynamic ranges are those of a
+        batches: an iterable of inputs, or one batch, of the batch size and length that it will see: dynamic ranges are those of a
             batch. The file is timed on the first row of the first.
         floor: SQNR of all outputs, in dB, that the file must have on these batches; or
         cosine: of outputs with the float model's, in (0, 1), from which the floor follows: -10 log10(2 (1 - cosine)).
@@ -118,10 +120,8 @@ def meet_floor(
     is faster than float.
     """
     floor = _floor(floor, cosine)
-    data = list(batches)
-    if not data:
-        raise DataError("meet_floor: no batch was given; a few dozen samples show what rounding does")
-    captured, _, _ = lower(model, data[0], replace(target, operators={}), skip, dynamic)
+    data = list(first_and_all(batches, "meet_floor")[1])
+    captured, _, _ = prepare_graph(model, data[0], replace(target, operators={}), skip, dynamic)
     work = _Work(captured, data, target, skip)
     if not work.products:
         raise ModelError(f"{type(model).__name__}: it has no product by a stored matrix whose form could be chosen")
@@ -164,7 +164,6 @@ class _Work:
 
     def __init__(self, captured: Captured, data: Sequence[Inputs], target: Target, skip: tuple[str, ...]) -> None:
         self.captured, self.data, self.target = captured, data, target
-        self.trial = Trial(captured.module, target.weights)
         self.products: dict[str, Node] = {}
         for node in captured.module.graph.nodes:
             path = module_path(node)
@@ -177,11 +176,11 @@ class _Work:
         self.ms: dict[tuple[str, MatrixForm], float] = {}
         self.noise: dict[tuple[str, MatrixForm], float] = {}
         with torch.no_grad():
-            self.wanted = [self._outputs(inputs) for inputs in data]
+            self.wanted = [self._outputs(inputs, {}) for inputs in data]
         self.signal = sum(float(v.square().sum()) for v in self.wanted)
 
-    def _outputs(self, inputs: Inputs) -> Tensor:
-        return joined(self.trial.run(*pytree.tree_leaves(inputs)))
+    def _outputs(self, inputs: Inputs, forms: Mapping[str, MatrixForm]) -> Tensor:
+        return joined(run_in_forms(self.captured.module, pytree.tree_leaves(inputs), forms, self.target.weights))
 
     def time_forms(self, seconds: float) -> None:
         """Time each form of each shape of product by itself, the forms in turn."""
@@ -218,13 +217,11 @@ class _Work:
 
     def total(self, forms: Mapping[str, MatrixForm]) -> float:
         """Noise in the outputs with the given forms, as a share of the signal."""
-        self.trial.forms = forms
         with torch.no_grad():
             lost = sum(
-                float((self._outputs(inputs) - wanted).square().sum())
+                float((self._outputs(inputs, forms) - wanted).square().sum())
                 for inputs, wanted in zip(self.data, self.wanted, strict=True)
             )
-        self.trial.forms = {}
         return lost / self.signal
 
     def choose(self, budget: float) -> dict[str, MatrixForm]:

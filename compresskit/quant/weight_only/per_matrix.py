@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ from compresskit.base.task import Inputs
 from compresskit.export.ops.blocks import rounded_blocks
 from compresskit.export.ops.quantize import round_dynamically
 from compresskit.graph.capture import Captured, Dynamic
+from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, insert_dynamic_
+from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, DynamicOrigin, insert_dynamic_
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT, place_dynamic
-from compresskit.quant.numerics.block_grid import Blocks, Rows, nearest
+from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks, Rows, nearest
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.channel_scaling import PRODUCTS, weight_of
-from compresskit.quant.passes.insert import lower
+from compresskit.quant.passes.channel_scaling import weight_of
+from compresskit.quant.passes.prepare_graph import prepare_graph
 from compresskit.quant.weight_only.storage import NBITS_INT8, ROW, deploy_weights, insert_inputs_
 from compresskit.quant.weight_only.weight_model import insert_blocks_
 from compresskit.quant.weight_only.weight_plan import weights_of
@@ -74,23 +76,31 @@ def input_of(x: Tensor, form: MatrixForm) -> Tensor:
     return round_dynamically(x) if form.dynamic else x
 
 
-class Trial(fx.Interpreter):
-    """Runs a float graph with some of its products as their forms compute them."""
+def run_in_forms(module: fx.GraphModule, inputs: Sequence[Any], forms: Mapping[str, MatrixForm], scheme: Scheme) -> Any:
+    """Run a float graph with some of its products, by node, as their forms compute them."""
 
-    def __init__(self, module: fx.GraphModule, scheme: Scheme) -> None:
-        super().__init__(module)
-        self.scheme = scheme
-        self.forms: Mapping[str, MatrixForm] = {}
-
-    def run_node(self, n: Node) -> Any:
-        form = self.forms.get(n.name, FLOAT)
+    def compute(node: Node, value_of: ValueOf) -> Any:
+        form = forms.get(node.name, FLOAT)
         if form == FLOAT:
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        place, weight, axis = PRODUCTS[n.target]
+            return execute(module, node, value_of)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        place, weight, axis = PRODUCTS[node.target]
         given = list(args)
-        given[place], given[weight] = input_of(given[place], form), rounded(given[weight], axis, form, self.scheme)
-        return n.target(*given, **kwargs)
+        given[place], given[weight] = input_of(given[place], form), rounded(given[weight], axis, form, scheme)
+        return node.target(*given, **kwargs)
+
+    return run_graph(module, inputs, compute=compute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedOrigin(DynamicOrigin):
+    """What a model with matrices in several forms was made from. forms: node of each product -> its form."""
+
+    forms: Mapping[str, MatrixForm] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        return super().to_json() | {"mixed": {name: asdict(form) for name, form in self.forms.items()}}
 
 
 class Mixed(DynamicallyQuantized):
@@ -98,7 +108,7 @@ class Mixed(DynamicallyQuantized):
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: MatMulInteger and MatMulNBits, side by side."""
-        return deploy_weights(deploy_dynamic(self.settled().body), NBITS_INT8)
+        return deploy_weights(deploy_dynamic(self.converted().body), NBITS_INT8)
 
 
 def build_mixed(
@@ -112,15 +122,16 @@ def build_mixed(
     dynamic: Dynamic = (0,),
 ) -> Mixed:
     """A quantized copy of a model with the given form for each product, by node of its graph; other operators dynamically."""
-    captured, origin, _ = lower(model, example, replace(target, operators={}), skip, dynamic)
-    named = {name: asdict(form) for name, form in forms.items()}
-    origin |= {"mixed": named, "floating": {}, "dynamically": {"operators": list(operators)}}
+    captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
+    origin = MixedOrigin(
+        float_class=plain.float_class, structure=plain.structure, skip=plain.skip, operators=tuple(operators), forms=dict(forms)
+    )
     return _assembled(captured, origin, target, forms, operators, skip).train(model.training)
 
 
 def _assembled(
     captured: Captured,
-    origin: dict[str, Any],
+    origin: MixedOrigin,
     target: Target,
     forms: Mapping[str, MatrixForm],
     operators: tuple[str, ...],
@@ -143,11 +154,11 @@ def _assembled(
     with torch.no_grad():
         for node in [n for n in body.graph.nodes if n.op == "call_module" and n.args and n.args[0].op == "get_attr"]:
             name, quantizer = str(node.args[0].target), body.get_submodule(node.target)
-            if name in chosen and hasattr(quantizer, "blocks"):
+            if name in chosen and isinstance(quantizer, BlockQuantizer):
                 weight = get_tensor(body, name)
-                values, scale, zero_point = nearest(Rows(quantizer.rows(weight), chosen[name], None, _no_data))  # type: ignore[operator]
-                quantizer.set_(scale, zero_point)  # type: ignore[operator]
-                weight.copy_(quantizer.weight(values))  # type: ignore[operator]
+                values, scale, zero_point = nearest(Rows(quantizer.rows(weight), chosen[name], None, _no_data))
+                quantizer.set_(scale, zero_point)
+                weight.copy_(quantizer.weight(values))
     insert_inputs_(body)
     mixed.enable_()
     return mixed

@@ -9,15 +9,16 @@ BlockQuantizer         stands behind the weight, which is on its grid from now o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from tqdm import tqdm
 
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
@@ -27,10 +28,17 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.calibration.statistics import Moments, moments
 from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks, Rounding, Rows, nearest
-from compresskit.quant.passes.channel_scaling import PRODUCTS, Link, base_of, divide_, links_of
+from compresskit.quant.numerics.operators import PRODUCTS
+from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
 from compresskit.quant.weight_only.awq import WORTH, scaling
 from compresskit.quant.weight_only.storage import DECODED, Form, insert_inputs_
-from compresskit.quant.weight_only.weight_model import WeightQuantized, insert_blocks_, insert_factor_, lower_weights
+from compresskit.quant.weight_only.weight_model import (
+    WeightQuantized,
+    insert_blocks_,
+    insert_factor_,
+    lower_weights,
+    weight_origin,
+)
 from compresskit.quant.weight_only.weight_plan import Weight, WeightPlan, WeightRow, sqnr, weights_of
 
 TABLE = Blocks(bits=8, block=None)  # of embeddings
@@ -38,11 +46,10 @@ TABLE = Blocks(bits=8, block=None)  # of embeddings
 
 def quantize_weights(
     model: nn.Module,
-    example: Inputs,
+    batches: Batches,
     *,
     blocks: Blocks = Blocks(),  # noqa: B008  a frozen value
     rounding: Rounding = nearest,
-    batches: Iterable[Inputs] | None = None,
     awq: bool = False,
     embeddings: Blocks | None = TABLE,
     convolutions: Blocks | None = None,
@@ -56,12 +63,12 @@ def quantize_weights(
 
     Args:
         model: any float module; it is left as it was.
-        example: inputs, a tuple or a dict, that the model is captured with.
+        batches: an iterable of inputs, or one batch. The first captures the model. A rounding or scaling that looks at data reads
+            all of them (a hundred samples will do), holds them, and runs them once for each matrix; nothing else reads more.
         blocks: bits and block size of linear layers and products by a constant.
-        rounding: `nearest` needs no data; `gptq` makes up for its own roundings, and takes `batches`.
-        batches: a little calibration data (a hundred samples); all of it is held, it is run once for each matrix.
+        rounding: `nearest` needs no data; `gptq` makes up for its own roundings, on the batches.
         awq: scale inputs so that those that matter get finer weights (2306.00978), folded into what makes them where that can be
-            divided, else multiplied in where it gains 10 %. Takes `batches`.
+            divided, else multiplied in where it gains 10 %. Looks at the batches.
         embeddings: of embedding tables; None leaves them float.
         convolutions: of convolutions, `Blocks(bits=8, block=None)`; None leaves them float.
         exceptions: name of a weight -> its own blocks, or None for float.
@@ -70,41 +77,30 @@ def quantize_weights(
         dynamic: dimensions of the inputs that may vary; see `graph.Dynamic`.
         strict: raise where a matrix cannot be rounded, instead of leaving it float.
 
-    Raises DataError where calibration data is missing, nan or infinite; ModelError where the model cannot be captured, is
+    Raises DataError where there is no batch or the data is nan or infinite; ModelError where the model cannot be captured, is
     quantized already, holds nan, or has nothing to round; SettingError for settings that do not fit it.
     """
-    data = _held(batches, awq=awq)
-    captured, origin = lower_weights(model, example, skip, dynamic)
+    example, every = first_and_all(batches, "quantize_weights")
+    captured, plain = lower_weights(model, example, skip, dynamic)
     weights = weights_of(captured.module)
     wanted = _wanted(weights, blocks, embeddings, convolutions, exceptions or {}, skip)
     if not wanted.chosen:
         raise ModelError(f"{type(model).__name__}: it has no matrix that can be rounded: {wanted.floating}")
     if strict and (bad := [w for w in weights if w.reason]):
         raise ModelError(f"strict=True: {bad[0].name} would stay float: {bad[0].reason}; leave its module out with skip=")
-    origin["weights"] = {name: asdict(chosen) for name, chosen in wanted.chosen.items()}
-    origin["form"] = asdict(form)
     originals = {name: get_tensor(captured.module, name).detach().clone() for name in wanted.chosen}
     insert_blocks_(captured.module, [w for w in weights if w.name in wanted.chosen], wanted.chosen)
-    work = _Work(captured.module, wanted, rounding, data)
+    work = _Work(captured.module, wanted, rounding, every)
     with torch.no_grad():
-        notes, origin["scaled"] = work.round_(awq=awq)
+        notes, scaled = work.round_(awq=awq)
     if form.integers:
         insert_inputs_(captured.module)
-    quantized = WeightQuantized(captured, origin, form).train(model.training)
-    quantized.plan = _plan(quantized, weights, wanted, originals, notes, origin["scaled"])
+    origin = weight_origin(plain, weights=wanted.chosen, form=form, scaled=tuple(scaled))
+    quantized = WeightQuantized(captured, origin).train(model.training)
+    quantized.plan = _plan(quantized, weights, wanted, originals, notes, scaled)
     quantized.enable_()
     quantized.keep_masked_()
     return quantized
-
-
-def _held(batches: Iterable[Inputs] | None, *, awq: bool) -> list[Inputs] | None:
-    """The calibration data as a list; DataError where it is missing or empty."""
-    if awq and batches is None:
-        raise DataError("quantize_weights(awq=True): it scales by what the inputs look like; give batches=")
-    data = None if batches is None else list(batches)
-    if data is not None and not data:
-        raise DataError("quantize_weights: batches= holds no batch; a hundred samples will do")
-    return data
 
 
 @dataclass(frozen=True)
@@ -150,8 +146,8 @@ def _wanted(
 class _Work:
     """Scale and round every matrix, in the order of the graph, on inputs that the rounded ones before it make."""
 
-    def __init__(self, body: fx.GraphModule, wanted: _Wanted, rounding: Rounding, data: list[Inputs] | None) -> None:
-        self.body, self.wanted, self.rounding, self.data = body, wanted, rounding, data
+    def __init__(self, body: fx.GraphModule, wanted: _Wanted, rounding: Rounding, batches: Iterable[Inputs]) -> None:
+        self.body, self.wanted, self.rounding, self.batches = body, wanted, rounding, batches
         self.seen: tuple[Node, Moments] | None = None
         calls = [n for n in body.graph.nodes if n.op == "call_module"]
         self.calls = {str(n.args[0].target): n for n in calls if isinstance(body.get_submodule(n.target), BlockQuantizer)}
@@ -185,7 +181,7 @@ class _Work:
         assert isinstance(quantizer, BlockQuantizer)
         return quantizer
 
-    def _scale(self, link: Link, notes: dict[str, str], scaled: list[str]) -> None:
+    def _scale(self, link: ScalingLink, notes: dict[str, str], scaled: list[str]) -> None:
         quantizers = [self._quantizer(name) for name, _ in link.weights]
         weights = [(q.rows(get_tensor(self.body, n)), q.blocks) for q, (n, _) in zip(quantizers, link.weights, strict=True)]
         factor, share = scaling(weights, self._moments(link.base))
@@ -201,15 +197,17 @@ class _Work:
         notes.update({name: f"scaled by its inputs ({where}), error {share:.0%}" for name, _ in link.weights})
         self.seen = None
 
+    @cached_property
+    def _data(self) -> list[Inputs]:
+        return list(self.batches)
+
     def _moment(self, call: Node) -> Tensor:
         reader = next(user for user in call.users if user.target in PRODUCTS)
         return self._moments(base_of(reader.args[PRODUCTS[reader.target][0]])).second
 
     def _moments(self, base: Node) -> Moments:
-        if self.data is None:
-            raise DataError("quantize_weights: this rounding looks at the inputs of each layer; give batches=")
         if self.seen is None or self.seen[0] is not base:
-            self.seen = (base, moments(self.body, self.data, base))
+            self.seen = (base, moments(self.body, self._data, base))
         return self.seen[1]
 
 
@@ -278,10 +276,9 @@ class WeightQuant(Stage):
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         return quantize_weights(
             model.to(task.device).eval(),
-            task.example(),
+            calibration_inputs(task, self.samples) if self.awq or self.rounding is not nearest else task.example(),
             blocks=self.blocks,
             rounding=self.rounding,
-            batches=calibration_inputs(task, self.samples) if self.awq or self.rounding is not nearest else None,
             awq=self.awq,
             embeddings=self.embeddings,
             convolutions=self.convolutions,

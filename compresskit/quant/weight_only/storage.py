@@ -14,8 +14,8 @@ from compresskit.export.ops.quantize import dequantize_linear
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.block_grid import BlockQuantizer
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.quantizers import Quantizer
-from compresskit.quant.passes.channel_scaling import PRODUCTS
 
 ROW = 128  # block size of a matrix with a scale for each row, where a runtime knows blocks only
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,35 @@ from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
+from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.coverage import costs
-from compresskit.quant.passes.insert import Quantized, lower
+from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.placement import Placement
+from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.weight_only.storage import Form, deploy_weights, insert_inputs_
 from compresskit.quant.weight_only.weight_plan import Weight, WeightPlan, weights_of
 
 #: Where it runs: products in float; a block size needs opset 21.
 WEIGHTS = Target(name="WEIGHTS", operators={}, opset=21)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOrigin(Origin):
+    """What a model with rounded weights was made from.
+
+    weights: name of each rounded matrix -> its blocks. form: how the file holds them.
+    scaled: names of the values that are divided at run time (AWQ).
+    """
+
+    weights: Mapping[str, Blocks]
+    form: Form
+    scaled: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        weights = {name: asdict(blocks) for name, blocks in self.weights.items()}
+        return super().to_json() | {"weights": weights, "form": asdict(self.form), "scaled": list(self.scaled)}
 
 
 class WeightQuantized(Quantized):
@@ -32,12 +52,14 @@ class WeightQuantized(Quantized):
     `plan` says what each matrix is stored as, and why others are float; `form` how the file holds them.
     """
 
-    def __init__(self, captured: Captured, origin: dict[str, Any], form: Form) -> None:
-        kept = dict.fromkeys(costs(captured.module.graph), "products are in float")
-        placement = Placement(target=WEIGHTS.name, floating=kept, costs=costs(captured.module.graph))
+    origin: WeightOrigin
+
+    def __init__(self, captured: Captured, origin: WeightOrigin) -> None:
+        kept = dict.fromkeys(layer_costs(captured.module.graph), "products are in float")
+        placement = Placement(target=WEIGHTS.name, floating=kept, costs=layer_costs(captured.module.graph))
         super().__init__(captured, WEIGHTS, placement, origin)
-        self.form, self.plan = form, WeightPlan()
-        self.exact = not form.integers  # the file, as it is written, computes what the model does
+        self.form, self.plan = origin.form, WeightPlan()
+        self.exact = not self.form.integers  # the file, as it is written, computes what the model does
 
     def blocked(self) -> dict[str, BlockQuantizer]:
         """Name of each rounded matrix -> its quantizer."""
@@ -48,21 +70,21 @@ class WeightQuantized(Quantized):
         return {name: part for name, part in found.items() if isinstance(part, BlockQuantizer)}
 
     def keep_masked_(self) -> None:
-        """Let no weight that a mask keeps round to zero; see `Trainable.keep_masked_`."""
+        """Let no weight that a mask keeps round to zero; see `Quantized.keep_masked_`."""
         masks = masks_of(self.body)
         for name, quantizer in self.blocked().items() if masks is not None else ():
             if masks is not None and name in masks.masks:
                 with torch.no_grad():
-                    quantizer.keep_(get_tensor(self.body, name), masks.masks[name])
+                    quantizer.keep_nonzero_(get_tensor(self.body, name), masks.masks[name])
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms, matrices stored as integers."""
         return deploy_weights(self.body, self.form)
 
 
-def lower_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[Captured, dict[str, Any]]:
+def lower_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[Captured, Origin]:
     """A float model as the graph whose matrices are rounded, and what it came from; x @ W.T stands there as a linear layer."""
-    captured, origin, _ = lower(model, example, WEIGHTS, skip, dynamic)
+    captured, origin, _ = prepare_graph(model, example, WEIGHTS, skip, dynamic)
     graph = captured.module.graph
     for node in list(graph.nodes):
         if node.target not in (aten.matmul.default, aten.mm.default) or not isinstance(node.args[1], fx.Node):
@@ -77,12 +99,19 @@ def lower_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dyna
     return captured, origin
 
 
+def weight_origin(plain: Origin, *, weights: Mapping[str, Blocks], form: Form, scaled: tuple[str, ...]) -> WeightOrigin:
+    """The origin of a prepared graph with what was done to its weights."""
+    return WeightOrigin(
+        float_class=plain.float_class, structure=plain.structure, skip=plain.skip, weights=weights, form=form, scaled=scaled
+    )
+
+
 _TURNS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default})  # of two dimensions
 
 
 def insert_blocks_(body: fx.GraphModule, weights: Sequence[Weight], chosen: Mapping[str, Blocks]) -> None:
     """Put a quantizer, still switched off, behind every read of the chosen weights."""
-    if not hasattr(body, "quantizers"):
+    if "quantizers" not in body._modules:
         body.add_submodule("quantizers", nn.Module())
     for weight in weights:
         path = "quantizers.weight_" + weight.name.replace(".", "_")
@@ -135,7 +164,6 @@ def rebuild_weights(
         insert_factor_(captured.module, nodes[name], torch.ones(channels))
     if form.integers:
         insert_inputs_(captured.module)
-    kept = {key: origin[key] for key in ("weights", "form", "scaled")}
-    quantized = WeightQuantized(captured, fresh | kept, form)
+    quantized = WeightQuantized(captured, weight_origin(fresh, weights=chosen, form=form, scaled=tuple(scaled)))
     quantized.plan = found
     return quantized

@@ -11,8 +11,7 @@ from torch import Tensor, fx
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.passes.channel_scaling import PRODUCTS
-from compresskit.quant.passes.fold_batchnorm import CONVS
+from compresskit.quant.numerics.operators import CONVS, PRODUCTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compresskit.mixed import KAHAN_BF16, MASTER_BF16, PURE_BF16, SPLIT_BF16, SR_BF16, prepare
-from compresskit.mixed.formats import bf16_formats as digits
+from compresskit.mixed.formats import bf16_formats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no masters:UserWarning")  # pure bf16 is what the others are held against
 
@@ -26,43 +26,43 @@ def patterns():
 
 def test_split_gives_every_value_back() -> None:
     values = patterns()
-    half, rest = digits.split(values)
+    half, rest = bf16_formats.split(values)
     assert half.dtype == torch.bfloat16
     assert rest.dtype == torch.int16
-    assert torch.equal(digits.join(half, rest).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(bf16_formats.join(half, rest).view(torch.int32), values.view(torch.int32))
 
 
 def test_split_rounds_as_torch_but_for_ties() -> None:
     values = patterns()
-    half, _ = digits.split(values)
+    half, _ = bf16_formats.split(values)
     ties = (values.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(half[~ties], values.bfloat16()[~ties])
-    assert digits.split(torch.tensor([1 + 2**-8]))[0].item() == 1 + 2**-7  # a tie goes away from zero, torch's to even
+    assert bf16_formats.split(torch.tensor([1 + 2**-8]))[0].item() == 1 + 2**-7  # a tie goes away from zero, torch's to even
 
 
 def test_noise_is_the_hash_of_seed_step_and_index() -> None:
     for seed, step, start in ((0, 1, 0), (7, 123456, 5), (2**40 + 3, 2**33, 2**32 - 2)):
-        got = digits.noise(seed, torch.tensor(step), start, torch.empty(2, 3)).flatten().tolist()
+        got = bf16_formats.random_bits(seed, torch.tensor(step), start, torch.empty(2, 3)).flatten().tolist()
         assert got == [oracles.random_bits(seed, step, start + i) for i in range(6)]
 
 
 def test_stochastic_rounding_is_one_of_the_neighbours_and_unbiased() -> None:
     value = torch.full((2**20,), 1 + 1 / 1024)
-    rounded = digits.stochastic(value, digits.noise(0, torch.tensor(1), 0, value)).float()
+    rounded = bf16_formats.round_stochastically(value, bf16_formats.random_bits(0, torch.tensor(1), 0, value)).float()
     assert set(rounded.unique().tolist()) == set(oracles.bf16_neighbours(1 + 1 / 1024))
     # Share of ups is 1/8: its deviation over 2^20 draws is 3.2e-4, times a bf16 step of 2^-7; four of them.
     assert rounded.double().mean().item() == pytest.approx(1 + 1 / 1024, abs=4 * 3.3e-4 * 2**-7)
     odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0, -0.0])
-    kept = digits.stochastic(odd, torch.full((5,), 0xFFFF))
+    kept = bf16_formats.round_stochastically(odd, torch.full((5,), 0xFFFF))
     assert torch.equal(kept.nan_to_num(9), odd.bfloat16().nan_to_num(9))
 
 
 def test_stochastic_bits_differ_by_step_seed_and_place() -> None:
     like = torch.empty(4096)
-    base = digits.noise(0, torch.tensor(1), 0, like)
-    for other in (digits.noise(0, torch.tensor(2), 0, like), digits.noise(1, torch.tensor(1), 0, like)):
+    base = bf16_formats.random_bits(0, torch.tensor(1), 0, like)
+    for other in (bf16_formats.random_bits(0, torch.tensor(2), 0, like), bf16_formats.random_bits(1, torch.tensor(1), 0, like)):
         assert (base == other).float().mean() < 0.01
-    assert torch.equal(base[100:], digits.noise(0, torch.tensor(1), 100, torch.empty(3996)))  # the place alone counts
+    assert torch.equal(base[100:], bf16_formats.random_bits(0, torch.tensor(1), 100, torch.empty(3996)))  # the place alone counts
     assert abs(base.double().mean().item() - 32767.5) < 4 * 18918 / 64
 
 

@@ -42,8 +42,11 @@ def test_values_are_the_nearest_of_fp8_and_the_largest_fills_the_range(dtype) ->
 def test_the_emulated_product_is_the_hardware_call(out) -> None:
     """`torch._scaled_mm` runs on a CPU too, slowly; on a GPU its sums differ in order alone."""
     torch.manual_seed(0)
-    (a, a_factor), (b, b_factor) = fp8.to_fp8(torch.randn(32, 64), fp8.FORWARD), fp8.to_fp8(torch.randn(48, 64), fp8.FORWARD)
-    got, wanted = (fp8.product(a, b, (a_factor, b_factor), out, kind=kind) for kind in ("emulated", "hardware"))
+    (a, a_factor), (b, b_factor) = (
+        fp8.to_fp8(torch.randn(32, 64), fp8.FORWARD_DTYPE),
+        fp8.to_fp8(torch.randn(48, 64), fp8.FORWARD_DTYPE),
+    )
+    got, wanted = (fp8.scaled_matmul(a, b, (a_factor, b_factor), out, mode=mode) for mode in ("emulated", "hardware"))
     assert got.dtype == wanted.dtype == out
     torch.testing.assert_close(got, wanted, rtol=2**-7 if out == torch.bfloat16 else 1e-5, atol=1e-4)
 
@@ -53,11 +56,15 @@ def test_forward_and_gradients_equal_the_plain_loop(rows) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(32, 48)
     x, grad = torch.randn(rows, 32), torch.randn(rows, 48)
-    inside = fp8.Linear8(layer, "emulated")
+    inside = fp8.Fp8Linear(layer, "emulated")
     own = x.clone().requires_grad_()
     y = inside(own.view(1, rows, 32))
     y.backward(grad.view(1, rows, 48))
-    x8, w8, g8 = eighths(x, fp8.FORWARD), eighths(layer.weight.detach(), fp8.FORWARD), eighths(grad, fp8.BACKWARD)
+    x8, w8, g8 = (
+        eighths(x, fp8.FORWARD_DTYPE),
+        eighths(layer.weight.detach(), fp8.FORWARD_DTYPE),
+        eighths(grad, fp8.BACKWARD_DTYPE),
+    )
     near = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(y[0].double(), x8 @ w8.T + layer.bias.double(), **near)
     torch.testing.assert_close(own.grad.double(), g8 @ w8, **near)
@@ -73,7 +80,7 @@ def net():
 def test_what_is_kept_for_backward_takes_one_byte_a_value() -> None:
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append((t.numel(), t.element_size())), t)[1], lambda t: t):
-        fp8.Linear8(nn.Linear(64, 64), "emulated")(torch.randn(32, 64))
+        fp8.Fp8Linear(nn.Linear(64, 64), "emulated")(torch.randn(32, 64))
     assert sorted(sizes) == [(1, 4), (1, 4), (32 * 64, 1), (64 * 64, 1)]
 
 
@@ -177,4 +184,4 @@ def test_layers_kept_in_fp32_are_not_put_into_fp8() -> None:
 
 def test_advice_names_sizes_that_fp8_cannot_take() -> None:
     layers = advise(net(), torch.randn(16, 32)).layers
-    assert [layer.odd_fp8 for layer in layers] == [(), (), ("out_features",)]
+    assert [layer.unaligned_fp8 for layer in layers] == [(), (), ("out_features",)]

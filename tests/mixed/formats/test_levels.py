@@ -74,10 +74,10 @@ def test_b15_overrides_that_make_no_sense_are_refused(name, overrides, message) 
     ("settings", "message"),
     [
         ({"param_dtype": torch.float64}, "param_dtype must be None, torch.float16 or torch.bfloat16, got torch.float64"),
-        ({"digits": "split"}, "is for bf16 weights without masters"),
-        ({"digits": "kahan", "param_dtype": FP16}, "is for bf16 weights without masters"),
-        ({"digits": "split", "param_dtype": BF16, "master": True}, "is for bf16 weights without masters"),
-        ({"digits": "half"}, "digits must be None, 'split', 'kahan' or 'stochastic', got 'half'"),
+        ({"bf16_format": "split"}, "is for bf16 weights without masters"),
+        ({"bf16_format": "kahan", "param_dtype": FP16}, "is for bf16 weights without masters"),
+        ({"bf16_format": "split", "param_dtype": BF16, "master": True}, "is for bf16 weights without masters"),
+        ({"bf16_format": "half"}, "bf16_format must be None, 'split', 'kahan' or 'stochastic', got 'half'"),
         ({"keep_fp32": "head"}, "must be a tuple of module classes and names, got 'head'"),
     ],
 )

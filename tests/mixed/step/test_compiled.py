@@ -86,7 +86,7 @@ def test_compiled_split_equals_compiled_masters_and_hooks_work() -> None:
     for policy in (MASTER_BF16, SPLIT_BF16):
         run = start(policy, OPTIMIZERS["adamw"], "compiled")
         run.after_update.append(lambda run=run: run.masters()[0][0].zero_())
-        average = run.average(0.5)
+        average = run.ema(0.5)
         with run.accumulate(3):
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
             for _ in range(3):

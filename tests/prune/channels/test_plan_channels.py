@@ -12,17 +12,17 @@ import torch
 from networks import NETWORKS, build, image, trained_like
 from torch import nn
 
-from compresskit import capture, count_macs
+from compresskit import capture, count_macs, keep
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import Plan, apply_, l2, plan_channels, prove
 from compresskit.prune.structure.groups import find_groups
 from compresskit.prune.structure.plan import zero_
-from compresskit.prune.structure.propagate import Walk
-from compresskit.prune.structure.trace import record
+from compresskit.prune.structure.propagate import propagate
+from compresskit.prune.structure.trace import trace_model
 
 
 def planned(model, macs=0.6, **settings):
-    return plan_channels(model, image(2), macs=macs, round_to=settings.pop("round_to", 4), **settings)
+    return plan_channels(model, image(2), budget=keep(macs=macs), round_to=settings.pop("round_to", 4), **settings)
 
 
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
@@ -96,7 +96,7 @@ def test_the_number_of_classes_stays() -> None:
 
 def test_option_a_shortcut_is_cut_as_it_is() -> None:
     model = build(networks.PaddedShortcut)
-    found = find_groups(Walk(record(model, image(2))), count_macs(model, image(2)))
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
     sizes = {g.layer: g.size for g in found.groups}
     assert sizes == {"stem.0": 16, "inner.0": 32}  # the stem's 16 tie the middle of out's 32 channels
     assert [n for reason, n in found.locked.items() if "cannot be cut" in reason] == [16]
@@ -148,14 +148,14 @@ def test_a_plan_prints_and_replays_from_json() -> None:
 
 def test_alignment() -> None:
     model = build(networks.Concat)
-    plan = plan_channels(model, image(2), macs=0.6)
+    plan = plan_channels(model, image(2), budget=keep(macs=0.6))
     apply_(model, plan)
     ragged = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.out_channels % 8]
     assert len(ragged) <= 1  # only the last cut may be finer, so that the target is met and not far exceeded
     assert 0.55 < plan.macs / plan.macs_before <= 0.6
 
     wide = trained_like(nn.Sequential(*(networks.conv(i, o) for i, o in ((3, 64), (64, 128), (128, 64)))), image(16))
-    apply_(wide, plan_channels(wide, image(2), macs=0.475))  # what 56 and 64 of the channels cost
+    apply_(wide, plan_channels(wide, image(2), budget=keep(macs=0.475)))  # what 56 and 64 of the channels cost
     assert all(m.out_channels % 8 == 0 for m in wide.modules() if isinstance(m, nn.Conv2d))
 
 

@@ -13,7 +13,7 @@ import torch
 from networks import trained_like
 from torch import nn
 
-from compresskit import count_macs
+from compresskit import count_macs, keep
 from compresskit.prune import Plan, apply_, plan_channels
 from compresskit.prune.structure.trial import TrialRepair, trial_plan
 
@@ -90,7 +90,7 @@ def built(kind):
 def cut(kind, macs=0.55, **settings):
     """A model, its plan, and the pruned copy."""
     model = built(kind)
-    plan = plan_channels(model, special.example(kind), macs=macs, round_to=1, **settings)
+    plan = plan_channels(model, special.example(kind), budget=keep(macs=macs), round_to=1, **settings)
     return model, plan, apply_(copy.deepcopy(model), plan)
 
 
@@ -109,7 +109,7 @@ def test_cut_equals_zeroed(kind) -> None:
     """A third of every group goes, so that every rule has to be right at once."""
     model, x = built(kind), special.example(kind)
     search = TrialRepair(model, x, inside=None, ignore=())
-    plan = trial_plan(search.find_groups(count_macs(model, x)), "")
+    plan = trial_plan(search.find_groups(count_macs(model, x)))
     for name, dim in CUT[kind]:
         assert plan.remove.get(name, {}).get(dim), f"{name} along {dim} was left whole"
     assert_equals_zeroed(model, plan, x)

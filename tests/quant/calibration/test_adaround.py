@@ -109,7 +109,7 @@ def test_adaptive_rounding() -> None:
         if isinstance(quantizer, WeightQuantizer):
             leaf = name.removeprefix("weight_").replace("_weight", "").replace("_0", ".0") + ".weight"
             weight, old = quantized.body.get_parameter(leaf), before[leaf]
-            scale = quantizer.numbers(weight)[0].view(-1, *[1] * (weight.ndim - 1))
+            scale = quantizer.qparams(weight)[0].view(-1, *[1] * (weight.ndim - 1))
             assert torch.equal(quantizer(weight), weight)  # it lies on the grid
             inside = old.abs() < scale * 3
             assert ((weight - old).abs()[inside] <= (scale * 1.0001).expand_as(old)[inside]).all()

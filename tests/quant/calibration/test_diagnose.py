@@ -109,7 +109,7 @@ def test_it_prints_and_serializes() -> None:
     record = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert record["coverage"]["layers"] == [4, 4]
     assert len(record["rows"]) == len(found.rows)
-    with pytest.raises(DataError, match="diagnose: no batch"):
+    with pytest.raises(DataError, match="diagnose: no calibration batch"):
         diagnose(quantized, [])
 
 

@@ -329,4 +329,4 @@ def test_stage_in_a_recipe(tmp_path) -> None:
     assert result.rows[-1].bytes < result.rows[0].bytes
     assert "DynamicQuantizeLSTM" in {node.op_type for node in onnx.load(result.onnx).graph.node}
     with pytest.raises(ck.StageOrderError):
-        ck.Recipe(DynamicQuant(), ck.Prune(macs=0.5))
+        ck.Recipe(DynamicQuant(), ck.Prune(budget=ck.keep(macs=0.5)))

@@ -23,8 +23,8 @@ from compresskit.quant import (
     TENSORRT,
     X86,
     X86_NO_VNNI,
-    Integer,
     Scheme,
+    Support,
     Target,
     quantize_static,
     saturating_matmul,
@@ -93,7 +93,7 @@ def test_shared_scales() -> None:
 
 
 def test_one_scale_for_a_weight() -> None:
-    per_tensor = replace(X86, name="MINE", operators={**X86.operators, "linear": Integer(output=False, axis=None)})
+    per_tensor = replace(X86, name="MINE", operators={**X86.operators, "linear": Support(output=False, axis=None)})
     quantized = quantize_static(build(networks.Residual), [image(16)], target=per_tensor)
     shapes = {name: q.scale.ndim for name, q in quantized.body.quantizers.named_children() if isinstance(q, WeightQuantizer)}
     assert shapes["weight_head_weight"] == 0

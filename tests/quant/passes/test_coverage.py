@@ -184,13 +184,13 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
 
 def test_calibration_in_pieces_sees_what_whole_batches_show(monkeypatch) -> None:
     from compresskit.quant import MovingAverage
-    from compresskit.quant.passes import insert
+    from compresskit.quant import model as quantized_model
 
     model, x = build(networks.Residual), image(30)
     whole = quantize_static(model, [x]).state_dict()
     seen = []
-    monkeypatch.setattr(insert, "call_checked", lambda m, inputs, where: seen.append(len(inputs[0])) or m(*inputs))
-    monkeypatch.setattr(insert, "PIECE", 4 * 16 * 16 * 16 * 4)  # four rows of the largest activation
+    monkeypatch.setattr(quantized_model, "call_checked", lambda m, inputs, where: seen.append(len(inputs[0])) or m(*inputs))
+    monkeypatch.setattr(quantized_model, "CALIBRATION_BYTES", 4 * 16 * 16 * 16 * 4)  # four rows of the largest activation
     for name, value in quantize_static(model, [x]).state_dict().items():
         torch.testing.assert_close(value, whole[name], msg=name)
     assert seen == [4] * 7 + [2]

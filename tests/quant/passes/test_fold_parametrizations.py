@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 import compresskit as ck
 from compresskit.graph.capture import capture
-from compresskit.quant.passes.fold_parametrizations import fold_computed_
+from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
 
 
 class Standardised(nn.Conv2d):
@@ -50,7 +50,7 @@ def test_the_result_is_the_same_to_the_bit() -> None:
     model, x = Computed().eval(), image(4)
     captured = capture(model, x)
     wanted = captured.module(*x)
-    assert fold_computed_(captured.module) == 4
+    assert fold_parametrizations_(captured.module) == 4
     assert torch.equal(captured.module(*x), wanted)
     assert not [n for n in captured.module.graph.nodes if n.op == "get_attr" and "original" in str(n.target)]
     assert {"a.weight", "b.weight", "c.weight_2"} <= set(dict(captured.module.named_parameters()))
@@ -62,13 +62,13 @@ def test_what_was_frozen_stays_frozen(frozen) -> None:
     for p in model.a.parameters():
         p.requires_grad_(not frozen)
     captured = capture(model, image(4))
-    fold_computed_(captured.module)
+    fold_parametrizations_(captured.module)
     assert captured.module.get_parameter("a.weight").requires_grad is not frozen
 
 
 def test_weights_that_depend_on_inputs_stay() -> None:
     captured = capture(Conditioned().eval(), image(4))
-    assert fold_computed_(captured.module) == 0
+    assert fold_parametrizations_(captured.module) == 0
 
 
 def test_all_layers_run_in_integers(tmp_path) -> None:

@@ -30,7 +30,8 @@ from compresskit.quant import (
     quantize_static,
 )
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
-from compresskit.quant.passes.live_batchnorm import live_layers
+from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
+from compresskit.train.objective import Supervised
 
 SCHEMES = [
     Scheme(),
@@ -43,7 +44,7 @@ SCHEMES = [
 
 def test_ready_computes_what_static_does(monkeypatch) -> None:
     """BatchNorm alive and settled: the same numbers as folded, bit for bit, in eval mode, before scales move off ties."""
-    monkeypatch.setattr("compresskit.quant.static.avoid_ties_", lambda body: None)
+    monkeypatch.setattr("compresskit.quant.static.nudge_scales_", lambda body: None)
     model, x = build(networks.Residual), image(8)
     static = quantize_static(model, [image(16)])
     torch.manual_seed(0)
@@ -52,13 +53,13 @@ def test_ready_computes_what_static_does(monkeypatch) -> None:
         model, calibration = build(kind), [image(16)]
         static, alive = quantize_static(model, calibration), prepare_qat(model, calibration).eval()
         alive.observe_(False)
-        assert live_layers(alive.body)
+        assert conv_bn_layers(alive.body)
         with torch.no_grad():
             assert torch.equal(static(*x), alive(*x))
-            settled = alive.settled()
+            settled = alive.converted()
             assert torch.equal(static(*x), settled(*x))
         assert static.state_dict().keys() == settled.state_dict().keys()
-        assert live_layers(alive.body)  # the copy was settled, not this one
+        assert conv_bn_layers(alive.body)  # the copy was settled, not this one
 
 
 def test_live_batchnorm_is_batchnorm() -> None:
@@ -105,7 +106,7 @@ def test_statistics_hold_still() -> None:
     moved = [n for n, b in alive.named_buffers() if not torch.equal(b, before[n])]
     assert any("running_mean" in n for n in moved)
     assert any(n.endswith("scale") for n in moved)
-    alive.hold_()
+    alive.freeze_statistics_()
     before = {n: b.clone() for n, b in alive.named_buffers()}
     y = alive(torch.randn(8, 3, 16, 16) * 9)
     assert all(torch.equal(b, before[n]) for n, b in alive.named_buffers())
@@ -194,7 +195,7 @@ def test_learned_scales() -> None:
     with torch.no_grad():
         first.scale.copy_(before["body.quantizers.x.scale"])
     alive.eval()
-    settled = alive.settled()
+    settled = alive.converted()
     assert not [n for n, _ in settled.named_parameters() if n.endswith(".scale")]
     y = image(8)
     with torch.no_grad():
@@ -232,7 +233,9 @@ def test_the_default_objective_is_the_float_models_opinion() -> None:
         wanted = oracles.soft_targets(student, teacher, temperature)
         got = faithfulness(student, teacher, temperature=temperature)
         assert got.item() == pytest.approx(wanted, rel=1e-5)
-        assert got.item() == pytest.approx(ck.distill.soft_targets(student, teacher, temperature=temperature).item(), rel=1e-6)
+        assert got.item() == pytest.approx(
+            ck.distill.losses.soft_targets(student, teacher, temperature=temperature).item(), rel=1e-6
+        )
     assert faithfulness(student, student).item() == pytest.approx(0, abs=1e-6)
     one = torch.randn(16, 1)
     assert faithfulness(one, one * 1.1).item() == pytest.approx(0.01, rel=0.2)
@@ -255,7 +258,7 @@ def test_qat_stays_faithful_where_labels_are_wrong(weights, share) -> None:
     wrong = replace(task, train=[(x, (y + (torch.arange(len(y)) < share * len(y))) % 4) for x, y in task.train])
     quantized = ck.QAT(epochs=3, objective=Faithful(teacher=model, **weights) if weights else None)(model, wrong)
     assert ck.evaluate(quantized, task) > ck.evaluate(model, task) - 0.05
-    assert not live_layers(quantized.body)
+    assert not conv_bn_layers(quantized.body)
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.05])
@@ -365,7 +368,7 @@ def test_a_part_is_trained_inside_the_whole(tmp_path) -> None:
     trained = ck.QAT(epochs=1, inside="body", dynamic=(0, 2, 3))(model, task)
     assert isinstance(trained, Branching)
     assert isinstance(trained.body, ck.quant.Quantized)
-    assert not live_layers(trained.body.body)
+    assert not conv_bn_layers(trained.body.body)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert ck.evaluate(trained, task) >= ck.evaluate(model, task) - 0.05
     path = ck.export_onnx(trained, tmp_path / "body.onnx", image(4), inside="body")
@@ -389,7 +392,7 @@ def test_every_knob_matters() -> None:
         {"learned": True},
         {"freeze": 0.0},
         {"observer": partial(ck.quant.MovingAverage, momentum=0.9)},
-        {"objective": ck.train.Supervised()},
+        {"objective": Supervised()},
         {"skip": ("out",)},
         {"samples": 16},
     ):
@@ -401,6 +404,6 @@ def test_every_network_trains_and_settles(kind) -> None:
     alive = prepare_qat(build(kind), [image(16)])
     alive(*image(16)).square().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in alive.parameters() if p.requires_grad)
-    alive.settle_()
+    alive.convert_()
     assert all(isinstance(q.scale, torch.Tensor) for q in alive.quantizers() if isinstance(q, ActivationQuantizer))
     assert torch.isfinite(alive.eval()(*image(4))).all()

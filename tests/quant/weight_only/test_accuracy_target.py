@@ -16,7 +16,7 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import meet_floor
 from compresskit.quant.numerics.targets import X86
-from compresskit.quant.passes.insert import lower
+from compresskit.quant.passes.prepare_graph import prepare_graph
 from compresskit.quant.weight_only.accuracy_target import _Work
 from compresskit.quant.weight_only.per_matrix import FLOAT, FORMS, INT8, MatrixForm, build_mixed
 
@@ -58,7 +58,7 @@ def timed(monkeypatch):
 
 
 def test_each_form_of_each_product_is_timed() -> None:
-    captured, _, _ = lower(Words().eval(), ids(), replace(X86, operators={}), (), (0,))
+    captured, _, _ = prepare_graph(Words().eval(), ids(), replace(X86, operators={}), (), (0,))
     work = _Work(captured, [ids()], X86, ())
     work.time_forms(0.01)
     assert set(work.ms) == {(name, form) for name in ("linear", "linear_1", "linear_2") for form in FORMS}
@@ -128,7 +128,7 @@ def test_bad_input() -> None:
     for wish, said in (({}, "one of the two"), ({"floor": -1.0}, "decibels > 0"), ({"cosine": 1.0}, r"\(0, 1\)")):
         with pytest.raises(SettingError, match=said):
             meet_floor(model, [ids()], **wish)
-    with pytest.raises(DataError, match="no batch"):
+    with pytest.raises(DataError, match="no calibration batch"):
         meet_floor(model, [], floor=20)
     with pytest.raises(ModelError, match="no product by a stored matrix"):
         meet_floor(nn.LayerNorm(8), [(torch.randn(2, 8),)], floor=20)

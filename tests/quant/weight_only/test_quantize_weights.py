@@ -173,7 +173,7 @@ def test_gptq_on_a_model_and_its_bits(tmp_path) -> None:
         wanted = model(*test)
         losses = []
         for rounding in (nearest, gptq):
-            quantized = quantize_weights(model, ids(), rounding=rounding, batches=data, embeddings=None)
+            quantized = quantize_weights(model, data, rounding=rounding, embeddings=None)
             losses.append(float((quantized(*test) - wanted).square().mean()))
     assert losses[1] < 0.7 * losses[0]
     assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()), quantized, [test]).passed
@@ -196,9 +196,7 @@ class Loud(nn.Module):
 def test_scaling_serves_loud_inputs(tmp_path) -> None:
     model, data, test = Loud().eval(), [(torch.randn(64, 64),)], (torch.randn(256, 64),)
     plain = quantize_weights(model, test)
-    scaled = quantize_weights(
-        model, test, awq=True, batches=data, form=NBITS
-    )  # products in float: a block of int8 knows no outliers
+    scaled = quantize_weights(model, data, awq=True, form=NBITS)  # products in float: a block of int8 knows no outliers
     with torch.no_grad():
         wanted = model(*test)
         lost = [float((q(*test) - wanted).square().mean()) for q in (plain, scaled)]
@@ -206,7 +204,7 @@ def test_scaling_serves_loud_inputs(tmp_path) -> None:
     notes = {row.name: row.note for row in scaled.plan.rows}
     assert "folded" in notes["up.weight"]
     assert "at run time" in notes["down.weight"]
-    assert scaled.origin["scaled"] == ["gelu"]
+    assert scaled.origin.scaled == ("gelu",)
     path = ck.export_onnx(scaled, tmp_path / "q.onnx", test)
     assert ck.verify_onnx(path, scaled, [test]).passed
     products = [n for n in onnx.load(path).graph.node if n.op_type == "Mul"]
@@ -287,10 +285,10 @@ def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
 
 def test_masks_are_kept(tmp_path) -> None:
     model = Reader().eval()
-    masks = ck.prune.plan_mask(model, 0.6, allocation=ck.prune.erk_ratios)
+    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.erk_ratios)
     masks.apply_(model)
     data = [ids(16)]
-    quantized = quantize_weights(model, ids(), rounding=gptq, batches=data, awq=True, blocks=Blocks(bits=3))
+    quantized = quantize_weights(model, data, rounding=gptq, awq=True, blocks=Blocks(bits=3))
     mine = masks_of(quantized)
     assert mine is not None
     assert not mine.broken(quantized)
@@ -304,9 +302,7 @@ def test_masks_are_kept(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings_", "error", "said"),
     [
-        (dict(rounding=gptq), DataError, "give batches="),
-        (dict(awq=True), DataError, "give batches="),
-        (dict(batches=[]), DataError, "holds no batch"),
+        (dict(batches=[]), DataError, "quantize_weights: no calibration batch"),
         (dict(skip=("nowhere",)), SettingError, "nowhere"),
         (dict(exceptions={"nowhere": None}), SettingError, "the matrices are"),
         (dict(convolutions=Blocks()), SettingError, "one scale for each channel"),
@@ -314,13 +310,13 @@ def test_masks_are_kept(tmp_path) -> None:
 )
 def test_bad_settings(settings_, error, said) -> None:
     with pytest.raises(error, match=said):
-        quantize_weights(Reader().eval(), ids(), **settings_)
+        quantize_weights(Reader().eval(), **dict(batches=ids()) | settings_)
 
 
 def test_bad_numbers() -> None:
     model = Loud().eval()
     with pytest.raises(DataError, match="norm: what it hands on is nan or infinite on the calibration data"):
-        quantize_weights(model, (torch.randn(4, 64),), rounding=gptq, batches=[(torch.full((4, 64), torch.nan),)])
+        quantize_weights(model, [(torch.full((4, 64), torch.nan),)], rounding=gptq)
     with torch.no_grad():
         model.down.weight[0, 0] = torch.inf
     with pytest.raises(ModelError, match=r"down.weight: holds nan or infinite values"):

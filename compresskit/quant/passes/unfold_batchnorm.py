@@ -21,13 +21,13 @@ from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
-from compresskit.quant.passes.fold_batchnorm import Folded
+from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
 
 
-class LiveLayer(nn.Module):
+class ConvBN(nn.Module):
     """A layer and its BatchNorm: called with the layer's input, weight and bias; the parameters of the BatchNorm are its own.
 
-    following: whether the statistics follow the batches, in train mode.
+    tracking: whether the statistics follow the batches, in train mode.
     """
 
     keeps_fp32 = True
@@ -36,12 +36,12 @@ class LiveLayer(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, folded: Folded, call: tuple[Any, tuple[Any, ...]], rounding: tuple[Any, Any]) -> None:
+    def __init__(self, folded: FoldedBatchNorm, call: tuple[Any, tuple[Any, ...]], rounding: tuple[Any, Any]) -> None:
         super().__init__()
         self.operator, self.rest = call
         self.rounding = rounding  # in a tuple, so that they are not registered here as well
         self.momentum, self.eps = folded.momentum, folded.eps
-        self.following = True
+        self.tracking = True
         self.axis = rounding[0].axis if rounding[0] is not None else 0
         for name, key in (("weight", "gamma"), ("bias", "beta")):
             values = folded.tensors[key]
@@ -52,7 +52,7 @@ class LiveLayer(nn.Module):
             self.register_buffer(name, values.clone())
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.training and self.following:
+        if self.training and self.tracking:
             factor = self.factor().detach()
             factor = torch.where(factor.abs() > 1e-8, factor, torch.ones_like(factor))
             y = self.operator(x, self._rounded(self._scaled(weight, factor)), None, *self.rest)
@@ -86,13 +86,13 @@ class LiveLayer(nn.Module):
         return weight if self.rounding[0] is None else self.rounding[0](weight)  # type: ignore[no-any-return]
 
 
-def live_(body: fx.GraphModule, folds: list[Folded]) -> None:
+def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> None:
     """Take the folded BatchNorms out of a quantized graph's weights again, and train them beside."""
     for fold in folds:
         layer = fold.layer
         weight, rounding = _behind(body, layer.args[1], WeightQuantizer)
         bias, bias_rounding = _behind(body, layer.args[2], BiasQuantizer)
-        live = LiveLayer(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
+        live = ConvBN(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
         body.add_submodule(fold.norm, live)
         module, leaf = owner(body, str(parameter_name(weight)))
         old = getattr(module, leaf)
@@ -109,7 +109,7 @@ def live_(body: fx.GraphModule, folds: list[Folded]) -> None:
     _clean(body)
 
 
-def _given(fold: Folded, name: str) -> Tensor:
+def _given(fold: FoldedBatchNorm, name: str) -> Tensor:
     values = fold.tensors[name]
     assert values is not None
     return values.clone()
@@ -121,12 +121,12 @@ def _behind(body: fx.GraphModule, node: Node, kind: type[nn.Module]) -> tuple[No
     return (node.args[0], quantizer) if isinstance(quantizer, kind) else (node, None)
 
 
-def settle_(body: fx.GraphModule) -> None:
-    """Fold every live BatchNorm for good: the graph as it was before `live_`, with the weights and biases of now."""
+def fold_conv_bn_(body: fx.GraphModule) -> None:
+    """Fold every live BatchNorm for good: the graph as it was before `unfold_batchnorm_`, with the weights and biases of now."""
     names = {id(module): name for name, module in body.named_modules()}
     for node in list(body.graph.nodes):
         live = body.get_submodule(node.target) if node.op == "call_module" else None
-        if not isinstance(live, LiveLayer):
+        if not isinstance(live, ConvBN):
             continue
         x, weight, bias = node.args
         name, other = str(parameter_name(weight)), node.meta["bias"]
@@ -150,9 +150,9 @@ def settle_(body: fx.GraphModule) -> None:
     _clean(body)
 
 
-def live_layers(body: fx.GraphModule) -> list[LiveLayer]:
+def conv_bn_layers(body: fx.GraphModule) -> list[ConvBN]:
     """Those that are not folded yet."""
-    return [module for module in body.modules() if isinstance(module, LiveLayer)]
+    return [module for module in body.modules() if isinstance(module, ConvBN)]
 
 
 def _clean(body: fx.GraphModule) -> None:

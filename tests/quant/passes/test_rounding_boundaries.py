@@ -17,7 +17,7 @@ from compresskit.quant import X86, X86_NO_VNNI, MinMax, adaround_, prepare_qat, 
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, to_integers
-from compresskit.quant.passes import avoid_ties as ties
+from compresskit.quant.passes import rounding_boundaries as boundaries
 
 TARGET = X86_NO_VNNI  # 8-bit weights would overflow where the processor has no VNNI
 
@@ -69,7 +69,7 @@ def test_every_kernel_gives_the_same_integers(tmp_path, monkeypatch) -> None:
     moved, off = unequal(quantize_static(model, [(x,)], target=TARGET), tmp_path, x)
     assert moved == 0
     assert off == 0
-    monkeypatch.setattr("compresskit.quant.static.avoid_ties_", lambda body: None)
+    monkeypatch.setattr("compresskit.quant.static.nudge_scales_", lambda body: None)
     moved, off = unequal(quantize_static(model, [(x,)], target=TARGET), tmp_path, x)
     assert moved > 20, "the network shows nothing"
     assert off > 0
@@ -83,9 +83,9 @@ def test_so_it_is_after_training(tmp_path) -> None:
         optimizer.zero_grad()
         quantized(x[:8]).square().mean().backward()
         optimizer.step()
-    quantized.hold_()
+    quantized.freeze_statistics_()
     assert unequal(quantized, tmp_path, x)[0] > 20, "the network shows nothing"
-    quantized.settle_()
+    quantized.convert_()
     assert unequal(quantized, tmp_path, x) == (0, 0.0)
 
 
@@ -93,16 +93,16 @@ def test_so_it_is_after_training(tmp_path) -> None:
 def test_no_sum_is_next_to_a_tie(ratio) -> None:
     """Checked in exact arithmetic over every whole number that lands on the grid."""
     grid = torch.arange(-128, 127, dtype=torch.float64) + 0.5
-    (scale,) = ties._quietest(torch.tensor([1.0]), [(ratio, grid)]).tolist()
+    (scale,) = boundaries._safest_factors(torch.tensor([1.0]), [(ratio, grid)]).tolist()
     assert scale == float(np.float32(scale))
-    assert 1 <= scale <= 1 + ties.TRIES * ties.NUDGE
+    assert 1 <= scale <= 1 + boundaries.TRIES * boundaries.NUDGE
 
     def nearest(scale: float) -> float:
         factor = Fraction(ratio) * Fraction(scale)
         sums = range(-int(20 / ratio), int(20 / ratio) + 1)  # results within 20 steps of zero, where most are
         return float(min(abs((k * factor - Fraction(1, 2)) - round(k * factor - Fraction(1, 2))) for k in sums))
 
-    assert nearest(scale) > ties.NEAR / 2
+    assert nearest(scale) > boundaries.NEAR / 2
     assert nearest(scale) >= nearest(1.0)
 
 
@@ -127,22 +127,22 @@ def test_no_pair_is_next_to_a_tie(kind, scales) -> None:
 
     before = ties_of(float(out.scale))
     assert before > 0.1
-    ties._move_scale_(out, [ties._pairs(kind, a, b, out)])
+    boundaries._move_scale_(out, [boundaries._pairs(kind, a, b, out)])
     assert ties_of(float(out.scale)) < 1e-4
-    assert 1 < float(out.scale) / scales[2] <= 1 + ties.TRIES * ties.NUDGE
+    assert 1 < float(out.scale) / scales[2] <= 1 + boundaries.TRIES * boundaries.NUDGE
 
 
 def test_a_weight_that_grows_takes_its_scale_along() -> None:
     quantized = quantize_static(Deep(1).eval(), [image(8)])
-    (rounding, weight), *_ = quantized._weights()
+    (rounding, weight), *_ = quantized.rounded_weights()
     assert isinstance(rounding, WeightQuantizer)
-    moved, plain = rounding.numbers(weight)[0], weight.abs().amax((1, 2, 3)) / 127
+    moved, plain = rounding.qparams(weight)[0], weight.abs().amax((1, 2, 3)) / 127
     assert bool((moved >= plain * (1 - 1e-6)).all())
-    assert bool((moved <= plain * (1 + ties.TRIES * ties.NUDGE + 1e-6)).all())
+    assert bool((moved <= plain * (1 + boundaries.TRIES * boundaries.NUDGE + 1e-6)).all())
     assert bool((moved > plain * (1 + 1e-7)).any())
-    torch.testing.assert_close(rounding.numbers(2 * weight)[0], 2 * moved)
-    rounding.hold_(plain)
-    assert torch.equal(rounding.numbers(weight)[0], plain)
+    torch.testing.assert_close(rounding.qparams(2 * weight)[0], 2 * moved)
+    rounding.fix_scale_(plain)
+    assert torch.equal(rounding.qparams(weight)[0], plain)
 
 
 def test_grids_that_must_stay_do(monkeypatch) -> None:
@@ -158,14 +158,16 @@ def test_grids_that_must_stay_do(monkeypatch) -> None:
             return x * nn.functional.hardsigmoid(x + self.gate(x))
 
     tried = []
-    move = ties._move_scale_
-    monkeypatch.setattr(ties, "_move_scale_", lambda out, costs: (tried.append(out), move(out, costs)))
+    move = boundaries._move_scale_
+    monkeypatch.setattr(boundaries, "_move_scale_", lambda out, costs: (tried.append(out), move(out, costs)))
     quantized = quantize_static(Gate().eval(), [image(8)])
     (anchored,) = [q for q in quantized.activation_quantizers() if q.anchor is not None]
     assert anchored not in tried
-    grids = {n: q for n in quantized.body.graph.nodes if isinstance(q := ties._module(quantized.body, n), ActivationQuantizer)}
-    (made,) = [ties._maker(n) for n, q in grids.items() if q is anchored]
-    assert ties._cost(made, anchored, grids) is not None  # it would have moved
+    grids = {
+        n: q for n in quantized.body.graph.nodes if isinstance(q := boundaries._module(quantized.body, n), ActivationQuantizer)
+    }
+    (made,) = [boundaries._maker(n) for n, q in grids.items() if q is anchored]
+    assert boundaries._boundary_cost(made, anchored, grids) is not None  # it would have moved
     steps = 3.0 / float(anchored.scale)
     assert abs(steps - round(steps)) < 1e-4
 
@@ -183,19 +185,23 @@ def test_a_weight_that_two_layers_share() -> None:
             return self.head(x).relu().mean((2, 3)) + self.head(self.down(x).relu()).relu().mean((2, 3))
 
     quantized = quantize_static(Shared().eval(), [(torch.randn(4, 3, 24, 24),)])
-    grids = {n: q for n in quantized.body.graph.nodes if isinstance(q := ties._module(quantized.body, n), ActivationQuantizer)}
-    makers = {q: [ties._maker(n) for n, g in grids.items() if g is q] for q in grids.values()}
-    found = ties._weights(quantized.body, makers, grids)
+    grids = {
+        n: q for n in quantized.body.graph.nodes if isinstance(q := boundaries._module(quantized.body, n), ActivationQuantizer)
+    }
+    makers = {q: [boundaries._maker(n) for n, g in grids.items() if g is q] for q in grids.values()}
+    found = boundaries._weights(quantized.body, makers, grids)
     ((rounding, (weight, uses)),) = [(r, pair) for r, pair in found.items() if len(pair[1]) == 2]
-    assert float(rounding.stretch.max()) <= 1 + ties.TRIES * ties.NUDGE + 1e-6
-    scales = rounding.numbers(weight)[0].double()
-    plain = scales / rounding.stretch.double()
-    costs = [[float(ties._near(each * ratio, at).sum()) for each in (scales, plain)] for ratio, at in uses]
+    assert float(rounding.scale_factor.max()) <= 1 + boundaries.TRIES * boundaries.NUDGE + 1e-6
+    scales = rounding.qparams(weight)[0].double()
+    plain = scales / rounding.scale_factor.double()
+    costs = [[float(boundaries._near(each * ratio, at).sum()) for each in (scales, plain)] for ratio, at in uses]
     assert all(after < 0.9 * before for after, before in costs), costs  # at both sizes, not the last alone
-    before = rounding.stretch.clone()
-    ties.avoid_ties_(quantized.body)
-    torch.testing.assert_close(rounding.stretch, before, atol=2 * ties.TRIES * ties.NUDGE, rtol=0)
-    assert float(rounding.stretch.max()) <= 1 + ties.TRIES * ties.NUDGE + 1e-6  # a second look begins where the first did
+    before = rounding.scale_factor.clone()
+    boundaries.nudge_scales_(quantized.body)
+    torch.testing.assert_close(rounding.scale_factor, before, atol=2 * boundaries.TRIES * boundaries.NUDGE, rtol=0)
+    assert (
+        float(rounding.scale_factor.max()) <= 1 + boundaries.TRIES * boundaries.NUDGE + 1e-6
+    )  # a second look begins where the first did
 
 
 def test_one_grid_on_both_sides_has_no_ties() -> None:
@@ -208,18 +214,18 @@ def test_one_grid_on_both_sides_has_no_ties() -> None:
     shared = grid(0.1, 7)
     body = torch.fx.symbolic_trace(Twice())
     node = next(n for n in body.graph.nodes if n.op == "output").args[0]
-    assert ties._cost(node, shared, dict.fromkeys(node.args, shared)) is None
+    assert boundaries._boundary_cost(node, shared, dict.fromkeys(node.args, shared)) is None
 
 
 def test_what_calibrates_or_rounds_anew_begins_anew() -> None:
     x = [image(8)]
     quantized = quantize_static(Deep(1).eval(), x, target=TARGET)
-    weights = [q for q, _ in quantized._weights()]
-    assert any(float(q.stretch.max()) > 1 for q in weights)
+    weights = [q for q, _ in quantized.rounded_weights()]
+    assert any(float(q.scale_factor.max()) > 1 for q in weights)
     adaround_(quantized, x, steps=2)
-    assert any(float(q.stretch.max()) > 1 for q in weights)  # off ties on its own scales, too
+    assert any(float(q.scale_factor.max()) > 1 for q in weights)  # off ties on its own scales, too
     quantized.calibrate_(x)
-    assert all(bool((q.stretch == 1).all()) for q in weights)
+    assert all(bool((q.scale_factor == 1).all()) for q in weights)
 
 
 def test_a_pool_over_the_edge_has_no_one_factor() -> None:
@@ -234,7 +240,7 @@ def test_a_pool_over_the_edge_has_no_one_factor() -> None:
     for counted, values in ((True, 9), (False, 0)):
         graph = torch.export.export(Pool(counted), (torch.randn(1, 2, 6, 6),)).graph
         (pool,) = [n for n in graph.nodes if n.op == "call_function"]
-        assert ties._pooled(pool, "avg_pool") == values
+        assert boundaries._values_averaged(pool, "avg_pool") == values
 
 
 def test_looked_up_rows_round_as_their_table() -> None:
@@ -244,6 +250,6 @@ def test_looked_up_rows_round_as_their_table() -> None:
     rounding.enabled = True
     for scale in torch.rand(200) * 0.02 + 0.005:
         table = halves * scale
-        rounding.table.hold_(scale)
-        stored = to_integers(table, *rounding.table.numbers(table), rounding.table.scheme) * scale
+        rounding.table.fix_scale_(scale)
+        stored = to_integers(table, *rounding.table.qparams(table), rounding.table.scheme) * scale
         torch.testing.assert_close(rounding(table, table), stored, rtol=0, atol=float(scale) / 100)

@@ -21,13 +21,13 @@ from torch import Tensor, fx, nn
 
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import KINDS, is_global, moved
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global, moved
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 
 NUDGE = 4e-6  # one try; a result half a step from zero moves by 2e-6 steps
 TRIES = 128
-PIECE = 512  # channels at once: what is computed for them stays in the cache
-FP32 = 2.0**-24  # half a unit in the last place, as a share of the value
+CHANNELS_AT_ONCE = 512  # channels at once: what is computed for them stays in the cache
+HALF_ULP = 2.0**-24  # half a unit in the last place, as a share of the value
 #: How far from a tie a result of a product must stay, in output steps: a sum in fp32 is off by what was added up on the way, a
 #: rounded M by a share of the result. Found by trial on a few ResNets.
 NEAR, SLOPE = 2.0**-15, 2.0**-23
@@ -35,7 +35,7 @@ NEAR, SLOPE = 2.0**-15, 2.0**-23
 Grids = dict[Node, ActivationQuantizer]
 
 
-def avoid_ties_(body: fx.GraphModule) -> None:
+def nudge_scales_(body: fx.GraphModule) -> None:
     """Enlarge the scales of a graph with quantizers, by at most 0.05 %, so that as few results as possible lie next to a tie.
 
     Scales of activations move for additions, multiplications, pools and products of two activations; those of weights for
@@ -49,7 +49,7 @@ def avoid_ties_(body: fx.GraphModule) -> None:
         makers.setdefault(quantizer, []).append(_maker(node))
     with torch.no_grad():
         for out, nodes in makers.items():
-            costs = [cost for node in nodes if (cost := _cost(node, out, grids)) is not None]
+            costs = [cost for node in nodes if (cost := _boundary_cost(node, out, grids)) is not None]
             if costs and out.anchor is None:
                 _move_scale_(out, costs)
         for rounding, (weight, uses) in _weights(body, makers, grids).items():
@@ -63,7 +63,7 @@ def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
 def _maker(node: Node) -> Node:
     """The operator whose result is rounded; a clamp before the rounding moves no tie."""
     made = node.args[0]
-    return made.args[0] if KINDS.get(made.target) == "clamp" else made
+    return made.args[0] if OPERATOR_KINDS.get(made.target) == "clamp" else made
 
 
 def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:
@@ -77,12 +77,12 @@ def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:
 
 # -- scales of activations
 
-Cost = Callable[[float], float]  # of a scale of the output: how much of what is often computed lies next to a tie
+BoundaryCost = Callable[[float], float]  # of a scale of the output: how much of what is often computed lies next to a tie
 
 
-def _cost(node: Node, out: ActivationQuantizer, grids: Grids) -> Cost | None:
+def _boundary_cost(node: Node, out: ActivationQuantizer, grids: Grids) -> BoundaryCost | None:
     """What ties cost the result of an operator between activations; None for any other."""
-    kind = KINDS.get(node.target)
+    kind = OPERATOR_KINDS.get(node.target)
     inputs = [grid_behind(a, grids) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
     found = [q for q in inputs if q is not None]
     if len(found) < len(inputs):
@@ -91,11 +91,11 @@ def _cost(node: Node, out: ActivationQuantizer, grids: Grids) -> Cost | None:
         return None if kind == "add" and all(q is out for q in found) else _pairs(kind, found[0], found[1], out)
     if kind == "matmul" and len(found) == 2:
         return _sums(out, found, 1)
-    count = _pooled(node, kind) if kind in ("mean", "avg_pool") else 0
+    count = _values_averaged(node, kind) if kind in ("mean", "avg_pool") else 0
     return _sums(out, found, count) if count else None
 
 
-def _pooled(node: Node, kind: str | None) -> int:
+def _values_averaged(node: Node, kind: str | None) -> int:
     """How many values of the example a pool averages; 0 where that differs from place to place."""
     shape = node.args[0].meta["val"].shape
     if kind == "mean":
@@ -107,7 +107,7 @@ def _pooled(node: Node, kind: str | None) -> int:
     return int(math.prod(sizes) ** (1 if len(sizes) > 1 else len(shape) - 2))
 
 
-def _pairs(kind: str | None, a: ActivationQuantizer, b: ActivationQuantizer, out: ActivationQuantizer) -> Cost:
+def _pairs(kind: str | None, a: ActivationQuantizer, b: ActivationQuantizer, out: ActivationQuantizer) -> BoundaryCost:
     """Of an addition or a multiplication: every pair of integers is looked at."""
     p, q = _steps(a)[:, None], _steps(b)[None, :]
     often = 1 / (1 + p.abs() + q.abs())
@@ -125,12 +125,12 @@ def _pairs(kind: str | None, a: ActivationQuantizer, b: ActivationQuantizer, out
             result = p * q * (f * g / scale)
             size = 2 * result.abs() + abs(low)
         apart = (result - 0.5 - (result - 0.5).round()).abs()
-        return float((often * (apart < 2 * FP32 * size) * (result > low) * (result < high)).sum())
+        return float((often * (apart < 2 * HALF_ULP * size) * (result > low) * (result < high)).sum())
 
     return cost
 
 
-def _sums(out: ActivationQuantizer, inputs: list[ActivationQuantizer], count: int) -> Cost:
+def _sums(out: ActivationQuantizer, inputs: list[ActivationQuantizer], count: int) -> BoundaryCost:
     """Of a sum of products of integers, divided by `count`."""
 
     def cost(scale: float) -> float:
@@ -140,7 +140,7 @@ def _sums(out: ActivationQuantizer, inputs: list[ActivationQuantizer], count: in
     return cost
 
 
-def _move_scale_(out: ActivationQuantizer, costs: list[Cost]) -> None:
+def _move_scale_(out: ActivationQuantizer, costs: list[BoundaryCost]) -> None:
     """Take the first scale at which nothing lies next to a tie, or the one at which least does."""
     start, least, best = float(out.scale), math.inf, float(out.scale)
     for k in range(TRIES):
@@ -175,14 +175,14 @@ def _weights(
 
 def _move_weight_(rounding: WeightQuantizer, weight: Tensor, uses: list[Use]) -> None:
     """Enlarge the scales of a weight, each channel's by itself; a weight that is trained on takes its factor along."""
-    rounding.stretch.fill_(1)
+    rounding.scale_factor.fill_(1)
     whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # one of FSDP2
-    scales = rounding.numbers(whole)[0].detach()
-    factors = torch.cat([_quietest(piece, uses) for piece in scales.cpu().reshape(-1).split(PIECE)])
-    rounding.stretch.copy_(factors.view_as(scales))
+    scales = rounding.qparams(whole)[0].detach()
+    factors = torch.cat([_safest_factors(piece, uses) for piece in scales.cpu().reshape(-1).split(CHANNELS_AT_ONCE)])
+    rounding.scale_factor.copy_(factors.view_as(scales))
 
 
-def _quietest(scales: Tensor, uses: list[Use]) -> Tensor:
+def _safest_factors(scales: Tensor, uses: list[Use]) -> Tensor:
     """For each scale (n,) the first factor that leaves no frequent result next to a tie, or the one that leaves fewest there."""
     best, least, left = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64), torch.arange(len(scales))
     for k in range(TRIES):

@@ -1,0 +1,67 @@
+"""The typed base of quantized models: what export, verification and checkpoints read of one.
+
+`compresskit.quant` makes such models; nothing below it knows how. A model may also be quantized in part: then submodules of it
+are of this type (`quantized_parts`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TypeGuard
+
+from torch import nn
+
+from compresskit.graph.capture import Dynamic
+
+
+class QuantizedModule(nn.Module, ABC):
+    """A model whose forward pass simulates the integer arithmetic of a runtime.
+
+    dynamic: which dimensions of its inputs may vary, as it was captured.
+    exact: whether the exported file, as it is written, computes the same numbers; else roundings may fall to the other side.
+    """
+
+    dynamic: Dynamic
+    exact: bool = False
+
+    @property
+    @abstractmethod
+    def target_name(self) -> str:
+        """Name of the runtime that it was quantized for."""
+
+    @property
+    @abstractmethod
+    def float_class(self) -> str:
+        """Name of the class of the float model that it was made from."""
+
+    @property
+    @abstractmethod
+    def opset(self) -> int:
+        """Version of the ONNX operator set that its file is written in, where the user names none."""
+
+    @property
+    @abstractmethod
+    def tuned(self) -> bool:
+        """Whether its file is rewritten for the integer kernels of ONNX Runtime on x86."""
+
+    @abstractmethod
+    def deployed(self) -> nn.Module:
+        """A copy in ONNX's terms: integers stored, QuantizeLinear and DequantizeLinear instead of simulated rounding."""
+
+    @abstractmethod
+    def enable_(self, on: bool = True) -> None:
+        """Switch all quantizers on, or let every value pass in float."""
+
+    @abstractmethod
+    def keep_masked_(self) -> None:
+        """Let no weight that a pruning mask keeps be rounded to zero, so that the stored zeros are those of the masks."""
+
+
+def is_quantized(model: nn.Module) -> TypeGuard[QuantizedModule]:
+    """Whether the model as a whole is quantized; `quantized_parts` finds quantized submodules."""
+    return isinstance(model, QuantizedModule)
+
+
+def quantized_parts(model: nn.Module) -> dict[str, QuantizedModule]:
+    """Dotted name -> each quantized submodule, `""` for the model itself."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, QuantizedModule)}

@@ -1,0 +1,277 @@
+"""The quantized model: a captured graph with quantizers that is calibrated, trained, and exported.
+
+calibrate_(batches)                    find the ranges of activations, then round
+unfold_batchnorm_(), ... convert_()    quantization-aware training in between
+deployed()                             the form that is exported
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.errors import ModelError
+from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.packing import attributes, set_attributes_
+from compresskit.base.task import Inputs, batch_size, call_checked, shapes_of
+from compresskit.graph.capture import Captured
+from compresskit.graph.masks import masks_of
+from compresskit.graph.quantized import QuantizedModule
+from compresskit.graph.surgery import get_tensor, mode
+from compresskit.quant.numerics.observers import MovingAverage, Observer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
+from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
+from compresskit.quant.passes.lower_to_onnx import deploy
+from compresskit.quant.passes.placement import Placement
+from compresskit.quant.passes.prepare_graph import Origin
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
+from compresskit.quant.passes.unfold_batchnorm import ConvBN, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_
+
+CALIBRATION_BYTES = 2**24  # of the largest activation that calibration computes at once
+
+
+class Quantized(QuantizedModule):
+    """A model whose activations, weights and biases are rounded as the target's runtime rounds them.
+
+    It is called like the float model it was made from, and trains like any module: gradients pass straight through the rounding.
+
+    body: the captured graph with its quantizers.
+    target: the runtime it was quantized for.
+    placement: which operators run in integers, and why the others do not.
+    origin: what it was made from.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        target: Target,
+        placement: Placement,
+        origin: Origin,
+        folds: Sequence[FoldedBatchNorm] = (),
+    ) -> None:
+        super().__init__()
+        self.body = captured.module
+        self._folds = list(folds)
+        self.target, self.placement, self.origin = target, placement, origin
+        self.example, self.dynamic, self.varying = captured.example, captured.dynamic, captured.varying
+        self.input_shapes = _open(shapes_of(captured.example), captured.varying)
+        largest = max(math.prod(shape) for shape in captured.shapes.values())
+        self.row_bytes = max(1, 4 * largest // batch_size(captured.example))
+
+    @property
+    def target_name(self) -> str:
+        """Name of the runtime that it was quantized for."""
+        return self.target.name
+
+    @property
+    def float_class(self) -> str:
+        """Name of the class of the float model that it was made from."""
+        return self.origin.float_class
+
+    @property
+    def opset(self) -> int:
+        """Version of the ONNX operator set that its file is written in, where the user names none."""
+        return self.target.opset
+
+    @property
+    def tuned(self) -> bool:
+        """Whether its file is rewritten for the integer kernels of ONNX Runtime on x86."""
+        return self.target.tuned
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_inputs(kwargs or args)
+        return self.body(*args, **kwargs)
+
+    def check_inputs(self, inputs: Inputs) -> None:
+        """Raise ModelError for a batch of another shape than the model was captured with."""
+        given = shapes_of(inputs)
+        if _open(given, self.varying) != self.input_shapes:
+            raise ModelError(
+                f"quantized {self.float_class}: wanted inputs {self.input_shapes}, got {given}; it was captured with the"
+                " shapes of the example (quantize with dynamic=(0, 2, 3) to let more than the batch vary)"
+            )
+
+    # -- quantizers
+
+    def quantizers(self) -> list[Quantizer]:
+        """All quantizers, each once."""
+        return [q for q in self.body.get_submodule("quantizers").children() if isinstance(q, Quantizer)]
+
+    def activation_quantizers(self) -> list[ActivationQuantizer]:
+        """The quantizers of activations, each once."""
+        return [q for q in self.quantizers() if isinstance(q, ActivationQuantizer)]
+
+    def enable_(self, on: bool = True) -> None:
+        """Switch all quantizers on, or let every value pass in float."""
+        for quantizer in self.quantizers():
+            quantizer.enabled = on
+
+    def observe_(self, on: bool, observer: Callable[[], Observer] | None = None) -> None:
+        """Let the ranges of activations follow the values that pass, or stop that.
+
+        observer: makes a new observer for each activation, which starts from its present range; None keeps the observers.
+        """
+        for quantizer in self.activation_quantizers():
+            quantizer.observing = on
+            if observer is not None:
+                fresh = observer()
+                low = (quantizer.scheme.low - quantizer.zero_point) * quantizer.scale
+                high = (quantizer.scheme.high - quantizer.zero_point) * quantizer.scale
+                fresh.update(torch.stack([low, high]).reshape(1, 2))
+                quantizer.observer = fresh
+
+    # -- calibration
+
+    def calibrate_(self, batches: Iterable[AnyInputs], *, through: nn.Module | None = None) -> None:
+        """Find the ranges of activations: run batches in float while observers watch, then round from now on.
+
+        batches: inputs, tuples or dicts.
+        through: the model that this one is a part of, where the batches are inputs of the whole.
+        """
+        self.enable_(False)
+        self.observe_(True)
+        model = self if through is None else through
+        with torch.no_grad(), mode(model, training=False):  # not inference_mode: what a model caches must stay trainable
+            for inputs in each_inputs(batches, "calibration data"):
+                for rows in self._split_batch(inputs) if through is None else [inputs]:
+                    call_checked(model, rows, "calibration data")
+        self.observe_(False)
+        for quantizer in self.activation_quantizers():
+            quantizer.freeze_range_(checked=True)
+        for node in self.body.graph.nodes:
+            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(rounding, WeightQuantizer):
+                rounding.scale_factor.fill_(1)
+            if isinstance(rounding, BiasQuantizer):
+                rounding.make_room_(get_tensor(self.body, node.args[0].target))
+        self.enable_()
+
+    def _split_batch(self, inputs: Inputs) -> list[Inputs]:
+        """A batch in parts small enough that the allocator hands the same memory out again and again.
+
+        ResNet-50, 64 images of 224 x 224 on two threads: 5.3 s in fours, 11.3 s at once, half of it in page faults. An observer
+        that averages over batches sees them whole.
+        """
+        sizes = {v.shape[0] if v.ndim else 0 for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)}
+        averages = any(isinstance(quantizer.observer, MovingAverage) for quantizer in self.activation_quantizers())
+        if len(sizes) != 1 or averages or not all(0 in dims for dims in self.varying):
+            return [inputs]
+        size, rows = sizes.pop(), max(1, CALIBRATION_BYTES // self.row_bytes)
+        cuts = [slice(start, start + rows) for start in range(0, size, rows)]
+        return [pytree.tree_map(lambda v, cut=cut: v[cut] if isinstance(v, Tensor) else v, inputs) for cut in cuts] or [inputs]
+
+    # -- quantization-aware training
+
+    def unfold_batchnorm_(self, *, learned: bool = False) -> None:
+        """Make ready for training: folded BatchNorms become modules of their own again, beside the layer (see `ConvBN`).
+
+        learned: scales become parameters (LSQ). `freeze_statistics_` and `convert_` end the training.
+        """
+        unfold_batchnorm_(self.body, self._folds)
+        self._folds = []
+        if learned:
+            for quantizer in self.activation_quantizers():
+                quantizer.learn_()
+            for rounding, weight in self.rounded_weights():
+                rounding.learn_(weight)
+
+    def freeze_statistics_(self) -> None:
+        """Freeze BatchNorm statistics and stop the observers of activations; learned scales go on learning."""
+        self.observe_(False)
+        for layer in conv_bn_layers(self.body):
+            layer.tracking = False
+
+    def convert_(self) -> None:
+        """Finish the training: fold BatchNorm, freeze scales, and nudge scales away from rounding boundaries."""
+        self._fold_()
+        nudge_scales_(self.body)
+        self.keep_masked_()
+
+    def converted(self) -> Self:
+        """The model itself, or, while it is trained, a copy that computes the same with BatchNorm folded and scales frozen.
+
+        Scales are moved away from rounding boundaries only by `convert_`.
+        """
+        if not conv_bn_layers(self.body) and not any(name.startswith("body.quantizers.") for name, _ in self.named_parameters()):
+            return self
+        other = copy.deepcopy(self)
+        other._fold_()
+        other.keep_masked_()
+        return other
+
+    def _fold_(self) -> None:
+        """Fold BatchNorm and freeze scales; in eval mode the model computes the same, unless a bias needs a larger scale."""
+        self.freeze_statistics_()
+        learned = [(q, w) for q, w in self.rounded_weights() if isinstance(q.scale, nn.Parameter)]
+        for quantizer, weight in learned:
+            quantizer.learn_(weight, on=False)
+        for activation in self.activation_quantizers():
+            if isinstance(activation.scale, nn.Parameter):
+                activation.learn_(on=False)
+        fold_conv_bn_(self.body)
+
+    def keep_masked_(self) -> None:
+        """Let no weight that a pruning mask keeps be rounded to zero: it becomes one step of its grid.
+
+        The zeros that are stored are then those of the masks, no more and no fewer.
+        """
+        masks = masks_of(self.body)
+        for node in self.body.graph.nodes if masks is not None else ():
+            rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(rounding, WeightQuantizer) and masks is not None and str(node.args[0].target) in masks.masks:
+                with torch.no_grad():
+                    rounding.keep_nonzero_(get_tensor(self.body, node.args[0].target), masks.masks[str(node.args[0].target)])
+
+    def rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
+        """Weight quantizers and the tensors that they round, each once."""
+        found: dict[WeightQuantizer, Tensor] = {}
+        for node in self.body.graph.nodes:
+            module = self.body.get_submodule(node.target) if node.op == "call_module" else None
+            if isinstance(module, WeightQuantizer):
+                found[module] = get_tensor(self.body, node.args[0].target).detach()
+            elif isinstance(module, ConvBN) and module.rounding[0] is not None:
+                weight, bias = (None if a is None else get_tensor(self.body, a.target).detach() for a in node.args[1:])
+                assert weight is not None
+                found[module.rounding[0]] = module.folded(weight, bias)[0].detach()
+        return list(found.items())
+
+    # -- resuming, export
+
+    def resume_state(self) -> dict[str, Any]:
+        """The state of a training that the state dict does not hold: switches, and the memory of the observers."""
+        return {
+            "activations": [{"observing": q.observing, "observer": attributes(q.observer)} for q in self.activation_quantizers()],
+            "enabled": [q.enabled for q in self.quantizers()],
+            "tracking": [layer.tracking for layer in conv_bn_layers(self.body)],
+        }
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Restore what `resume_state` returned for a model that was quantized alike."""
+        for activation, saved in zip(self.activation_quantizers(), state["activations"], strict=True):
+            activation.observing = saved["observing"]
+            set_attributes_(activation.observer, saved["observer"])
+        for quantizer, enabled in zip(self.quantizers(), state["enabled"], strict=True):
+            quantizer.enabled = enabled
+        for layer, tracking in zip(conv_bn_layers(self.body), state["tracking"], strict=True):
+            layer.tracking = tracking
+
+    def deployed(self) -> fx.GraphModule:
+        """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""
+        hardsigmoids = [name for name, kind in self.placement.integer.items() if kind == "hardsigmoid"]
+        return deploy(self.converted().body, hardsigmoids)
+
+
+def _open(shapes: list[tuple[int, ...]], varying: tuple[tuple[int, ...], ...]) -> list[tuple[int | str, ...]]:
+    """Shapes with `"N"` for the batch and `"any"` for other dimensions that may vary."""
+    free = [*varying, *[()] * (len(shapes) - len(varying))]
+    return [
+        tuple(("any" if i else "N") if i in dims else n for i, n in enumerate(shape))
+        for shape, dims in zip(shapes, free, strict=False)
+    ]

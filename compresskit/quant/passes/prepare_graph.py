@@ -1,0 +1,79 @@
+"""Capture a float model as the graph that quantizers are inserted into: parametrizations computed, BatchNorm folded, rewritten.
+
+prepare_graph(model, example, target, skip) -> (captured graph, what it was made from, the BatchNorms that were folded)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from compresskit.base.errors import ModelError
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
+from compresskit.graph.masks import carry_
+from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.surgery import structure
+from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
+from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
+from compresskit.quant.passes.rewrite import rewrite_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a quantized model was made from: with the class of the float model, enough to build it again from a file.
+
+    Each way of quantizing subclasses it with its own settings.
+
+    float_class: name of the float model's class. structure: shapes and sizes of the float model, see `graph.surgery.structure`.
+    skip: modules that the user left float. floating: nodes of the graph that were left float, each with the reason.
+    smoothed: how many values `smooth_` changed on the way.
+    """
+
+    float_class: str
+    structure: Mapping[str, Any] = field(repr=False)
+    skip: tuple[str, ...] = ()
+    floating: Mapping[str, str] = field(default_factory=dict)
+    smoothed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready record."""
+        return {
+            "class": self.float_class,
+            "structure": dict(self.structure),
+            "skip": list(self.skip),
+            "floating": dict(self.floating),
+            "smoothed": self.smoothed,
+        }
+
+
+def prepare_graph(
+    model: nn.Module, example: Inputs, target: Target, skip: tuple[str, ...] = (), dynamic: Dynamic = (0,)
+) -> tuple[Captured, Origin, list[FoldedBatchNorm]]:
+    """Capture a copy of a float model and bring its graph into the form that quantizers are inserted into.
+
+    The model itself is not changed. Masks are carried over to the graph.
+
+    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers.
+    Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32.
+    """
+    if parts := list(quantized_parts(model)):
+        where = f"its part {parts[0]!r}" if parts[0] else "this model"
+        raise ModelError(f"{where} is quantized already; quantize the float model it came from")
+    if half := [f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+        raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {half[0]}; quantize model.float()")
+    origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
+    captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
+    names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
+    carry_(model, captured.module, {name: name for name in sorted(names)})
+    fold_parametrizations_(captured.module)
+    folds: list[FoldedBatchNorm] = []
+    fold_batchnorm_(captured.module, folds)
+    rewrite_(captured.module, target)
+    return captured, origin, folds
