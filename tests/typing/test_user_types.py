@@ -39,5 +39,7 @@ def test_the_package_says_that_it_is_typed() -> None:
 @pytest.mark.slow
 def test_a_users_script_passes_mypy_strict() -> None:
     """The gate runs the same line by itself; here it is for whoever changes a signature."""
-    done = checkout.python("-m", "mypy", "--strict", "--config-file=", "user.py", cwd=checkout.ROOT / "tests" / "typing", check=False)
+    done = checkout.python(
+        "-m", "mypy", "--strict", "--config-file=", "user.py", cwd=checkout.ROOT / "tests" / "typing", check=False
+    )
     assert done.returncode == 0, done.stdout

@@ -17,7 +17,9 @@ inputs = [(x,) for x, _ in batches]
 task = ck.Task(train=batches, val=batches)
 
 recipe = ck.Recipe(
-    ck.Train(epochs=2, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=ck.lr.Cosine(end=0.1), precision=ck.mixed.MASTER_BF16),
+    ck.Train(
+        epochs=2, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=ck.lr.Cosine(end=0.1), precision=ck.mixed.MASTER_BF16
+    ),
     ck.Distill(student=lambda: nn.Sequential(nn.Linear(8, 4)), epochs=1),
     ck.Prune(budget=ck.keep(macs=0.5), criterion=ck.prune.criteria.taylor, steps=2, schedule=ck.prune.schedules.Cubic()),
     ck.Sparsify(budget=ck.remove(weights=0.9)),
