@@ -24,7 +24,6 @@ from compresskit.quant.numerics.targets import (
 )
 from compresskit.quant.passes.coverage import Coverage
 from compresskit.quant.passes.placement import Placement, QuantizationPoint, place_quantizers
-from compresskit.quant.qat.objective import Faithful, faithfulness
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
 from compresskit.quant.weight_only.accuracy_target import Met, meet_floor
@@ -54,7 +53,6 @@ __all__ = [
     "DynamicQuant",
     "DynamicallyQuantized",
     "Entropy",
-    "Faithful",
     "Form",
     "HistogramMSE",
     "MatrixForm",
@@ -81,7 +79,6 @@ __all__ = [
     "correct_bias_",
     "diagnose",
     "equalize_",
-    "faithfulness",
     "fake_quantize",
     "gptq",
     "meet_floor",
