@@ -23,7 +23,7 @@ def functions():
                 yield pytest.param(value, id=f"{module.__name__}.{name}")
 
 
-@pytest.mark.parametrize("function", functions())
+@pytest.mark.parametrize("function", list(functions()))
 def test_public_functions_are_annotated(function) -> None:
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters
