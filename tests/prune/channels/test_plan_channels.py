@@ -13,8 +13,9 @@ from networks import NETWORKS, build, image, trained_like
 from pruned import assert_untouched, planned, state
 from torch import nn
 
-from compresskit import capture, count_macs, keep
+from compresskit import count_macs, keep
 from compresskit.base.errors import ModelError, SettingError
+from compresskit.graph.capture import capture
 from compresskit.prune import apply_, l2, plan_channels
 from compresskit.prune.structure.plan import zero_
 
