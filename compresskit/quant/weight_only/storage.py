@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, packed, rounded_blocks
+from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, pack_bits, rounded_blocks
 from compresskit.export.ops.quantize import dequantize_linear
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -241,10 +241,10 @@ def _packed(quantizer: BlockQuantizer, q: Tensor, form: Form, kind: str) -> nn.M
     count = -(-inputs // block)
     scale = quantizer.scale if blocks.block else quantizer.scale.expand(-1, count)
     zero = quantizer.zero_point if blocks.block else quantizer.zero_point.expand(-1, count)
-    points = None if blocks.symmetric else packed(zero, bits)
+    points = None if blocks.symmetric else pack_bits(zero, bits)
     unsigned = q.to(torch.int32) + middle
     if kind == "table":
-        return _Table(packed(unsigned, bits), scale.contiguous(), points, bits, block)
+        return _Table(pack_bits(unsigned, bits), scale.contiguous(), points, bits, block)
     fill = zero[:, -1:] + middle  # what is beyond the last input counts nothing, whatever it is
     unsigned = torch.cat([unsigned, fill.expand(-1, count * block - inputs)], 1).unflatten(1, (count, block))
-    return _Product(packed(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if form.integers else 1))
+    return _Product(pack_bits(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if form.integers else 1))
