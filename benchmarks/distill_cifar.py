@@ -65,7 +65,7 @@ def train(arm: str, seed: int, cached: kd.Cached, task: ck.Task, args: argparse.
     assert isinstance(task.train, Views)
     task.train.passes = 0
     sgd = partial(torch.optim.SGD, lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle, precision=ck.mixed.AMP_BF16,
+    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16,
                    objective=objective(arm, cached, args.beta))  # fmt: skip
     begin = time.perf_counter()
     model = how(CifarResNet(args.depth), task)

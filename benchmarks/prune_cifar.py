@@ -118,7 +118,7 @@ TAUGHT: dict[str, dict[str, Any]] = {
 def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
     """Fine-tune in place, under bf16 autocast, for whole epochs (0: the 78 steps); the accuracy after the last step."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"schedule": ck.one_cycle, "precision": ck.mixed.AMP_BF16}
+    settings: dict[str, Any] = {"schedule": ck.lr.OneCycle(), "precision": ck.mixed.AMP_BF16}
     settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
     how = ck.Distill(**settings, **distill) if distill else ck.Train(**settings)
     how(model, setup.task(None if epochs else 39))

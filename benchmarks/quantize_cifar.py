@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
-from compresskit.train.train import Supervised
+from compresskit.train.objective import Supervised
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))

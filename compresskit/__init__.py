@@ -18,8 +18,9 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
-from compresskit.base.task import Objective, Task, accuracy
+from compresskit.base.task import Task, accuracy
 from compresskit.base.version import __version__ as __version__
 from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx
@@ -28,8 +29,9 @@ from compresskit.measure import count_macs, count_nonzero, count_parameters, eva
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result, load, save
+from compresskit.train import lr
 from compresskit.train.progress import Every, Progress
-from compresskit.train.train import Train, constant, cosine, fit_, one_cycle
+from compresskit.train.train import Train, fit_
 
 __all__ = [
     "QAT",
@@ -62,8 +64,6 @@ __all__ = [
     "accuracy",
     "audit",
     "capture",
-    "constant",
-    "cosine",
     "count_macs",
     "count_nonzero",
     "count_parameters",
@@ -76,8 +76,8 @@ __all__ = [
     "keep",
     "latency",
     "load",
+    "lr",
     "mixed",
-    "one_cycle",
     "prune",
     "quant",
     "remove",

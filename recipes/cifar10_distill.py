@@ -60,7 +60,7 @@ def main() -> None:
     settings = {
         "epochs": args.epochs,
         "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True),
-        "schedule": ck.one_cycle,
+        "schedule": ck.lr.OneCycle(),
         "precision": ck.mixed.AMP_BF16,
     }
     terms = [term for name in args.terms for term in TERMS[name]]

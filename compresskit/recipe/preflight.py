@@ -11,7 +11,7 @@ from compresskit.base.errors import CompressError, DataError
 from compresskit.base.task import Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 def preflight_check(model: nn.Module, task: Task) -> None:

@@ -271,17 +271,6 @@ def test_latency_tells_large_from_small(tmp_path) -> None:
 # -- train
 
 
-def test_schedules() -> None:
-    assert ck.cosine(0) == 1
-    assert ck.cosine(1) == pytest.approx(0)
-    assert ck.cosine(0.5) == pytest.approx(0.5)
-    assert ck.cosine(1, end=0.1) == pytest.approx(0.1)
-    assert ck.one_cycle(0) == pytest.approx(0.04)
-    assert ck.one_cycle(0.2) == pytest.approx(1)
-    assert ck.one_cycle(1) == pytest.approx(0)
-    assert ck.constant(0.3) == 1
-
-
 def test_accumulation_is_a_larger_batch() -> None:
     x, y = torch.randn(32, 4), torch.arange(32) % 3
     sgd = partial(torch.optim.SGD, lr=0.1)

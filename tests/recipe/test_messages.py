@@ -93,7 +93,26 @@ BAD = {
         SettingError,
         "wanted a function, got SGD",
     ),
-    "a schedule of numbers": (lambda: ck.Train(epochs=1, schedule=[0.1]), SettingError, "wanted a function, got list"),
+    "a schedule of numbers": (
+        lambda: ck.Train(epochs=1, schedule=[0.1]),
+        SettingError,
+        r"wanted a learning-rate schedule .* got \[0.1\]",
+    ),
+    "a schedule that is a function": (
+        lambda: ck.Train(epochs=1, schedule=lambda done: 1 - done),
+        SettingError,
+        r"wrap a function \(done\) -> factor in lr.Function",
+    ),
+    "an objective that is no Objective": (
+        lambda: fit(how=ck.Train(epochs=1, objective=type("Custom", (), {"__call__": None, "bind": None, "close": None})())),
+        SettingError,
+        "Custom has bind, close but is no Objective; subclass ck.Objective",
+    ),
+    "an objective that is no function": (
+        lambda: fit(how=ck.Train(epochs=1, objective="mse")),
+        SettingError,
+        "wanted an Objective or a function .* got str",
+    ),
     "an unknown backend": (
         lambda: ck.Train(epochs=1, backend="fused"),
         SettingError,

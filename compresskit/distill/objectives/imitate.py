@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.task import Losses, Task, call
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.packing import Resumable
+from compresskit.base.task import Task, call
 from compresskit.distill.data.cache import Cached
 from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
@@ -32,7 +34,7 @@ from compresskit.distill.objectives.terms import (
     term_losses,
 )
 from compresskit.graph.surgery import mode
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Clock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imitate:
+class Imitate(Objective):
     """See `imitate`. Bound to a task it holds the frozen teacher, in eval mode; the student never sees it as a submodule.
 
     What binding put on the student (adapters, if any term has one) `close()` takes off again.
@@ -123,7 +125,7 @@ class Imitate:
     def resume_state(self) -> dict[str, Any]:
         """What the teacher and losses with a memory must remember; adapters are on the student."""
         holders = [self.source, *(link.loss for link in self.links)]
-        return {"parts": [getattr(holder, "resume_state", lambda: None)() for holder in holders]}
+        return {"parts": [holder.resume_state() if isinstance(holder, Resumable) else None for holder in holders]}
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
         """Take it back."""

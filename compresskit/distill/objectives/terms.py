@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
-from compresskit.base.task import Losses
+from compresskit.base.objective import Losses
 from compresskit.distill.models.taps import feature, find_taps
 from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight, weight_at
 

@@ -25,7 +25,7 @@ from compresskit.prune.channels.plan_channels import plan_channels
 from compresskit.prune.channels.ranking import Ranking, cost_aware
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
-from compresskit.prune.channels.sparse_learning import GroupLasso, Growing
+from compresskit.prune.channels.sparse_learning import GroupLasso, Growing, group_lasso
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.schedules import Linear, RatioSchedule, check_schedule
 from compresskit.prune.structure.plan import Plan, apply_
@@ -97,7 +97,7 @@ class Prune(Budgeted, Stage):
         goal = task if task.reference is not None else replace(task, reference=dense)
         if self.learn is not None:
             objective = self.learn.objective
-            sparse = objective if isinstance(objective, GroupLasso | Growing) else GroupLasso(objective=objective)
+            sparse = objective if isinstance(objective, GroupLasso | Growing) else group_lasso(objective)
             fit_(model, goal, self.learn, objective=sparse, label="learn sparsely")
         plans: list[Plan] = []
         kept = 1.0

@@ -112,7 +112,7 @@ def test_review_teaches_and_leaves_nothing() -> None:
     assert set(student.state_dict()) == names
 
 
-class Watched:
+class Watched(ck.Objective):
     """An objective that keeps what it was."""
 
     def __init__(self, goal, values):
@@ -126,8 +126,17 @@ class Watched:
         self.values.append(sum(v.item() for v in losses.values()))
         return losses
 
-    def __getattr__(self, name):
-        return getattr(self.goal, name)
+    def advance(self, done):
+        self.goal.advance(done)
+
+    def close(self):
+        self.goal.close()
+
+    def resume_state(self):
+        return self.goal.resume_state()
+
+    def resume_from_(self, state):
+        self.goal.resume_from_(state)
 
 
 # -- memory

@@ -17,8 +17,8 @@ from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import Plan, apply_, l2, plan_channels, prove
 from compresskit.prune.structure.groups import find_groups
 from compresskit.prune.structure.plan import zero_
-from compresskit.prune.structure.propagate import Walk
-from compresskit.prune.structure.trace import record
+from compresskit.prune.structure.propagate import propagate
+from compresskit.prune.structure.trace import trace_model
 
 
 def planned(model, macs=0.6, **settings):
@@ -96,7 +96,7 @@ def test_the_number_of_classes_stays() -> None:
 
 def test_option_a_shortcut_is_cut_as_it_is() -> None:
     model = build(networks.PaddedShortcut)
-    found = find_groups(Walk(record(model, image(2))), count_macs(model, image(2)))
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
     sizes = {g.layer: g.size for g in found.groups}
     assert sizes == {"stem.0": 16, "inner.0": 32}  # the stem's 16 tie the middle of out's 32 channels
     assert [n for reason, n in found.locked.items() if "cannot be cut" in reason] == [16]

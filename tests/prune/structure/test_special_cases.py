@@ -109,7 +109,7 @@ def test_cut_equals_zeroed(kind) -> None:
     """A third of every group goes, so that every rule has to be right at once."""
     model, x = built(kind), special.example(kind)
     search = TrialRepair(model, x, inside=None, ignore=())
-    plan = trial_plan(search.find_groups(count_macs(model, x)), "")
+    plan = trial_plan(search.find_groups(count_macs(model, x)))
     for name, dim in CUT[kind]:
         assert plan.remove.get(name, {}).get(dim), f"{name} along {dim} was left whole"
     assert_equals_zeroed(model, plan, x)
