@@ -12,8 +12,9 @@ import torch
 from networks import NETWORKS, build, image, trained_like
 from torch import nn
 
-from compresskit import capture, count_macs, keep
+from compresskit import count_macs, keep
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
+from compresskit.graph.capture import capture
 from compresskit.prune import Plan, apply_, l2, plan_channels, prove
 from compresskit.prune.structure.groups import find_groups
 from compresskit.prune.structure.plan import zero_
