@@ -4,7 +4,8 @@ Observers are in `quant.observers`, everything about targets in `quant.targets`.
 """
 
 from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
-from compresskit.quant.calibration.adaround import adaround_, correct_bias_
+from compresskit.quant.calibration.adaround import adaround_
+from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_

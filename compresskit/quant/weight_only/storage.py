@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, packed, rounded_blocks
+from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, pack_bits, rounded_blocks
 from compresskit.export.ops.quantize import dequantize_linear
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -243,12 +243,12 @@ def _packed(quantizer: BlockQuantizer, q: Tensor, storage: WeightStorage, kind: 
     count = -(-inputs // block)
     scale = quantizer.scale if scheme.block_size else quantizer.scale.expand(-1, count)
     zero = quantizer.zero_point if scheme.block_size else quantizer.zero_point.expand(-1, count)
-    points = None if scheme.symmetric else packed(zero, bits)
+    points = None if scheme.symmetric else pack_bits(zero, bits)
     unsigned = q.to(torch.int32) + middle
     if kind == "table":
-        return _GatherBlockQuantized(packed(unsigned, bits), scale.contiguous(), points, bits, block)
+        return _GatherBlockQuantized(pack_bits(unsigned, bits), scale.contiguous(), points, bits, block)
     fill = zero[:, -1:] + middle  # the padding after the last input decodes to zero
     unsigned = torch.cat([unsigned, fill.expand(-1, count * block - inputs)], 1).unflatten(1, (count, block))
     return _MatMulNBits(
-        packed(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if storage.int8_inputs else 1)
+        pack_bits(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if storage.int8_inputs else 1)
     )
