@@ -14,7 +14,8 @@ from torch import nn
 
 from compresskit import capture, count_macs, keep
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
-from compresskit.prune import Plan, apply_, l2, plan_channels, prove
+from compresskit.prune import Plan, apply_, plan_channels, prove
+from compresskit.prune.criteria import l2
 from compresskit.prune.structure.groups import find_groups
 from compresskit.prune.structure.plan import zero_
 from compresskit.prune.structure.propagate import Walk
