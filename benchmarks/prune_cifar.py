@@ -106,8 +106,8 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
 
 #: Ways in which the dense network teaches the pruned one: soft targets; decoupled ones with the features of the residual stream,
 #: whose width the cut left alone; soft targets of mixed images with these features.
-HINTS = tuple(ck.distill.Term(ck.distill.hint, f"layer{i}") for i in (1, 2, 3))
-DKD = partial(ck.distill.dkd, alpha=1.0, beta=2.0, temperature=4.0)
+HINTS = tuple(ck.distill.Term(ck.distill.losses.hint, f"layer{i}") for i in (1, 2, 3))
+DKD = partial(ck.distill.losses.dkd, alpha=1.0, beta=2.0, temperature=4.0)
 TAUGHT: dict[str, dict[str, Any]] = {
     "taught": {},
     "taught by DKD and hints": {"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS},
@@ -118,7 +118,7 @@ TAUGHT: dict[str, dict[str, Any]] = {
 def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
     """Fine-tune in place, under bf16 autocast, for whole epochs (0: the 78 steps); the accuracy after the last step."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"schedule": ck.one_cycle, "precision": ck.mixed.AMP_BF16}
+    settings: dict[str, Any] = {"schedule": ck.lr.OneCycle(), "precision": ck.mixed.AMP_BF16}
     settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
     how = ck.Distill(**settings, **distill) if distill else ck.Train(**settings)
     how(model, setup.task(None if epochs else 39))

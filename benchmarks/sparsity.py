@@ -129,7 +129,7 @@ def handwritten(args: argparse.Namespace) -> Setting:
         torch.manual_seed(seed)
         task = digits.data(seed, args.batch_size)
         sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
-        return ck.Train(epochs=12, optimizer=sgd, schedule=ck.one_cycle)(digits.resnet(16, 32, 64), task), task
+        return ck.Train(epochs=12, optimizer=sgd, schedule=ck.lr.OneCycle())(digits.resnet(16, 32, 64), task), task
 
     return make
 
@@ -141,7 +141,7 @@ def train_once(args: argparse.Namespace, make: Setting, name: str, ratio: float,
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=args.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     precision = ck.mixed.AMP_BF16 if args.bf16 else ck.mixed.FP32
-    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle, precision=precision)
+    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=precision)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a layer of a small network may lose all of its weights
         model = METHODS[name](model, task, ratio, how)

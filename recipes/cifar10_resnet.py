@@ -42,7 +42,7 @@ def main() -> None:
     model = CifarResNet(args.depth)
     sgd = partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True)
     later = max(1, args.epochs // 3)
-    tune = ck.Train(epochs=later, optimizer=partial(sgd, lr=0.05), schedule=ck.one_cycle, precision=ck.mixed.AMP_BF16,
+    tune = ck.Train(epochs=later, optimizer=partial(sgd, lr=0.05), schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16,
                     objective=ck.imitate())  # fmt: skip
     stages: list[ck.Stage] = [
         ck.Prune(budget=ck.keep(macs=args.macs), criterion=ck.prune.criteria.taylor, finetune=tune),
@@ -51,7 +51,9 @@ def main() -> None:
     if args.start:
         model.load_state_dict(load_file(args.start))
     else:
-        first = ck.Train(epochs=args.epochs, optimizer=partial(sgd, lr=0.2), schedule=ck.one_cycle, precision=ck.mixed.AMP_BF16)
+        first = ck.Train(
+            epochs=args.epochs, optimizer=partial(sgd, lr=0.2), schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16
+        )
         stages.insert(0, first)
     print(ck.Recipe(*stages, seed=args.seed).run(model, task, out=args.out))
 

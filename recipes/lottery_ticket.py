@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs; the table shows means")
     args = parser.parse_args()
 
-    train = ck.Train(epochs=args.epochs, optimizer=partial(torch.optim.Adam, lr=3e-3), schedule=ck.cosine)
+    train = ck.Train(epochs=args.epochs, optimizer=partial(torch.optim.Adam, lr=3e-3), schedule=ck.lr.Cosine())
     print(f"test accuracy, mean of {args.seeds} seeds\n{'removed':>8}{'dense':>10}{'ticket':>10}{'shuffled':>10}{'random':>10}")
     for ratio in args.ratios:
         runs = [compare(ratio, train, args.rounds, seed, args.batch_size) for seed in range(args.seeds)]

@@ -28,8 +28,8 @@ def main() -> None:
     args = parser.parse_args()
 
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    first = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle)
-    later = ck.Train(epochs=max(1, args.epochs // 2), optimizer=sgd, schedule=ck.one_cycle)
+    first = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle())
+    later = ck.Train(epochs=max(1, args.epochs // 2), optimizer=sgd, schedule=ck.lr.OneCycle())
     stages: list[ck.Stage]
     if args.dense_sparse_dense:
         low = ck.Train(epochs=max(1, args.epochs // 2), optimizer=partial(sgd, lr=0.005))

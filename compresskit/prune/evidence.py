@@ -20,11 +20,12 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
+from compresskit.base.objective import Objective
 from compresskit.base.samples import some_batches
-from compresskit.base.task import Inputs, Objective, Task, batch_size, call
+from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.criteria import Need
-from compresskit.train.train import bound
+from compresskit.train.objective import bind_objective
 
 MOST_VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
 MOST_POSITIONS = 4096  # values of a channel that are kept from one batch
@@ -67,7 +68,7 @@ def collect(
         samples: how many samples to read.
         prefix: where the names of `Places`, which losses are asked for, begin.
     """
-    objective = bound(None, model, task)
+    objective = bind_objective(None, model, task)
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
     unlabelled = set(needs) <= {"activations", "input_norms"}
     with readable(model):
@@ -272,7 +273,7 @@ def _loss_without(model: nn.Module, prefix: str, objective: Objective, batch: An
 
 def mean_loss(model: nn.Module, task: Task, batches: Collection[Any]) -> float:
     """Mean loss of the task over batches, by sample, in eval mode and without gradients."""
-    objective = bound(None, model, task)
+    objective = bind_objective(None, model, task)
     total, seen = 0.0, 0
     with torch.no_grad(), mode(model, training=False):
         for batch in batches:

@@ -1,13 +1,16 @@
 """Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
 
-from compresskit.quant.calibration.adaround import adaround_, correct_bias_
+from compresskit.quant.accuracy_target.mixed_model import MixedQuantized
+from compresskit.quant.accuracy_target.quantize_to_accuracy import AccuracyReport, quantize_to_accuracy
+from compresskit.quant.calibration.adaround import adaround_
+from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import Diagnosis, diagnose
 from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.block_grid import Blocks, Rounding, Rows, nearest
+from compresskit.quant.numerics.block_grid import BlockScheme, Rounding, WeightMatrix, round_to_nearest
 from compresskit.quant.numerics.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize, to_integers
 from compresskit.quant.numerics.targets import (
@@ -24,23 +27,20 @@ from compresskit.quant.numerics.targets import (
 )
 from compresskit.quant.passes.coverage import Coverage
 from compresskit.quant.passes.placement import Placement, QuantizationPoint, place_quantizers
-from compresskit.quant.qat.objective import Faithful, faithfulness
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.weight_only.accuracy_target import Met, meet_floor
 from compresskit.quant.weight_only.gptq import gptq
-from compresskit.quant.weight_only.per_matrix import MatrixForm, Mixed
 from compresskit.quant.weight_only.quantize_weights import WeightQuant, quantize_weights
-from compresskit.quant.weight_only.storage import DECODED, NBITS, NBITS_INT8, Form
+from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, MATMUL_NBITS, MATMUL_NBITS_INT8, WeightStorage
 from compresskit.quant.weight_only.weight_model import WeightQuantized
 from compresskit.quant.weight_only.weight_plan import WeightPlan
 
 __all__ = [
     "ARM",
-    "DECODED",
+    "DEQUANTIZE_LINEAR",
     "FBGEMM",
-    "NBITS",
-    "NBITS_INT8",
+    "MATMUL_NBITS",
+    "MATMUL_NBITS_INT8",
     "OBSERVERS",
     "OPENVINO",
     "QAT",
@@ -48,19 +48,16 @@ __all__ = [
     "TENSORRT",
     "X86",
     "X86_NO_VNNI",
-    "Blocks",
+    "AccuracyReport",
+    "BlockScheme",
     "Coverage",
     "Diagnosis",
     "DynamicQuant",
     "DynamicallyQuantized",
     "Entropy",
-    "Faithful",
-    "Form",
     "HistogramMSE",
-    "MatrixForm",
-    "Met",
     "MinMax",
-    "Mixed",
+    "MixedQuantized",
     "MovingAverage",
     "Observer",
     "Percentile",
@@ -68,29 +65,29 @@ __all__ = [
     "QuantizationPoint",
     "Quantized",
     "Rounding",
-    "Rows",
     "Scheme",
     "StaticQuant",
     "Support",
     "Target",
+    "WeightMatrix",
     "WeightPlan",
     "WeightQuant",
     "WeightQuantized",
+    "WeightStorage",
     "adaround_",
     "affine",
     "correct_bias_",
     "diagnose",
     "equalize_",
-    "faithfulness",
     "fake_quantize",
     "gptq",
-    "meet_floor",
-    "nearest",
     "place_quantizers",
     "prepare_qat",
     "quantize_dynamic",
     "quantize_static",
+    "quantize_to_accuracy",
     "quantize_weights",
+    "round_to_nearest",
     "saturating_matmul",
     "smooth_",
     "to_integers",

@@ -50,7 +50,7 @@ from compresskit.prune.criteria import (
 )
 from compresskit.prune.evidence import collect, sample_gradients
 from compresskit.prune.normalizers import by_deviation, by_largest, by_mean, unscaled
-from compresskit.train.train import bound
+from compresskit.train.objective import bind_objective
 
 CHANNELS, VALUES, SAMPLES = 6, 10, 5
 
@@ -268,7 +268,7 @@ def test_sample_gradients_without_vmap() -> None:
     other = Branches().eval()
     other.load_state_dict(model.state_dict())
     batch, names = next(iter(task.train)), ["a.0.weight", "head.weight"]
-    objective = bound(None, model, task)
+    objective = bind_objective(None, model, task)
     quick, slow = (sample_gradients(m, objective, batch, names) for m in (model, other))
     for name in names:
         torch.testing.assert_close(quick[name], slow[name], atol=1e-5, rtol=1e-4)

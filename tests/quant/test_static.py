@@ -35,7 +35,7 @@ def test_exported_equals_simulated(kind, tmp_path) -> None:
     assert proof.plain.largest <= 2.5
     with torch.no_grad():
         wanted, got = model(*x), quantized(*x)
-    noise = 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum())
+    noise = oracles.sqnr(wanted, got)
     assert noise > 20, f"only {noise:.1f} dB"
 
 

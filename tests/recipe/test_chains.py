@@ -28,7 +28,7 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
-from compresskit.recipe import preflight as engine
+from compresskit.recipe import measure_stage as engine
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {
@@ -301,10 +301,10 @@ def test_newer_formats_and_other_models(finished, tmp_path) -> None:
         ck.load(networks.Chain(), tmp_path / "stage")
     record = json.loads((tmp_path / "stage" / "structure.json").read_text())
     record["placement"]["integer"] = {}
-    ck.checkpoint.write_json(tmp_path / "stage" / "structure.json", {k: v for k, v in record.items() if k != "sha256"})
+    ck.base.files.write_json(tmp_path / "stage" / "structure.json", {k: v for k, v in record.items() if k != "sha256"})
     with pytest.raises(CheckpointError, match="captures the model as another graph"):
         ck.load(networks.Residual(), tmp_path / "stage")
-    ck.checkpoint.write_json(tmp_path / "stage" / "structure.json", {"format": 1, "kind": "quantized"})
+    ck.base.files.write_json(tmp_path / "stage" / "structure.json", {"format": 1, "kind": "quantized"})
     with pytest.raises(CheckpointError, match="not the record of a quantized model"):
         ck.load(networks.Residual(), tmp_path / "stage")
 
@@ -357,7 +357,7 @@ def test_what_a_run_would_do(tmp_path) -> None:
     def recipe(epochs=1, **settings):
         return ck.Recipe(ck.Train(epochs=1), ck.Train(epochs=epochs), **settings)
 
-    assert [stage.does for stage in recipe().plan(model, task, out).stages] == ["run", "run"]
+    assert [stage.action for stage in recipe().plan(model, task, out).stages] == ["run", "run"]
     assert not out.exists()
     recipe().run(model, task, out)
     assert str(recipe().plan(model, task, out)) == (
@@ -365,11 +365,11 @@ def test_what_a_run_would_do(tmp_path) -> None:
         "2-train  reuse   done, and nothing that it depends on has changed"
     )
     plan = recipe(epochs=2).plan(model, task, out)
-    assert [(stage.does, stage.why) for stage in plan.stages][1] == ("run", "stage 2 has changed: epochs")
-    assert plan.stages[0].does == "reuse"
+    assert [(stage.action, stage.why) for stage in plan.stages][1] == ("run", "stage 2 has changed: epochs")
+    assert plan.stages[0].action == "reuse"
     for settings, why in (({"seed": 1}, "seed has changed: 0 then, 1 now"), ({"dynamic": (0, 2, 3)}, "dynamic has changed: ")):
         for stage in recipe(**settings).plan(model, task, out).stages:
-            assert stage.does == "run"
+            assert stage.action == "run"
             assert stage.why.startswith(why)
 
 
@@ -418,7 +418,7 @@ def test_a_student_or_a_loss_that_is_written_otherwise_runs_again(tmp_path) -> N
 
     one, other = replace(task, loss=loss(1.0)), replace(task, loss=loss(2.0))
     recipe(8).run(model, one, out)
-    does = [[stage.does for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
+    does = [[stage.action for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
     assert does == [["reuse", "reuse"], ["reuse", "run"], ["run", "run"]]
     assert recipe(6).plan(model, one, out).stages[1].why == "stage 2 has changed: student"
 

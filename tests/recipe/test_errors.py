@@ -211,7 +211,7 @@ def test_the_last_step_of_an_epoch_counts_its_batches() -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
     model = nn.Linear(4, 3)
     wanted = copy.deepcopy(model)
-    ck.Train(epochs=1, optimizer=sgd, schedule=ck.constant, accumulate=2)(model, ck.Task(train=batches, val=batches))
+    ck.Train(epochs=1, optimizer=sgd, schedule=ck.lr.Constant(), accumulate=2)(model, ck.Task(train=batches, val=batches))
     plain = sgd(wanted.parameters())
     for part in ((x[:16], y[:16]), (x[16:], y[16:])):
         plain.zero_grad()

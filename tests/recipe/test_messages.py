@@ -30,6 +30,8 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.graph.capture import capture
+from compresskit.measure import latency
 
 NET = build(networks.Chain)
 TRAIN = ck.Train(epochs=1)
@@ -93,7 +95,26 @@ BAD = {
         SettingError,
         "wanted a function, got SGD",
     ),
-    "a schedule of numbers": (lambda: ck.Train(epochs=1, schedule=[0.1]), SettingError, "wanted a function, got list"),
+    "a schedule of numbers": (
+        lambda: ck.Train(epochs=1, schedule=[0.1]),
+        SettingError,
+        r"wanted a learning-rate schedule .* got \[0.1\]",
+    ),
+    "a schedule that is a function": (
+        lambda: ck.Train(epochs=1, schedule=lambda done: 1 - done),
+        SettingError,
+        r"wrap a function \(done\) -> factor in lr.Function",
+    ),
+    "an objective that is no Objective": (
+        lambda: fit(how=ck.Train(epochs=1, objective=type("Custom", (), {"__call__": None, "bind": None, "close": None})())),
+        SettingError,
+        "Custom has bind, close but is no Objective; subclass ck.Objective",
+    ),
+    "an objective that is no function": (
+        lambda: fit(how=ck.Train(epochs=1, objective="mse")),
+        SettingError,
+        "wanted an Objective or a function .* got str",
+    ),
     "an unknown backend": (
         lambda: ck.Train(epochs=1, backend="fused"),
         SettingError,
@@ -152,8 +173,8 @@ BAD = {
         DataError,
         "the metric is nan on the validation set",
     ),
-    "images of another size": (lambda: ck.capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
-    "latency of no rounds": (lambda: ck.latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
+    "images of another size": (lambda: capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
+    "latency of no rounds": (lambda: latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
     "prune to nothing": (
         lambda: ck.Prune(budget=ck.keep(macs=0.0)),
         SettingError,
@@ -213,7 +234,7 @@ BAD = {
         ModelError,
         "put it in eval mode if it is",
     ),
-    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.hint]), SettingError, r"wanted Terms, got function"),
+    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.losses.hint]), SettingError, r"wanted Terms, got function"),
     "terms without a list": (lambda: ck.imitate(NET, terms=3), SettingError, "wanted a list of Terms, got int"),
     "temperature zero": (lambda: ck.imitate(NET, temperature=0), SettingError, "wanted a positive number, got 0"),
     "both weights zero": (lambda: ck.imitate(NET, weight=0, task_weight=0), SettingError, "nothing would be learned"),

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import mixed, prune, quant
-from compresskit.distill import Contrast, Term, embed, mutual, numbered, pseudo_label
+from compresskit.distill import Term, indexed_loader, mutual, pseudo_label
+from compresskit.distill.losses import CRDLoss, projection_heads
 from compresskit.distill.models.teacher import EMA
 from compresskit.train.progress import Every
 
@@ -93,7 +94,7 @@ def taught(*, save=None, export="last"):
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd),
         ck.Train(epochs=1, optimizer=sgd, objective=ck.imitate(
-            teacher, terms=[Term(Contrast(samples=96, negatives=16), "inner", adapt=partial(embed, width=8))])),
+            teacher, terms=[Term(CRDLoss(samples=96, negatives=16), "inner", adapt=partial(projection_heads, width=8))])),
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.KAHAN_BF16, objective=pseudo_label(teacher, unlabelled, threshold=0.1)),
         ck.Prune(budget=ck.keep(macs=0.6), round_to=2,
                  learn=ck.Train(epochs=1, optimizer=sgd, objective=prune.group_lasso(strength=1e-4))),
@@ -115,7 +116,7 @@ def run(name, out, **settings):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if name == "taught":
-        return taught(**settings).run(Net(), task(loader=numbered), out)
+        return taught(**settings).run(Net(), task(loader=indexed_loader), out)
     return {"long": long, "sparse": sparse, "short": short}[name](**settings).run(Net(), task(), out)
 
 

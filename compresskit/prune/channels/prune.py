@@ -23,7 +23,7 @@ from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import check_functions, plan_channels
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
-from compresskit.prune.channels.sparse_learning import GReg, GroupLasso
+from compresskit.prune.channels.sparse_learning import GReg, GroupLasso, group_lasso
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.normalizers import Normalizer, by_mean
 from compresskit.prune.rankings import Ranking, cost_aware
@@ -96,7 +96,7 @@ class Prune(Budgeted, Stage):
         goal = task if task.reference is not None else replace(task, reference=dense)
         if self.learn is not None:
             objective = self.learn.objective
-            sparse = objective if isinstance(objective, GroupLasso | GReg) else GroupLasso(objective=objective)
+            sparse = objective if isinstance(objective, GroupLasso | GReg) else group_lasso(objective)
             fit_(model, goal, self.learn, objective=sparse, label="learn sparsely")
         plans: list[Plan] = []
         kept = 1.0

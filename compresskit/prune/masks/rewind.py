@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -26,8 +25,9 @@ from compresskit.prune.allocations import Allocation
 from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
+from compresskit.train.lr import Tail
 from compresskit.train.snapshots import rewind_
-from compresskit.train.train import Schedule, Train, fit_
+from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Rewind:
 
     def rest(self, train: Train) -> Train:
         """The same training with the schedule that is left from here on, over all its epochs."""
-        return replace(train, schedule=partial(tail, schedule=train.schedule, start=self.to))
+        return replace(train, schedule=Tail(schedule=train.schedule, start=self.to))
 
     def apply_(self, model: nn.Module, task: Task) -> None:
         """Rewind the weights. Raises SettingError where the training before kept no snapshot."""
@@ -60,11 +60,6 @@ class Rewind:
 def rewind(*, to: float = 0.33) -> Rewind:
     """Rewind weights to a share of the training before: a setting of `Sparsify` and `LotteryTicket`."""
     return Rewind(to=to)
-
-
-def tail(done: float, *, schedule: Schedule, start: float) -> float:
-    """What is left of a learning-rate schedule from `start` on, stretched over [0, 1]."""
-    return schedule(start + (1 - start) * done)
 
 
 def shuffled(masks: Masks) -> Masks:

@@ -12,7 +12,7 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task, first_rows
 from compresskit.graph.capture import Dynamic
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
-from compresskit.quant.dynamic.placement_dynamic import DEFAULT
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target
 
@@ -23,7 +23,7 @@ def quantize_dynamic(
     *,
     target: Target = X86,
     weights: Scheme | None = None,
-    operators: tuple[str, ...] = DEFAULT,
+    operators: tuple[str, ...] = DEFAULT_OPERATORS,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
 ) -> DynamicallyQuantized:
@@ -62,7 +62,7 @@ class DynamicQuant(Stage):
 
     target: Target = X86
     weights: Scheme | None = None
-    operators: tuple[str, ...] = DEFAULT
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
     skip: tuple[str, ...] = ()
     dynamic: Dynamic = (0,)
 

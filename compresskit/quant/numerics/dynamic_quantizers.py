@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import DataError
-from compresskit.export.ops.lstm import simulate
+from compresskit.export.ops.lstm import simulate_dynamic_lstm
 from compresskit.export.ops.quantize import round_dynamically
 from compresskit.graph.recurrent import OPERATORS, cells
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer
@@ -97,4 +97,4 @@ class LstmQuantizer(Quantizer):
             return self.unrounded(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
         whole = self.effective(weights, *settings)
         rounded = [self.matrix(w) if self.is_matrix(i, weights, *settings) else w for i, w in enumerate(whole)]
-        return simulate(x, state, rounded, *settings, batch_first)
+        return simulate_dynamic_lstm(x, state, rounded, *settings, batch_first)

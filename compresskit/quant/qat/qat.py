@@ -19,12 +19,13 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.task import Task
+from compresskit.distill.losses.logits import match_predictions
+from compresskit.distill.objectives.imitate import imitate
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.build import build_quantized
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer
 from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.qat.objective import Faithful
 from compresskit.quant.static import calibrated_in, part_of
 from compresskit.train.train import Train, fit_
 
@@ -135,7 +136,9 @@ class QAT(Train):
                 quantized.freeze_statistics_()
 
         hold(0, 1)
-        objective = self.objective or Faithful(teacher=model)
+        # At temperature 1 this is the cross-entropy to labels half of which are the float model's predictions. With less of the
+        # task's loss a network that is trained further would stay where the float model was (benchmarks/quantize_cifar.md).
+        objective = self.objective or imitate(model, loss=match_predictions, weight=0.5, task_weight=0.5)
         with zeros_kept(whole):
             fit_(whole, goal, self, objective=objective, after_step=[hold], label="QAT")
         quantized.convert_()

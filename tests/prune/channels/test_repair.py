@@ -170,7 +170,7 @@ def test_greg_empties_the_channels_of_the_plan() -> None:
     [group_lasso, partial(greg, plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4))],
 )
 def test_the_objective_inside_hears_how_much_is_done(around) -> None:
-    class Inside:
+    class Inside(ck.Objective):
         heard, closed = [], False
 
         def bind(self, model, task):

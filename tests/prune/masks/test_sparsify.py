@@ -228,7 +228,7 @@ def test_growing_takes_the_largest_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[0.1, 1.0, 0.05, 0.9]]))
-    how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.05), schedule=ck.constant)
+    how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.05), schedule=ck.lr.Constant())
     stage = Sparsify(
         budget=ck.remove(weights=0.5), schedule=schedules.Constant(), regrow=0.99, until=1.0, updates=8, finetune=how
     )
@@ -246,7 +246,7 @@ def test_movement_removes_what_moves_to_zero() -> None:
         model = nn.Sequential(nn.Linear(2, 1, bias=False))
         with torch.no_grad():
             model[0].weight.copy_(torch.tensor([[2.0, 0.3]]))
-        how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.02), schedule=ck.constant)
+        how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.02), schedule=ck.lr.Constant())
         stage = Sparsify(
             budget=ck.remove(weights=0.5),
             criterion=criterion,
@@ -499,7 +499,7 @@ def test_snapshots_are_the_weights_of_that_moment() -> None:
 
     def trained(epochs, precision=ck.mixed.FP32, snapshots=None):
         torch.manual_seed(0)
-        how = Train(epochs=epochs, optimizer=ADAM, schedule=ck.constant, precision=precision)
+        how = Train(epochs=epochs, optimizer=ADAM, schedule=ck.lr.Constant(), precision=precision)
         return how(networks.Residual(), replace(task, snapshots=snapshots))
 
     for precision in (ck.mixed.FP32, ck.mixed.SPLIT_BF16, ck.mixed.MASTER_BF16):
@@ -526,7 +526,7 @@ def test_rewinding_gives_survivors_their_early_weights() -> None:
             rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
-    how = Train(epochs=1, optimizer=partial(Slow, lr=1e-12), schedule=ck.cosine)
+    how = Train(epochs=1, optimizer=partial(Slow, lr=1e-12), schedule=ck.lr.Cosine())
     model = Sparsify(budget=ck.remove(weights=0.8), rewind=rewind(to=0.5), finetune=how)(model, task)
     for name, mask in planned.masks.items():  # masks from the end of the training, values from its middle
         assert torch.equal(masks_of(model).masks[name], mask)
