@@ -24,11 +24,13 @@ def start(monkeypatch, capsys):
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        code: object = 0
         try:
             runpy.run_path(str(folder / name), run_name="__main__")
         except SystemExit as end:
-            assert not end.code, capsys.readouterr().err
+            code = end.code
         output = capsys.readouterr()
+        assert not code, output.err
         assert "%|" not in output.err  # no progress bars where there is no terminal
         return output.out
 
@@ -88,7 +90,8 @@ def image_folder(folder):
 def test_cifar10(tmp_path, start) -> None:
     """On an image folder made here."""
     data, out = image_folder(tmp_path / "data"), tmp_path / "run"
-    check_run(start("cifar10_resnet.py", "--data", data, "--epochs", 1, "--depth", 8, "--out", out), out, 3)
+    small = ("--data", data, "--epochs", 1, "--depth", 8)
+    check_run(start("cifar10_resnet.py", *small, "--out", out), out, 3)
     weights = out / "1-train" / "model.safetensors"
     again = tmp_path / "again"
     check_run(
@@ -101,7 +104,7 @@ def test_cifar10_distill(tmp_path, start) -> None:
     data, out = image_folder(tmp_path / "data"), tmp_path / "run"
     terms = re.findall(r'^    "(\w+)": \[kd', (checkout.ROOT / "recipes" / "cifar10_distill.py").read_text(), re.M)
     assert len(terms) >= 10
-    small = ("--data", data, "--epochs", 1, "--depth", 8, "--limit", 64)
+    small = ("--data", data, "--epochs", 1, "--depth", 8, "--teacher-depth", 8, "--limit", 64)
     check_run(start("cifar10_distill.py", *small, "--out", out, "--terms", *terms), out, 2)
     again = tmp_path / "again"
     weights = out / "1-train" / "model.safetensors"
