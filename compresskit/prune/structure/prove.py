@@ -110,7 +110,7 @@ def _compare_copies(
     zero_(zeroed, plan)
     try:
         with no_attention_fastpath(), torch.inference_mode(), MaskedStatistics(masks):
-            expected = _outputs(zeroed, example, unchanged)
+            expected = _run_outputs(zeroed, example, unchanged)
     except Exception as error:
         if tolerance == FLOAT64_TOLERANCE:
             raise _NotInFloat64 from None
@@ -119,7 +119,7 @@ def _compare_copies(
     paths = [""]
     try:
         with torch.inference_mode(), running_modules(pruned, paths):
-            got = _outputs(pruned, example, unchanged)
+            got = _run_outputs(pruned, example, unchanged)
         with torch.no_grad(), running_modules(pruned, paths):
             _check_training_mode(pruned.float(), model, _to_float32(example))
     except Exception as error:
@@ -134,7 +134,7 @@ def _keeps_outputs(name: str, module: nn.Module, plan: Plan) -> bool:
     return weighted and not any(0 in plan.remove.get(parameter, {}) for parameter in parameters)
 
 
-def _outputs(model: nn.Module, example: Inputs, unchanged: Iterable[str]) -> list[Tensor]:
+def _run_outputs(model: nn.Module, example: Inputs, unchanged: Iterable[str]) -> list[Tensor]:
     """Outputs of the model; where they are few or none (boxes), also those of the layers that keep all their outputs."""
     inner: list[Tensor] = []
     modules = dict(model.named_modules())
