@@ -56,7 +56,7 @@ def objective(arm: str, cached: kd.Cached, beta: float) -> ck.Objective | None:
         return None
     if arm == "kd":
         return kd.imitate(cached, temperature=4.0, weight=0.9, task_weight=0.1)
-    return kd.imitate(cached, loss=partial(kd.dkd, alpha=1.0, beta=beta, temperature=4.0), weight=1.0, task_weight=1.0)
+    return kd.imitate(cached, loss=partial(kd.losses.dkd, alpha=1.0, beta=beta, temperature=4.0), weight=1.0, task_weight=1.0)
 
 
 def train(arm: str, seed: int, cached: kd.Cached, task: ck.Task, args: argparse.Namespace) -> dict[str, float | int | str]:
@@ -65,7 +65,7 @@ def train(arm: str, seed: int, cached: kd.Cached, task: ck.Task, args: argparse.
     assert isinstance(task.train, Views)
     task.train.passes = 0
     sgd = partial(torch.optim.SGD, lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle, precision=ck.mixed.AMP_BF16,
+    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16,
                    objective=objective(arm, cached, args.beta))  # fmt: skip
     begin = time.perf_counter()
     model = how(CifarResNet(args.depth), task)

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from compresskit.distill import MemoryBank
-from compresskit.distill.losses.catalog import LOGIT_LOSSES, LOSSES, TARGET_LOSSES
+from compresskit.distill.losses import LOGIT_LOSSES, LOSSES, TARGET_LOSSES, MemoryBank
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import distill as kd
-from compresskit.train.train import bound
+from compresskit.train.objective import bind_objective
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
@@ -39,7 +39,7 @@ def stepper(student: nn.Module, task: ck.Task, objective: ck.Objective | None) -
     """One step of training on the first batch, as `fit_` does it."""
     optimizer = torch.optim.SGD(student.parameters(), lr=1e-4, momentum=0.9)
     run = ck.mixed.prepare(student, optimizer)
-    goal = bound(objective, student, task)
+    goal = bind_objective(objective, student, task)
     batch = next(iter(task.batches("train")))
     student.train()
 
@@ -76,7 +76,7 @@ def main() -> None:
     torch.manual_seed(0)
     batch = torch.randn(args.batch_size, 3, 32, 32), torch.randint(0, 10, (args.batch_size,))
     task, model = ck.Task(train=[batch], val=[batch]), CifarResNet(56).eval()
-    taps = [kd.Term(kd.attention_transfer, "layer?")]
+    taps = [kd.Term(kd.losses.attention_transfer, "layer?")]
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         stored = kd.cache(model, task, Path(folder) / "cache")

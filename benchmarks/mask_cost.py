@@ -51,7 +51,7 @@ def cost(policy: ck.mixed.Policy, steps: int, batch_size: int) -> dict[str, Any]
     torch.manual_seed(0)
     x, y = torch.randn(batch_size, 3, 32, 32), torch.arange(batch_size) % 10
     model = CifarResNet(20)
-    plan_mask(model, 0.9).apply_(model)
+    plan_mask(model, ck.remove(weights=0.9)).apply_(model)
     run = ck.mixed.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), policy)
     release = hold_(model, run)
     run.after_update[:] = [timed(hook) for hook in run.after_update]

@@ -106,8 +106,8 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
 
 #: Ways in which the dense network teaches the pruned one: soft targets; decoupled ones with the features of the residual stream,
 #: whose width the cut left alone; soft targets of mixed images with these features.
-HINTS = tuple(ck.distill.Term(ck.distill.hint, f"layer{i}") for i in (1, 2, 3))
-DKD = partial(ck.distill.dkd, alpha=1.0, beta=2.0, temperature=4.0)
+HINTS = tuple(ck.distill.Term(ck.distill.losses.hint, f"layer{i}") for i in (1, 2, 3))
+DKD = partial(ck.distill.losses.dkd, alpha=1.0, beta=2.0, temperature=4.0)
 TAUGHT: dict[str, dict[str, Any]] = {
     "taught": {},
     "taught by DKD and hints": {"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS},
@@ -118,7 +118,7 @@ TAUGHT: dict[str, dict[str, Any]] = {
 def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
     """Fine-tune in place, under bf16 autocast, for whole epochs (0: the 78 steps); the accuracy after the last step."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"schedule": ck.one_cycle, "precision": ck.mixed.AMP_BF16}
+    settings: dict[str, Any] = {"schedule": ck.lr.OneCycle(), "precision": ck.mixed.AMP_BF16}
     settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
     how = ck.Distill(**settings, **distill) if distill else ck.Train(**settings)
     how(model, setup.task(None if epochs else 39))
@@ -198,8 +198,8 @@ def our_cut(setup: Setup, share: float, seed: int) -> nn.Module:
     """The stage with its defaults, but for BatchNorm, which the caller re-estimates: what it is right after the cut."""
     torch.manual_seed(seed)
     model, task = setup.model(), setup.task(None)
-    settings = ck.Prune(macs=share)
-    plan = ck.prune.plan_channels(model, task.example(), macs=share, criterion=settings.criterion, task=task)
+    settings = ck.Prune(budget=ck.keep(macs=share))
+    plan = ck.prune.plan_channels(model, task.example(), budget=ck.keep(macs=share), criterion=settings.criterion, task=task)
     cut = ck.prune.apply_(copy.deepcopy(model), plan)
     ck.prune.reconstruct_(cut, model, plan, (batch[:1] for batch in task.batches("calibration")))  # type: ignore[index]
     return cut
@@ -243,7 +243,7 @@ def zoo_pair(name: str, share: float) -> tuple[dict[str, nn.Module], float]:
 
     torch.manual_seed(0)
     model = getattr(torchvision.models, name)(weights=None).eval()
-    plan = ck.prune.plan_channels(model, (torch.randn(2, 3, 224, 224),), macs=share)
+    plan = ck.prune.plan_channels(model, (torch.randn(2, 3, 224, 224),), budget=ck.keep(macs=share))
     cut = ck.prune.apply_(copy.deepcopy(model), plan)
     return {"dense": model, "pruned": cut}, plan.macs_before / plan.macs
 

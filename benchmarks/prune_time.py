@@ -27,7 +27,7 @@ def measure(name: str, runs: int) -> dict[str, Any]:
     seconds = []
     for _ in range(runs):
         begin = time.perf_counter()
-        plan = ck.prune.plan_channels(model, x, macs=0.5)
+        plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.5))
         seconds.append(time.perf_counter() - begin)
     return {"seconds": seconds, "left": plan.macs / plan.macs_before, "groups": len(plan.lines)}
 
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     plan_once = torchvision.models.squeezenet1_1(weights=None).eval()
-    ck.prune.plan_channels(plan_once, torch.randn(1, 3, 64, 64), macs=0.5)  # imports are not planning
+    ck.prune.plan_channels(plan_once, torch.randn(1, 3, 64, 64), budget=ck.keep(macs=0.5))  # imports are not planning
     rows = {name: measure(name, args.runs) for name in NETWORKS}
     lines = ["| model | seconds to plan and prove, each run | share of MACs left | groups of channels |", "|---|---|--:|--:|"]
     for name, row in rows.items():

@@ -77,11 +77,11 @@ def network(name: str) -> tuple[nn.Module, Any]:
 def plan_of(model: nn.Module, example: Any) -> Any:
     """Half of the MACs, or the most that the locks allow."""
     try:
-        return ck.prune.plan_channels(model, example, macs=0.5)
+        return ck.prune.plan_channels(model, example, budget=ck.keep(macs=0.5))
     except ck.ModelError as error:
         if (least := re.search(r"only ([\d.]+)% can be reached", str(error))) is None:
             raise
-    return ck.prune.plan_channels(model, example, macs=min(1.0, float(least.group(1)) / 100 + 0.005))
+    return ck.prune.plan_channels(model, example, budget=ck.keep(macs=min(1.0, float(least.group(1)) / 100 + 0.005)))
 
 
 def trains(model: nn.Module, name: str, example: Any) -> bool:

@@ -34,8 +34,7 @@ import digits  # noqa: E402
 from vision import CifarResNet, Images, cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
-from compresskit.prune import Masks, Sparsify, cubic, masks_of, movement, random_scores, rewind  # noqa: E402
-from compresskit.prune import constant as always  # noqa: E402
+from compresskit.prune import Masks, Sparsify, masks_of, movement, random_scores, rewind, schedules  # noqa: E402
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 SNAPSHOT = 0.33
@@ -45,19 +44,23 @@ Method = Callable[[torch.nn.Module, ck.Task, float, ck.Train], torch.nn.Module]
 
 
 def one_shot(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, finetune=how)(model, task)
+    return Sparsify(budget=ck.remove(weights=ratio), finetune=how)(model, task)
 
 
 def gradual(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, schedule=cubic, until=0.3, updates=20, finetune=how)(model, task)
+    return Sparsify(budget=ck.remove(weights=ratio), schedule=schedules.Cubic(), until=0.3, updates=20, finetune=how)(model, task)
 
 
 def rigl(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, schedule=always, regrow=0.3, until=0.6, updates=6, finetune=how)(model, task)
+    return Sparsify(
+        budget=ck.remove(weights=ratio), schedule=schedules.Constant(), regrow=0.3, until=0.6, updates=6, finetune=how
+    )(model, task)
 
 
 def moving(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, criterion=movement, schedule=cubic, until=0.3, updates=20, finetune=how)(model, task)
+    return Sparsify(
+        budget=ck.remove(weights=ratio), criterion=movement, schedule=schedules.Cubic(), until=0.3, updates=20, finetune=how
+    )(model, task)
 
 
 def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
@@ -65,11 +68,13 @@ def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train
     half = replace(how, epochs=how.epochs // 2)
     kept = ck.Task(val=task.val, train=task.train, snapshots={SNAPSHOT: {}})
     model = half(model, kept)
-    return Sparsify(ratio=ratio, rewind=rewind(to=SNAPSHOT), finetune=half)(model, kept)
+    return Sparsify(budget=ck.remove(weights=ratio), rewind=rewind(to=SNAPSHOT), finetune=half)(model, kept)
 
 
 def at_random(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    return Sparsify(ratio=ratio, criterion=partial(random_scores, seed=torch.initial_seed()), finetune=how)(model, task)
+    return Sparsify(budget=ck.remove(weights=ratio), criterion=partial(random_scores, seed=torch.initial_seed()), finetune=how)(
+        model, task
+    )
 
 
 def dense(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
@@ -123,7 +128,7 @@ def handwritten(args: argparse.Namespace) -> Setting:
         torch.manual_seed(seed)
         task = digits.data(seed, args.batch_size)
         sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
-        return ck.Train(epochs=12, optimizer=sgd, schedule=ck.one_cycle)(digits.resnet(16, 32, 64), task), task
+        return ck.Train(epochs=12, optimizer=sgd, schedule=ck.lr.OneCycle())(digits.resnet(16, 32, 64), task), task
 
     return make
 
@@ -135,7 +140,7 @@ def train_once(args: argparse.Namespace, make: Setting, name: str, ratio: float,
     torch.manual_seed(seed)
     sgd = partial(torch.optim.SGD, lr=args.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     precision = ck.mixed.AMP_BF16 if args.bf16 else ck.mixed.FP32
-    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle, precision=precision)
+    how = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=precision)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a layer of a small network may lose all of its weights
         model = METHODS[name](model, task, ratio, how)

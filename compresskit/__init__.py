@@ -1,11 +1,12 @@
 """compresskit: train, distil, prune and quantize small PyTorch models, and hand over ONNX files that are proved to run.
 
 task = Task(train=train_loader, val=val_loader)
-recipe = Recipe(Train(epochs=12), Prune(macs=0.5, finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
+recipe = Recipe(Train(epochs=12), Prune(budget=keep(macs=0.5), finetune=Train(epochs=6, objective=imitate())), QAT(epochs=2))
 print(recipe.run(model, task, out="runs/first"))
 """
 
 from compresskit import distill, export, mixed, prune, quant
+from compresskit.base.budget import Budget, keep, remove
 from compresskit.base.errors import (
     CheckpointError,
     CompressError,
@@ -17,22 +18,23 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
-from compresskit.base.task import Objective, Task, accuracy
+from compresskit.base.task import Task, accuracy
 from compresskit.base.version import __version__ as __version__
 from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx
-from compresskit.graph.capture import capture
-from compresskit.measure import Row, count_macs, count_nonzero, count_parameters, evaluate, latency
+from compresskit.measure import count_macs, count_parameters, evaluate
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
-from compresskit.recipe.recipe import Recipe, Result
-from compresskit.recipe.store import load, save
-from compresskit.train.progress import Every, Progress
-from compresskit.train.train import Train, constant, cosine, fit_, one_cycle
+from compresskit.recipe import Recipe, Result, load, save
+from compresskit.train import lr
+from compresskit.train.progress import Every
+from compresskit.train.train import Train, fit_
 
 __all__ = [
     "QAT",
+    "Budget",
     "CheckpointError",
     "CompressError",
     "DataError",
@@ -45,11 +47,9 @@ __all__ = [
     "LotteryTicket",
     "ModelError",
     "Objective",
-    "Progress",
     "Prune",
     "Recipe",
     "Result",
-    "Row",
     "SettingError",
     "Sparsify",
     "Stage",
@@ -61,11 +61,7 @@ __all__ = [
     "WeightQuant",
     "accuracy",
     "audit",
-    "capture",
-    "constant",
-    "cosine",
     "count_macs",
-    "count_nonzero",
     "count_parameters",
     "distill",
     "evaluate",
@@ -73,12 +69,13 @@ __all__ = [
     "export_onnx",
     "fit_",
     "imitate",
-    "latency",
+    "keep",
     "load",
+    "lr",
     "mixed",
-    "one_cycle",
     "prune",
     "quant",
+    "remove",
     "save",
     "verify_onnx",
 ]

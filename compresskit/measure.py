@@ -1,4 +1,4 @@
-"""What a model is and does, in numbers: parameters, non-zeros, MACs, bytes, latency, metric -> `Row`."""
+"""Measure a model: parameters, non-zeros, multiply-accumulates (MACs), the task's metric, latency in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +20,6 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Task, batch_size, call, call_checked
 from compresskit.graph.surgery import mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of a report: what a stage's model is.
-
-    metric: of the exported file in ONNX Runtime where there is one (`executed`), else of the PyTorch model.
-    parameters, nonzero: numbers of them. macs: multiply-accumulates for one sample. bytes: of the ONNX file.
-    latency_ms: median for one sample in ONNX Runtime, measured in turn with the files of the other rows.
-    verified: whether the file was proved to agree with the model; None where none was written.
-    removed: weights that masks hold at zero; None where the model carries no masks. masked: all weights that have a mask.
-    zipped: bytes of the ONNX file in a zip, for models with masks: where their zeros show.
-    """
-
-    stage: str
-    metric: float
-    parameters: int
-    nonzero: int
-    macs: int
-    seconds: float
-    bytes: int | None = None
-    latency_ms: float | None = None
-    executed: bool = False
-    verified: bool | None = None
-    removed: int | None = None
-    masked: int | None = None
-    zipped: int | None = None
-    note: str = ""
 
 
 def count_parameters(model: nn.Module) -> int:

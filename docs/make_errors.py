@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HEAD = """# Errors: what they say, and what to do
 
-Written by `docs/make_errors.py` from the source; `tests/test_messages.py` holds that it is complete, and many of the messages.
+Written by `docs/make_errors.py` from the source; `tests/docs/test_errors_page.py` checks that it is complete.
 
 ```
 {tree}
@@ -59,7 +59,7 @@ def messages(path: Path) -> Iterator[tuple[str, str]]:
 
 def page() -> str:
     """The whole page."""
-    doc = ast.get_docstring(ast.parse((ROOT / "compresskit" / "errors.py").read_text())) or ""
+    doc = ast.get_docstring(ast.parse((ROOT / "compresskit" / "base" / "errors.py").read_text())) or ""
     tree = "\n".join(line.removeprefix("    ") for line in doc.split("\n\n", 1)[1].rsplit("\n\n", 1)[0].splitlines())
     found: dict[str, set[tuple[str, str]]] = {}
     for path in sorted((ROOT / "compresskit").rglob("*.py")):

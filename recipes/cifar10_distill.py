@@ -18,17 +18,17 @@ from compresskit import distill as kd
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 POOLED = "linear:in"  # what the last layer reads: (N, 64)
 TERMS = {
-    "dkd": [kd.Term(partial(kd.dkd, beta=2.0), weight=kd.warm_up)],
-    "standardized": [kd.Term(kd.standardized, weight=9.0)],
-    "dist": [kd.Term(partial(kd.dist, beta=2.0, gamma=2.0))],
-    "hint": [kd.Term(kd.hint, "layer2", weight=100.0, adapt=kd.project)],
-    "at": [kd.Term(kd.attention_transfer, "layer?", weight=1000.0)],
-    "similarity": [kd.Term(kd.similarity, "layer3", weight=3000.0)],
-    "rkd": [kd.Term(kd.rkd_distance, POOLED, weight=25.0), kd.Term(kd.rkd_angle, POOLED, weight=50.0)],
-    "pkt": [kd.Term(kd.pkt, POOLED, weight=3e4)],
-    "cc": [kd.Term(kd.correlation_congruence, POOLED, weight=0.02)],
-    "nce": [kd.Term(kd.info_nce, POOLED, weight=0.8, adapt=kd.project)],
-    "review": [kd.Term(kd.review, ("layer1", "layer2", "layer3"), weight=kd.warm_up, adapt=kd.fuse)],
+    "dkd": [kd.Term(partial(kd.losses.dkd, beta=2.0), weight=kd.linear_warmup)],
+    "standardized": [kd.Term(kd.losses.standardized_soft_targets, weight=9.0)],
+    "dist": [kd.Term(partial(kd.losses.dist, beta=2.0, gamma=2.0))],
+    "hint": [kd.Term(kd.losses.hint, "layer2", weight=100.0, adapt=kd.project)],
+    "at": [kd.Term(kd.losses.attention_transfer, "layer?", weight=1000.0)],
+    "similarity": [kd.Term(kd.losses.similarity_preserving, "layer3", weight=3000.0)],
+    "rkd": [kd.Term(kd.losses.rkd_distance, POOLED, weight=25.0), kd.Term(kd.losses.rkd_angle, POOLED, weight=50.0)],
+    "pkt": [kd.Term(kd.losses.pkt, POOLED, weight=3e4)],
+    "cc": [kd.Term(kd.losses.correlation_congruence, POOLED, weight=0.02)],
+    "nce": [kd.Term(kd.losses.info_nce, POOLED, weight=0.8, adapt=kd.project)],
+    "review": [kd.Term(kd.losses.reviewkd, ("layer1", "layer2", "layer3"), weight=kd.linear_warmup, adapt=kd.losses.abf)],
 }
 
 
@@ -39,12 +39,13 @@ def main() -> None:
     )
     parser.add_argument("--out", default="runs/cifar10-distill", help="folder of the run, which goes on where it was")
     parser.add_argument(
-        "--teacher", metavar="CHECKPOINT", help="safetensors file of a trained ResNet-56; without it one is trained first"
+        "--teacher", metavar="CHECKPOINT", help="safetensors file of a trained teacher; without it one is trained first"
     )
     parser.add_argument("--terms", nargs="*", choices=sorted(TERMS), default=[], help="losses besides the soft targets")
     parser.add_argument("--soft", type=float, default=0.9, help="weight of the soft targets; 0 leaves the terms alone")
     parser.add_argument("--task", type=float, default=0.1, help="weight of the labels")
     parser.add_argument("--depth", type=int, default=20, choices=(8, 14, 20, 32, 44), help="layers of the student")
+    parser.add_argument("--teacher-depth", type=int, default=56, choices=(8, 20, 32, 44, 56), help="layers of the teacher")
     parser.add_argument("--epochs", type=int, default=30, help="epochs of either network")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
     parser.add_argument("--limit", type=int, help="use only so many images of each split, to try things out")
@@ -56,11 +57,11 @@ def main() -> None:
     task = ck.Task(train=train, val=Images(*data["test"], 500, MEAN, STD))
 
     torch.manual_seed(args.seed)
-    teacher = CifarResNet(56)
+    teacher = CifarResNet(args.teacher_depth)
     settings = {
         "epochs": args.epochs,
         "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True),
-        "schedule": ck.one_cycle,
+        "schedule": ck.lr.OneCycle(),
         "precision": ck.mixed.AMP_BF16,
     }
     terms = [term for name in args.terms for term in TERMS[name]]

@@ -66,9 +66,13 @@ def main() -> None:
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
     half = max(1, args.epochs // 2)
     recipe = ck.Recipe(
-        ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle, precision=ck.mixed.MASTER_BF16),
-        ck.Distill(student=partial(resnet, 24, 48, 64), epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle),
-        ck.Prune(macs=0.5, criterion=ck.prune.taylor, finetune=ck.Train(epochs=half, optimizer=sgd, objective=ck.imitate())),
+        ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=ck.mixed.MASTER_BF16),
+        ck.Distill(student=partial(resnet, 24, 48, 64), epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle()),
+        ck.Prune(
+            budget=ck.keep(macs=0.5),
+            criterion=ck.prune.taylor,
+            finetune=ck.Train(epochs=half, optimizer=sgd, objective=ck.imitate()),
+        ),
         ck.QAT(epochs=max(1, half // 2), optimizer=partial(torch.optim.SGD, lr=0.005, momentum=0.9), objective=ck.imitate()),
         seed=args.seed,
     )

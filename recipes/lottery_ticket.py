@@ -41,11 +41,14 @@ def compare(ratio: float, train: ck.Train, rounds: int, seed: int, batch_size: i
     torch.manual_seed(seed)
     found = {"dense": accuracy(train(copy.deepcopy(start), task))}
     torch.manual_seed(seed)
-    ticket = ck.LotteryTicket(ratio=ratio, rounds=rounds, train=train)(copy.deepcopy(start), task)
+    ticket = ck.LotteryTicket(budget=ck.remove(weights=ratio), rounds=rounds, train=train)(copy.deepcopy(start), task)
     found["ticket"] = accuracy(ticket)
     masks = masks_of(ticket)
     assert masks is not None
-    for name, chosen in (("shuffled", shuffled(masks)), ("random", plan_mask(start, ratio, criterion=random_scores))):
+    for name, chosen in (
+        ("shuffled", shuffled(masks)),
+        ("random", plan_mask(start, ck.remove(weights=ratio), criterion=random_scores)),
+    ):
         torch.manual_seed(seed)
         found[name] = accuracy(train(chosen.apply_(copy.deepcopy(start)), task))
     return found
@@ -60,7 +63,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs; the table shows means")
     args = parser.parse_args()
 
-    train = ck.Train(epochs=args.epochs, optimizer=partial(torch.optim.Adam, lr=3e-3), schedule=ck.cosine)
+    train = ck.Train(epochs=args.epochs, optimizer=partial(torch.optim.Adam, lr=3e-3), schedule=ck.lr.Cosine())
     print(f"test accuracy, mean of {args.seeds} seeds\n{'removed':>8}{'dense':>10}{'ticket':>10}{'shuffled':>10}{'random':>10}")
     for ratio in args.ratios:
         runs = [compare(ratio, train, args.rounds, seed, args.batch_size) for seed in range(args.seeds)]

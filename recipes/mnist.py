@@ -46,8 +46,8 @@ def main() -> None:
 
     adam = partial(torch.optim.AdamW, lr=2e-3)
     recipe = ck.Recipe(
-        ck.Train(epochs=args.epochs, optimizer=adam, schedule=ck.one_cycle, precision=ck.mixed.MASTER_BF16),
-        ck.Prune(macs=args.macs, finetune=ck.Train(epochs=args.epochs, optimizer=adam, objective=ck.imitate())),
+        ck.Train(epochs=args.epochs, optimizer=adam, schedule=ck.lr.OneCycle(), precision=ck.mixed.MASTER_BF16),
+        ck.Prune(budget=ck.keep(macs=args.macs), finetune=ck.Train(epochs=args.epochs, optimizer=adam, objective=ck.imitate())),
         ck.QAT(epochs=1, objective=ck.imitate()),
         seed=args.seed,
     )

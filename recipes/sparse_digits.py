@@ -14,7 +14,7 @@ import torch
 from digits import data, resnet
 
 import compresskit as ck
-from compresskit.prune import cubic
+from compresskit.prune import schedules
 
 
 def main() -> None:
@@ -28,16 +28,16 @@ def main() -> None:
     args = parser.parse_args()
 
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    first = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.one_cycle)
-    later = ck.Train(epochs=max(1, args.epochs // 2), optimizer=sgd, schedule=ck.one_cycle)
+    first = ck.Train(epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle())
+    later = ck.Train(epochs=max(1, args.epochs // 2), optimizer=sgd, schedule=ck.lr.OneCycle())
     stages: list[ck.Stage]
     if args.dense_sparse_dense:
         low = ck.Train(epochs=max(1, args.epochs // 2), optimizer=partial(sgd, lr=0.005))
-        stages = [first, ck.Sparsify(ratio=args.ratio, finetune=later), ck.Densify(), low]
+        stages = [first, ck.Sparsify(budget=ck.remove(weights=args.ratio), finetune=later), ck.Densify(), low]
     else:
         stages = [
             first,
-            ck.Sparsify(ratio=args.ratio, schedule=cubic, finetune=later),
+            ck.Sparsify(budget=ck.remove(weights=args.ratio), schedule=schedules.Cubic(), finetune=later),
             ck.Distill(epochs=max(1, args.epochs // 4), optimizer=partial(sgd, lr=0.01)),
             ck.QAT(epochs=max(1, args.epochs // 8)),
         ]

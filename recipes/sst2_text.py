@@ -45,9 +45,9 @@ def main() -> None:
     words = len(ids) + 2
     adam = partial(torch.optim.AdamW, weight_decay=0.01)
     recipe = ck.Recipe(
-        ck.Train(epochs=args.epochs, optimizer=partial(adam, lr=5e-4), schedule=ck.one_cycle, clip=1.0),
-        ck.Distill(student=partial(BiLSTM, words), epochs=args.epochs, optimizer=partial(adam, lr=2e-3), schedule=ck.one_cycle,
-                   clip=1.0, temperature=2.0, weight=args.soft, task_weight=1 - args.soft),
+        ck.Train(epochs=args.epochs, optimizer=partial(adam, lr=5e-4), schedule=ck.lr.OneCycle(), clip=1.0),
+        ck.Distill(student=partial(BiLSTM, words), epochs=args.epochs, optimizer=partial(adam, lr=2e-3),
+                   schedule=ck.lr.OneCycle(), clip=1.0, temperature=2.0, weight=args.soft, task_weight=1 - args.soft),
         seed=args.seed,
     )  # fmt: skip
     print(recipe.run(Transformer(words), task, out=args.out))

@@ -20,10 +20,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     adam = partial(torch.optim.AdamW, weight_decay=0.01)
     recipe = ck.Recipe(
-        ck.Train(epochs=args.epochs, optimizer=partial(adam, lr=5e-4), schedule=ck.one_cycle, clip=1.0,
+        ck.Train(epochs=args.epochs, optimizer=partial(adam, lr=5e-4), schedule=ck.lr.OneCycle(), clip=1.0,
                  precision=ck.mixed.AMP_BF16),
         ck.Distill(student=partial(BiLSTM, words), epochs=args.epochs, optimizer=partial(adam, lr=2e-3),
-                   schedule=ck.one_cycle, clip=1.0, temperature=2.0, weight=args.soft, task_weight=1 - args.soft),
+                   schedule=ck.lr.OneCycle(), clip=1.0, temperature=2.0, weight=args.soft, task_weight=1 - args.soft),
         ck.DynamicQuant(dynamic=(0, 1)),
         seed=args.seed,
         dynamic=(0, 1),

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from compresskit.base.errors import CheckpointError
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An object with state of its own that a checkpoint stores: an objective, a loss, a module, a hook."""
+
+    def resume_state(self) -> Any:
+        """Return the state as tensors and plain values, nested in dicts, lists and tuples."""
+
+    def resume_from_(self, state: Any) -> None:
+        """Take over a state that `resume_state` returned."""
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:

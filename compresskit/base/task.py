@@ -1,4 +1,4 @@
-"""What is to be learned: data, loss and metric (`Task`), and what a training minimises (`Objective`).
+"""What is to be learned: data, loss and metric (`Task`).
 
 A batch may be `(x, y)`, `(x1, x2, ..., y)` or a dict. `Task.split` turns each into *inputs* (a tuple of
 positional arguments, or a dict of keyword arguments) and a *target*; `call(model, inputs)` feeds either to a model.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,21 +19,7 @@ from compresskit.base import distributed
 from compresskit.base.errors import CompressError, DataError, SettingError
 
 Inputs = tuple[Any, ...] | dict[str, Any]
-Losses = dict[str, Tensor]
 Metric = Callable[[Tensor, Any], Any]
-
-
-class Objective(Protocol):
-    """`(model, batch) -> named losses`; their sum is minimised.
-
-    An objective that needs the task, or that holds teachers, hooks or adapters while it is used, may also have
-    `bind(model, task) -> Objective`: the training loop calls it once, before the first step; and `close()` of what
-    `bind` gave once, after the last. Where it changes on the way, `advance(done)` tells it before every batch how much of the
-    training is done, in [0, 1]. Where it has a memory of its own, which is not on the model, `resume_state()` gives it as tensors
-    and plain values, nested in dicts and lists, and `resume_from_(state)` takes it back.
-    """
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses: ...
 
 
 def accuracy(predictions: Tensor, target: Tensor) -> float:

@@ -12,8 +12,8 @@ from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
 from compresskit.distill.models.teacher import AnyTeacher
 from compresskit.distill.objectives.imitate import Imitate, imitate
+from compresskit.distill.objectives.loss_weights import LossWeight
 from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
-from compresskit.distill.objectives.warm_up import Weight
 from compresskit.train.train import Train, fit_
 
 
@@ -34,7 +34,7 @@ class Distill(Train):
     terms: Sequence[Term] = ()
     loss: DistillLoss | None = None
     temperature: float = 4.0
-    weight: Weight = 0.9
+    weight: LossWeight = 0.9
     task_weight: float = 0.1
     classes: int | None = None
     mixup: float = 0.0

@@ -1,6 +1,6 @@
 """Masks: which weights are held at zero. They travel with the model as buffers that no state dict has, through every stage.
 
-masks = plan_mask(model, 0.9)         # compresskit.prune decides
+masks = plan_mask(model, ck.remove(weights=0.9))  # compresskit.prune decides
 masks.apply_(model)                   # weights to zero; the model carries its masks from now on
 release = hold_(model, run)           # `fit_` does this: no gradient, and zero again after every optimizer step
 masks_of(model)                       # what it carries; `detach_` takes it off

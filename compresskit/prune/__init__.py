@@ -1,6 +1,7 @@
 """Pruning: channels found on the graph, planned before applied, proved before handed over; and masks that are held for good."""
 
 from compresskit.graph.masks import Masks, detach_, hold_, masks_of
+from compresskit.prune import schedules
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.normalize import by_deviation, by_largest, by_mean, largest, mean, over_layers, total, unscaled
 from compresskit.prune.channels.plan_channels import plan_channels
@@ -37,7 +38,6 @@ from compresskit.prune.masks.plan_mask import plan_mask
 from compresskit.prune.masks.rewind import LotteryTicket, Rewind, rewind, shuffled
 from compresskit.prune.masks.sparsify import Densify, Sparsify
 from compresskit.prune.masks.weight_criteria import Units, grasp, movement, snip, wanda
-from compresskit.prune.schedules import MaskSchedule, constant, cubic, cyclic, exponential, linear
 from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.prune.structure.prove import prove
 from compresskit.train.snapshots import rewind_
@@ -51,7 +51,6 @@ __all__ = [
     "Curves",
     "Densify",
     "LotteryTicket",
-    "MaskSchedule",
     "Masks",
     "Pattern",
     "Plan",
@@ -73,13 +72,9 @@ __all__ = [
     "by_largest",
     "by_mean",
     "channel_sensitivity",
-    "constant",
     "cost_aware",
-    "cubic",
-    "cyclic",
     "detach_",
     "erk_ratios",
-    "exponential",
     "fisher",
     "fpgm",
     "grasp",
@@ -94,7 +89,6 @@ __all__ = [
     "lamp",
     "lamp_ratios",
     "largest",
-    "linear",
     "mask_sensitivity",
     "masks_of",
     "mean",
@@ -114,6 +108,7 @@ __all__ = [
     "replayed",
     "rewind",
     "rewind_",
+    "schedules",
     "shapley",
     "shuffled",
     "snip",

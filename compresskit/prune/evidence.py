@@ -18,11 +18,12 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
+from compresskit.base.objective import Objective
 from compresskit.base.samples import some_batches
-from compresskit.base.task import Inputs, Objective, Task, batch_size, call
+from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.criteria import Needs, NeedsActivations, NeedsGradients, NeedsLosses, NeedsSampleGradients
-from compresskit.train.train import bound
+from compresskit.train.objective import bind_objective
 
 VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
 POSITIONS = 4096  # values of a channel that are kept from one batch
@@ -53,7 +54,7 @@ def collect(
 
     Labels are read only where a loss is asked for; activations alone come from the calibration data.
     """
-    objective = bound(None, model, task)
+    objective = bind_objective(None, model, task)
     names = sorted({prefix + tensor for places in all_places for tensor, _, _ in places})
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
     unlabelled = needs == {NeedsActivations}

@@ -1,4 +1,8 @@
-"""The folder of a run: whose it is, and when a stage in it is the stage that is asked for."""
+"""The folder of a run: which process and which recipe it belongs to, and which of its stages are finished.
+
+Every stage has a key, a hash of everything its result depends on. A stage is finished if its row.json, which is written last, has
+the key that the recipe asks for, and if its files still have the digests that are written there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +25,7 @@ from compresskit.base.distributed import rank
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json, unwritable, write_json
 from compresskit.base.fingerprint import describe, fingerprint
+from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.base.version import __version__
 from compresskit.graph.surgery import structure
@@ -32,14 +38,33 @@ except ImportError:  # there is none on Windows, and so no lock
 
 
 ROW, PROGRESS, LOCK = "row.json", "progress", ".lock"
-_HELD: set[Any] = set()
+_LOCK_FILES: set[Any] = set()  # that this process has open
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStep:
+    """One folder of a run.
+
+    Attributes:
+        name: of the folder, such as `2-prune`.
+        key: hash of everything the result depends on.
+        stage: that runs; None for the incoming model, which is only measured.
+        export: whether an ONNX file is written.
+        snapshot: fraction of the stage's training at which its weights are kept for the next stage; None for none.
+    """
+
+    name: str
+    key: str
+    stage: Stage | None
+    export: bool
+    snapshot: float | None = None
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold a folder for this process; CheckpointError where another one has it. A process that is gone holds nothing.
+    """Lock a folder for this process; CheckpointError where another process has it. The lock ends with the process.
 
-    Of several that work together the first holds it for all.
+    In a distributed run, rank 0 holds the lock for all.
     """
     if rank() != 0:
         yield
@@ -62,43 +87,43 @@ def locked(out: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        _HELD.add(file)
+        _LOCK_FILES.add(file)
         for part in out.glob(".*.part"):  # of a process that was killed while it wrote
             part.unlink(missing_ok=True)
         try:
             yield
         finally:
-            _HELD.discard(file)
+            _LOCK_FILES.discard(file)
 
 
-def _let_go() -> None:
-    # A worker of a loader inherits the file, and with it the lock, which it would hold when its parent is dead.
-    for file in _HELD:
+def _release_in_child() -> None:
+    # A worker of a loader inherits the open file, and with it the lock, and would keep it when its parent is dead.
+    for file in _LOCK_FILES:
         file.close()
-    _HELD.clear()
+    _LOCK_FILES.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_release_in_child)
 
 
-def finished(folder: Path, key: str, *, wanted: bool, snapshots: bool) -> dict[str, Any] | None:
-    """The record of a stage that is done as it is asked for, after a look at its files.
+def read_finished_stage(folder: Path, step: RunStep) -> dict[str, Any] | None:
+    """The contents of row.json if the stage is finished, after its files were compared with their digests; else None.
 
-    wanted, snapshots: whether an ONNX file and snapshots must be there. Raises CheckpointError where a file has changed.
+    Raises CheckpointError where a file has changed.
     """
-    there = (folder / ROW).exists() and (not wanted or (folder / "model.onnx").exists())
-    if not there or (snapshots and not (folder / SNAPSHOTS).exists()):
+    wanted = [ROW] + ["model.onnx"] * step.export + [SNAPSHOTS] * (step.snapshot is not None)
+    if not all((folder / name).exists() for name in wanted):
         return None
     record = read_json(folder / ROW, "the row of a finished stage")
-    if record.get("key") != key:
+    if record.get("key") != step.key:
         return None
-    whole(folder, record)
+    check_files(folder, record)
     return record
 
 
-def make_room(folder: Path) -> None:
-    """An empty folder but for checkpoints of the stage. What a changed stage replaces is kept until the new one is done."""
+def clear_stage_folder(folder: Path) -> None:
+    """Make the folder, or empty it but for checkpoints. The result of a changed stage is kept until the new one is finished."""
     old = _replaced(folder)
     try:
         if (folder / ROW).exists():
@@ -116,8 +141,8 @@ def make_room(folder: Path) -> None:
         raise CheckpointError(unwritable(folder, error)) from error
 
 
-def tidy(folder: Path) -> None:
-    """Drop what a finished stage no longer needs: its checkpoints, and what it replaced."""
+def delete_checkpoints(folder: Path) -> None:
+    """Delete what a finished stage no longer needs: its checkpoints, and the result that it replaced."""
     for part in (folder / PROGRESS, _replaced(folder)):
         shutil.rmtree(part, ignore_errors=True)
 
@@ -126,13 +151,13 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a stage but its row."""
+def file_digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a stage but row.json, by name."""
     return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != ROW}
 
 
-def whole(folder: Path, record: dict[str, Any]) -> None:
-    """Raise `CheckpointError` unless the files of a finished stage are those that it wrote."""
+def check_files(folder: Path, record: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless the files of a finished stage have the digests in its row.json."""
     files = record.get("files")
     if not isinstance(files, dict) or "row" not in record:
         raise CheckpointError(f"{folder / ROW}: not the row of a finished stage; delete {folder} to run it again")
@@ -150,15 +175,21 @@ def _sha256(path: Path) -> str:
 
 
 def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: dict[str, Any], *, trained: bool) -> list[str]:
-    """A key for each stage: the recipe's settings, the stage's and those of all before it, the model's structure, the data
-    (lengths, first validation batch), the loss and the metric, the versions of this library and of torch; and the model's
-    weights, where the chain starts from trained ones.
+    """One key per stage: a hash of everything its result depends on.
+
+    That is the model's structure, the settings of the recipe, of the stage and of all stages before it, the data (lengths and the
+    first validation batch), the loss and the metric, the versions of this library and of torch.
+
+    Args:
+        stages: settings of each stage, JSON-ready.
+        settings: of the recipe, JSON-ready.
+        trained: whether the weights of the incoming model count too.
     """
-    lengths = [None if getattr(task, w) is None else task.length(w) for w in ("train", "val", "calibration")]
+    lengths = [None if getattr(task, name) is None else task.length(name) for name in ("train", "val", "calibration")]
     data = [lengths, fingerprint(next(iter(task.batches("val")))), describe([task.loss, task.metric, task.predict])]
     weights = fingerprint(model) if trained else None
-    known = [structure(model), settings, data, weights, versions()]
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    common = [structure(model), settings, data, weights, versions()]
+    digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode())
     keys = []
     for record in stages:
         digest.update(json.dumps(record, sort_keys=True).encode())
@@ -166,22 +197,22 @@ def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: dict[s
     return keys
 
 
-def shape_of(model: nn.Module) -> str:
+def structure_hash(model: nn.Module) -> str:
     """A short hash of a model's structure."""
     return hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def versions() -> list[str]:
-    """Of what results depend on: a patch of torch is held to change none."""
+    """Versions that results depend on: of this library, and of torch without its patch number."""
     return [__version__, ".".join(torch.__version__.split(".")[:2])]
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """What a run would do for one stage: `does` is "reuse", "go on" or "run"."""
+class StagePlan:
+    """What a run would do for one stage: `action` is "reuse", "resume" or "run"; `why` is a sentence."""
 
     name: str
-    does: str
+    action: str
     why: str
 
 
@@ -189,33 +220,34 @@ class Ahead:
 class RunPlan:
     """What a run would do, stage by stage; prints as a table."""
 
-    stages: tuple[Ahead, ...]
+    stages: tuple[StagePlan, ...]
 
     def __str__(self) -> str:
         width = max(len(stage.name) for stage in self.stages)
-        return "\n".join(f"{stage.name:<{width}}  {stage.does:<6}  {stage.why}" for stage in self.stages)
+        return "\n".join(f"{stage.name:<{width}}  {stage.action:<6}  {stage.why}" for stage in self.stages)
 
 
-def look_ahead(out: Path, steps: Sequence[tuple[str, str, bool, bool]], record: dict[str, Any]) -> RunPlan:
-    """What would be done in a folder for (name, key, whether a file is wanted, whether snapshots are) of each stage.
+def plan_run(out: Path, steps: Sequence[RunStep], record: dict[str, Any]) -> RunPlan:
+    """What a run would do in a folder, which is only read.
 
-    record: the recipe, as `claim` writes it. Nothing is written; raises CheckpointError where a file is damaged.
+    record: of the recipe, as `check_folder` writes it. Raises CheckpointError where a file is damaged.
     """
     old = read_json(out / "recipe.json", "a recipe") if (out / "recipe.json").exists() else None
-    found = []
-    for name, key, wanted, snapshots in steps:
-        folder = out / name
+    plans = []
+    for step in steps:
+        folder = out / step.name
         mark = folder / PROGRESS / "stage.json"
-        if finished(folder, key, wanted=wanted, snapshots=snapshots) is not None:
-            found.append(Ahead(name, "reuse", "done, and nothing that it depends on has changed"))
-        elif mark.exists() and read_json(mark, "which stage its checkpoints are of").get("key") == key:
+        if read_finished_stage(folder, step) is not None:
+            action, why = "reuse", "done, and nothing that it depends on has changed"
+        elif mark.exists() and read_json(mark, "which stage its checkpoints are of").get("key") == step.key:
             newest = max((folder / PROGRESS).glob("*.safetensors"), key=lambda path: path.stat().st_mtime, default=mark)
-            found.append(Ahead(name, "go on", f"it was interrupted; from {PROGRESS}/{newest.name}"))
+            action, why = "resume", f"it was interrupted; from {PROGRESS}/{newest.name}"
         elif old is None or not folder.exists():
-            found.append(Ahead(name, "run", "not done yet"))
+            action, why = "run", "not done yet"
         else:
-            found.append(Ahead(name, "run", _what_changed(old, record, name)))
-    return RunPlan(tuple(found))
+            action, why = "run", _what_changed(old, record, step.name)
+        plans.append(StagePlan(step.name, action, why))
+    return RunPlan(tuple(plans))
 
 
 def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
@@ -223,20 +255,21 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
         return f"versions have changed: {old.get('versions')} then, {new['versions']} now"
     for i, (before, after) in enumerate(zip(old.get("stages", []), new["stages"], strict=False), 1):
         if before != after and i <= int(name.partition("-")[0]):
-            fields = [key for key in after if before.get(key) != after[key]] if isinstance(before, dict) else []
-            return f"stage {i} has changed" + (f": {', '.join(fields)}" if fields else "")
+            changed = [key for key in after if before.get(key) != after[key]] if isinstance(before, dict) else []
+            return f"stage {i} has changed" + (f": {', '.join(changed)}" if changed else "")
     for setting in ("seed", "dynamic"):
         if old.get(setting) != new[setting]:
             return f"{setting} has changed: {old.get(setting)} then, {new[setting]} now"
     return "interrupted, or the data, the loss, the metric or the weights it starts from have changed"
 
 
-def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any], *, trained: bool) -> None:
-    """Make `out` this recipe's, or raise `CheckpointError` where it is somebody else's or cannot be written.
+def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> None:
+    """Write recipe.json into a new or empty folder, or check that the one there is of the same recipe and model.
 
-    Other initial weights of a chain that begins with training are only warned of: what is finished no longer depends on them.
+    Raises CheckpointError where the folder belongs to another recipe, holds other files, or cannot be written. If the recipe
+    begins with training, other initial weights only give a warning: finished stages do not depend on them any more.
     """
-    record = record | {"model": type(model).__name__, "structure": shape_of(model), "weights": fingerprint(model)}
+    record = record | {"model": type(model).__name__, "structure": structure_hash(model), "weights": fingerprint(model)}
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
@@ -245,6 +278,7 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
         raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
     if (out / "recipe.json").exists():
         old = read_json(out / "recipe.json", "a recipe")
+        names = [step.name for step in steps if step.stage is not None]
         before = [f"{i}-{str(stage.get('kind', stage)).lower()}" for i, stage in enumerate(old.get("stages", []), 1)]
         shared = min(len(before), len(names))
         same = all(old.get(key) == record[key] for key in ("model", "structure"))
@@ -253,7 +287,8 @@ def claim(out: Path, model: nn.Module, names: list[str], record: dict[str, Any],
                 f"{out}: belongs to another recipe ({old.get('model')}: {', '.join(before)}), this one is {record['model']}:"
                 f" {', '.join(names)}{'' if same else ' of another model'}; choose another out=, or delete the folder"
             )
-        if not trained and old.get("weights") != record["weights"]:
+        trains_first = steps[0].stage is not None
+        if trains_first and old.get("weights") != record["weights"]:
             warnings.warn(
                 f"{out}: the incoming weights are not those that this run started from; finished stages are kept. Seed before the"
                 " model is made to silence this, or choose another out= to start afresh",

@@ -1,9 +1,9 @@
 """Save and load any model of the library: `save(model, folder)`, `load(fresh model of the same class, folder)`.
 
-model.safetensors     the values
-structure.json        the shapes (pruned), or how it was quantized, as a whole or in parts
-masks.safetensors     which weights are held at zero, a bit each, where the model carries masks
-snapshots.safetensors weights on the way through its training, where a later stage rewinds to them
+model.safetensors      the values
+structure.json         the shapes (of a pruned model), or how the model, or parts of it, were quantized
+masks.safetensors      which weights are held at zero, one bit each, where the model carries masks
+snapshots.safetensors  weights on the way through the training, where a later stage rewinds to them
 """
 
 from __future__ import annotations
@@ -12,38 +12,43 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_, detach_, masks_of
-from compresskit.graph.surgery import owner
+from compresskit.graph.surgery import owner, restructure_, structure
 from compresskit.quant.model import Quantized
-from compresskit.quant.serialize import rebuild, record
-from compresskit.recipe.model_files import MODEL, STRUCTURE, bytes_of, load_model_, load_values_, save_model
+from compresskit.quant.serialize import rebuild
+from compresskit.quant.serialize import record as quantization_record
 from compresskit.train.snapshots import SNAPSHOTS, Snapshots
 
-MASKS = "masks.safetensors"
+MODEL, STRUCTURE, MASKS = "model.safetensors", "structure.json", "masks.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Write a float, pruned or quantized model into a folder, which is made where it is missing."""
-    parts = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
+    """Write a float, pruned or quantized model into a folder, which is made where it is missing. The model is not changed.
+
+    Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored.
+    """
     folder = Path(folder)
-    converted = {name: part.converted() for name, part in parts.items()}
-    if any(converted[name] is not part for name, part in parts.items()):  # a copy stands for what is still being trained
+    quantized = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
+    converted = {name: part.converted() for name, part in quantized.items()}
+    if any(converted[name] is not part for name, part in quantized.items()):  # one is still in training: a copy is written
         model = converted[""] if "" in converted else _with_parts(model, converted)
     folder.mkdir(parents=True, exist_ok=True)
-    masks = masks_of(model)
-    extra = {} if masks is None else {"masks": {"removed": masks.removed, "total": masks.total}}
-    if masks is not None:
+    record: dict[str, Any] = {"format": FORMAT}
+    if not quantized:
+        record["structure"] = structure(model)
+    elif "" in converted:
+        record |= quantization_record(converted[""])
+    else:
+        record |= {"kind": "parts", "parts": {name: quantization_record(part) for name, part in converted.items()}}
+    if (masks := masks_of(model)) is not None:
         write_tensors(folder / MASKS, masks.state())
-    if not parts:
-        save_model(model, folder, **extra)
-        return
+        record["masks"] = {"removed": masks.removed, "total": masks.total}
     write_tensors(folder / MODEL, model.state_dict())
-    records = {name: record(part) for name, part in converted.items()}
-    write_json(folder / STRUCTURE, {"format": FORMAT, **records.get("", {"kind": "parts", "parts": records}), **extra})
+    write_json(folder / STRUCTURE, record)
 
 
 def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
@@ -54,28 +59,49 @@ def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
-    """The saved model, rebuilt from a fresh float model of the class it came from.
+    """Load a saved model. Nothing in the files is executed.
 
-    A float or pruned model is loaded into `model` itself, which is returned; a quantized one is a new module. Nothing in the
-    files is executed. Raises CheckpointError where they are damaged, or of another model.
+    Args:
+        model: a float model of the class that the saved one came from; its weights do not matter. It is not changed.
+        folder: that `save` wrote.
+
+    Returns:
+        A new model, with the saved structure (pruned shapes, quantization), values and masks.
+
+    Raises CheckpointError where a file is missing or damaged, or of another model.
     """
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
-    detach_(model)  # what it carried was for other weights
+    model = copy.deepcopy(model)
+    detach_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
-        # Before the work of building it again; besides the weights it has a few numbers for each channel.
+        # Read before the model is built again, which takes long; besides the weights there are a few numbers per channel.
         tensors = read_tensors(folder / MODEL, 4 * bytes_of(model) + 2**20)
-        quantized = _rebuilt(model, saved, folder / STRUCTURE)
-        load_values_(quantized, tensors, folder / MODEL)
+        loaded = _rebuilt(model, saved, folder / STRUCTURE)
     else:
-        quantized = load_model_(model, folder)
+        tensors = read_tensors(folder / MODEL, bytes_of(model))
+        loaded = _resized_(model, saved.get("structure"), tensors, folder)
+    load_values_(loaded, tensors, folder / MODEL)
     if "masks" in saved:
-        _load_masks_(quantized, folder / MASKS, saved["masks"])
-    return quantized
+        _load_masks_(loaded, folder / MASKS, saved["masks"])
+    return loaded
+
+
+def _resized_(model: nn.Module, record: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
+    """Give a model the saved shapes; its values are still to be loaded."""
+    if not isinstance(record, dict) or not all(isinstance(record.get(k), dict) for k in ("tensors", "modules")):
+        raise CheckpointError(f"{folder / STRUCTURE}: no structure of a float model in it; delete the folder")
+    if wrong := [k for k, v in tensors.items() if list(v.shape) != record["tensors"].get(k)]:
+        raise CheckpointError(f"{folder}: {MODEL} and {STRUCTURE} disagree about {wrong[0]}")
+    try:
+        restructure_(model, record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / STRUCTURE}: not the structure of a model ({error!r}); delete the folder") from None
+    return model
 
 
 def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
-    """The quantized model of a record, its values still to be loaded; CheckpointError where the record is none."""
+    """The quantized model of a record, its values still to be loaded; CheckpointError where it is not such a record."""
     try:
         if saved["kind"] == "quantized":
             return rebuild(model, saved)
@@ -100,17 +126,38 @@ def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
     attach_(model, masks)
 
 
+def bytes_of(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers that a model stores."""
+    return sum(value.numel() * value.element_size() for value in model.state_dict().values())
+
+
+def load_values_(model: nn.Module, tensors: dict[str, Tensor], where: str | Path) -> None:
+    """Load a state dict. Names, shapes and dtypes are compared first: CheckpointError, the model unchanged, if any differs."""
+    expected = model.state_dict()
+    if odd := sorted(set(expected) ^ set(tensors)):
+        side = "the file lacks" if odd[0] in expected else "the model has no"
+        raise CheckpointError(f"{where}: {side} {odd[0]!r} ({len(odd)} names differ); it is of another model")
+    for name, value in tensors.items():
+        if expected[name].shape != value.shape or expected[name].dtype != value.dtype:
+            raise CheckpointError(
+                f"{where}: {name} is {tuple(value.shape)} {value.dtype}, the model wants"
+                f" {tuple(expected[name].shape)} {expected[name].dtype}"
+            )
+    model.load_state_dict(tensors)
+
+
 def save_snapshots(snapshots: Snapshots, folder: Path) -> None:
-    """Write filled snapshots into the folder of the training that they are of."""
-    tensors = {f"{share}/{name}": value for share, state in snapshots.items() for name, value in state.items()}
+    """Write the snapshots of a training (fraction of the training -> state) into its folder."""
+    tensors = {f"{fraction}/{name}": value for fraction, state in snapshots.items() for name, value in state.items()}
     write_tensors(folder / SNAPSHOTS, tensors)
 
 
 def load_snapshots_(snapshots: Snapshots, folder: Path) -> None:
     """Fill snapshots from the folder of a training; CheckpointError where one of them is not in it."""
+    states = {str(fraction): state for fraction, state in snapshots.items()}
     for key, value in read_tensors(folder / SNAPSHOTS).items():
-        share, _, name = key.partition("/")
-        if share in (wanted := {str(share): share for share in snapshots}):
-            snapshots[wanted[share]][name] = value
-    if missing := [share for share, state in snapshots.items() if not state]:
+        fraction, _, name = key.partition("/")
+        if fraction in states:
+            states[fraction][name] = value
+    if missing := [fraction for fraction, state in snapshots.items() if not state]:
         raise CheckpointError(f"{folder / SNAPSHOTS}: no snapshot of {missing[0]} of the training in it; delete the folder")

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from compresskit import mixed
 from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, memory_ran_out
-from compresskit.base.task import Losses, Objective, Task, shapes_of
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.task import Task, shapes_of
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.cursor import Feed, refuse_dead_worker
 from compresskit.train.progress import Training, module_states, restore_modules_
@@ -91,7 +92,7 @@ class Loop:
             start = (seen - 1) // accumulate * accumulate  # the last step of an epoch may have fewer batches
             together = min(accumulate, batches - start)
             part, weight = distributed.part_of(batch, self.feed.loader)
-            getattr(self.goal, "advance", lambda done: None)(self.step / self.steps)
+            self.goal.advance(self.step / self.steps)
             # Off the CPU a look at the loss waits for the device, so it is rare there.
             look = run.device.type == "cpu" or seen % 50 == 0 or seen == batches
             total = _backward(run, self.goal, part, (together, weight), f"epoch {number}, batch {seen}", look=look)
@@ -140,7 +141,7 @@ class Loop:
         """All that must be known to go on from here with the same bits; tensors are not copied."""
         own = {
             "modules": module_states(self.run.model),
-            "goal": getattr(self.goal, "resume_state", lambda: None)(),
+            "goal": self.goal.resume_state(),
             "remember": [thing.resume_state() for thing in self.remember],
             "random": randomness.captured(),
         }
@@ -158,7 +159,7 @@ class Loop:
             own = own_(state)
             restore_modules_(self.run.model, own["modules"])
             if own["goal"] is not None:
-                self.goal.resume_from_(own["goal"])  # type: ignore[attr-defined]
+                self.goal.resume_from_(own["goal"])
             restore_others_(self.remember, self.task, own["remember"], state["snapshots"])
             self.step = int(state["step"])
             self.feed.resume_from_(state["feed"])

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, Interrupted, SettingError
 from compresskit.base.files import read_json, read_tensor_file, write_json, write_tensors
-from compresskit.base.packing import pack, unpack
+from compresskit.base.packing import Resumable, pack, unpack
 from compresskit.base.settings import check_kinds
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Training:
 
 def module_states(model: nn.Module) -> dict[str, Any]:
     """What modules must remember besides their tensors: those that have `resume_state`, by name."""
-    return {name: part.resume_state() for name, part in model.named_modules() if hasattr(part, "resume_state")}
+    return {name: part.resume_state() for name, part in model.named_modules() if isinstance(part, Resumable)}
 
 
 def restore_modules_(model: nn.Module, states: Mapping[str, Any]) -> None:

@@ -13,40 +13,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError, TrainingError
+from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import Stage
-from compresskit.base.task import Losses, Objective, Task, call, check_labels
+from compresskit.base.task import Task
 from compresskit.graph.masks import hold_
-from compresskit.mixed.formats.parallel import is_sharded, reshard_
+from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.loop import Left, Loop, begin_alike_
+from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
+from compresskit.train.objective import bind_objective
 from compresskit.train.snapshots import take_
-
-Schedule = Callable[[float], float]
-
-
-def constant(done: float) -> float:
-    """The same rate all along."""
-    return 1.0
-
-
-def cosine(done: float, *, end: float = 0.0) -> float:
-    """Half a cosine from 1 to `end` (Loshchilov & Hutter, 1608.03983)."""
-    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def one_cycle(done: float, *, warmup: float = 0.2, start: float = 0.04, end: float = 0.0) -> float:
-    """Linear from `start` to 1 over the share `warmup`, then half a cosine down to `end` (Smith, 1708.07120)."""
-    if done < warmup:
-        return start + (1 - start) * done / warmup
-    return cosine((done - warmup) / (1 - warmup), end=end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +39,7 @@ class Train(Stage):
 
     epochs: passes over the training data.
     optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
-    schedule: `(done in [0, 1]) -> factor` on the learning rate, evaluated before every step.
+    schedule: factor on the learning rate over the training, such as `lr.Cosine()`; evaluated before every step.
     precision: policy of `compresskit.mixed`.
     objective: what is minimised; the task's loss where nothing is given.
     clip: largest norm of the gradients.
@@ -65,9 +49,9 @@ class Train(Stage):
 
     epochs: int
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
-    schedule: Schedule = cosine
+    schedule: LRSchedule = field(default_factory=Cosine)
     precision: mixed.Policy = mixed.FP32
-    objective: Objective | None = None
+    objective: Objective | LossFunction | None = None
     clip: float | None = None
     accumulate: int = 1
     flat: bool = False
@@ -85,9 +69,9 @@ class Train(Stage):
             raise SettingError(f"Train(precision=...): wanted a policy such as mixed.MASTER_BF16, got {self.precision!r}")
         if self.backend not in ("foreach", "compiled"):
             raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
-        for name in ("optimizer", "schedule"):
-            if not callable(getattr(self, name)):
-                raise SettingError(f"Train({name}=...): wanted a function, got {type(getattr(self, name)).__name__}")
+        if not callable(self.optimizer):
+            raise SettingError(f"Train(optimizer=...): wanted a function, got {type(self.optimizer).__name__}")
+        check_lr_schedule(self.schedule, "Train(schedule=...)")
 
     @property
     def starts_from_trained(self) -> bool:
@@ -98,48 +82,12 @@ class Train(Stage):
         return fit_(model.to(task.device), task, self)
 
 
-@dataclass(frozen=True)
-class Supervised:
-    """The task's own loss of the model's predictions."""
-
-    task: Task | None = None
-
-    def bind(self, model: nn.Module, task: Task) -> Supervised:
-        """The same objective for a task."""
-        return Supervised(task)
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task = self.task
-        assert task is not None, "bind first"
-        inputs, target = task.split(batch)
-        return {"loss": supervised_loss(task, task.predict(call(model, inputs)), target)}
-
-
-def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
-    """The task's loss; where it fails for labels outside the classes, they are named."""
-    try:
-        return task.loss(predictions, target)
-    except IndexError:
-        if isinstance(target, Tensor) and predictions.ndim == target.ndim + 1 and not target.is_floating_point():
-            check_labels(target, predictions.shape[1], "training data")
-        raise
-
-
-def bound(objective: Objective | None, model: nn.Module, task: Task) -> Objective:
-    """The objective, ready for use: given the task where it asks for it."""
-    objective = Supervised() if objective is None else objective
-    bind = getattr(objective, "bind", None)
-    objective = objective if bind is None else bind(model, task)
-    reshard_(model)  # the objective may have run it
-    return objective
-
-
 def fit_(
     model: nn.Module,
     task: Task,
     how: Train,
     *,
-    objective: Objective | None = None,
+    objective: Objective | LossFunction | None = None,
     after_step: Sequence[Callable[[int, int], None]] = (),
     attend: Callable[[mixed.Run, int], Callable[[], None]] | None = None,
     remember: Sequence[Any] = (),
@@ -171,7 +119,7 @@ def fit_(
     if training is not None and (end := training.finished()) is not None:
         left.take_(end)
         return model.eval()
-    goal = bound(objective or how.objective, model, task)
+    goal = bind_objective(objective or how.objective, model, task)
     optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
     run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
     steps = how.epochs * math.ceil(batches / how.accumulate)
@@ -187,7 +135,7 @@ def fit_(
         for end_ in release:
             end_()
         run.finish()
-        getattr(goal, "close", lambda: None)()
+        goal.close()
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
     if training is not None:

@@ -59,7 +59,7 @@ def test_taps_on_a_quantized_model_are_those_of_its_float_model() -> None:
 def test_gradients_come_through_the_taps_of_a_quantized_model() -> None:
     task, model = images_task(ck), build(networks.Residual)
     student = quantized(model, task).train()
-    goal = ck.imitate(model, terms=[Term(kd.hint, "inner", adapt=kd.project)], weight=0, task_weight=0).bind(student, task)
+    goal = ck.imitate(model, terms=[Term(kd.losses.hint, "inner", adapt=kd.project)], weight=0, task_weight=0).bind(student, task)
     goal(student, task.train[0])["hint:inner"].backward()
     weights = dict(student.body.named_parameters())
     assert weights["inner.0.weight"].grad.any()
@@ -90,13 +90,15 @@ def test_taps_of_a_quantized_model_that_is_called_by_name() -> None:
 def test_a_whole_chain_with_terms(tmp_path) -> None:
     """Assistant, student, pruned and quantized, each with features of its teacher; every file proved."""
     task = images_task(ck, samples=64)
-    term = Term(kd.hint, "a", adapt=kd.project, weight=kd.warm_up)
-    dense = ck.imitate(terms=[Term(kd.similarity, "b", "down"), Term(kd.attention_transfer, "a", "stem")])
+    term = Term(kd.losses.hint, "a", adapt=kd.project, weight=kd.linear_warmup)
+    dense = ck.imitate(
+        terms=[Term(kd.losses.similarity_preserving, "b", "down"), Term(kd.losses.attention_transfer, "a", "stem")]
+    )
     recipe = ck.Recipe(
         ck.Train(epochs=1, optimizer=ADAM),
-        ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain, terms=[Term(kd.rkd_distance, "b", "down")]),
+        ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain, terms=[Term(kd.losses.rkd_distance, "b", "down")]),
         ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain, terms=[term]),
-        ck.Prune(macs=0.7, round_to=4, finetune=ck.Train(epochs=1, optimizer=ADAM, objective=dense)),
+        ck.Prune(budget=ck.keep(macs=0.7), round_to=4, finetune=ck.Train(epochs=1, optimizer=ADAM, objective=dense)),
         ck.QAT(epochs=1, objective=dense),
         export="last",
     )
@@ -111,9 +113,9 @@ def test_a_whole_chain_with_terms(tmp_path) -> None:
 def test_a_teacher_in_a_chain_keeps_its_bits() -> None:
     task, teacher = images_task(ck), build(networks.Residual)
     before = copy.deepcopy(teacher.state_dict())
-    goal = ck.imitate(teacher, terms=[Term(kd.hint, "inner", adapt=kd.project)])
+    goal = ck.imitate(teacher, terms=[Term(kd.losses.hint, "inner", adapt=kd.project)])
     ck.QAT(epochs=1, objective=goal)(copy.deepcopy(teacher), task)
-    ck.Prune(macs=0.8, round_to=4, finetune=ck.Train(epochs=1, objective=goal))(copy.deepcopy(teacher), task)
+    ck.Prune(budget=ck.keep(macs=0.8), round_to=4, finetune=ck.Train(epochs=1, objective=goal))(copy.deepcopy(teacher), task)
     assert all(torch.equal(v, before[k]) for k, v in teacher.state_dict().items())
 
 
@@ -145,7 +147,7 @@ def test_a_transformer_starts_from_its_teachers_layers_and_is_distilled() -> Non
     teacher = ck.Train(epochs=12, optimizer=ADAM)(Encoder(4), task)
     assert ck.evaluate(teacher, task) > 0.9
     pairs = {f"encoder.layers.{s}": f"encoder.layers.{t}" for s, t in kd.layer_map(2, 4).items()}
-    terms = [Term(kd.cosine, s, t) for s, t in pairs.items()]  # DistilBERT's
+    terms = [Term(kd.losses.cosine_distance, s, t) for s, t in pairs.items()]  # DistilBERT's
     goal = ck.imitate(teacher, terms=terms, temperature=2.0, weight=1.0, task_weight=0.0)
     scores = []
     for start in (True, False):

@@ -14,7 +14,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.distill import soft_targets
+from compresskit.distill.losses import soft_targets
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0, 20.0])

@@ -20,7 +20,8 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import X86, Quantized, Support, Target, prepare_qat, quantize_static
+from compresskit.quant import X86, Quantized, Target, prepare_qat, quantize_static
+from compresskit.quant.numerics.targets import Support
 from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 
@@ -35,7 +36,7 @@ def test_exported_equals_simulated(kind, tmp_path) -> None:
     assert proof.plain.largest <= 2.5
     with torch.no_grad():
         wanted, got = model(*x), quantized(*x)
-    noise = 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum())
+    noise = oracles.sqnr(wanted, got)
     assert noise > 20, f"only {noise:.1f} dB"
 
 
@@ -274,7 +275,7 @@ def test_save_and_load(tmp_path) -> None:
 def test_pruned_then_quantized_loads(tmp_path) -> None:
     model = build(networks.Residual)
     pruned = copy.deepcopy(model)
-    ck.prune.apply_(pruned, ck.prune.plan_channels(pruned, image(2), macs=0.6, round_to=4))
+    ck.prune.apply_(pruned, ck.prune.plan_channels(pruned, image(2), budget=ck.keep(macs=0.6), round_to=4))
     quantized = quantize_static(pruned, [image(16)])
     ck.save(quantized, tmp_path)
     again = ck.load(networks.Residual(), tmp_path)

@@ -28,13 +28,13 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
-from compresskit.recipe import preflight as engine
+from compresskit.recipe import measure_stage as engine
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {
     "train": ck.Train(epochs=1, optimizer=ADAM),
-    "distill": ck.Distill(epochs=1, optimizer=ADAM, student=networks.Residual),
-    "prune": ck.Prune(macs=0.7, round_to=4),
+    "distill": ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain),
+    "prune": ck.Prune(budget=ck.keep(macs=0.7), round_to=4),
     "qat": ck.QAT(epochs=1),
 }
 ORDERS = list(itertools.permutations(STAGES))
@@ -60,7 +60,7 @@ def test_legal_orders_run(order, tmp_path) -> None:
     if order.index("distill") > order.index("qat"):
         stages[order.index("distill")] = ck.Distill(epochs=1)  # trains the quantized model itself
     task = images_task(ck, samples=64)
-    result = ck.Recipe(*stages, export="last").run(networks.Residual(), task, tmp_path / "run")
+    result = ck.Recipe(*stages, export="last").run(networks.Chain(), task, tmp_path / "run")
     assert len(result.rows) == 4 + (order[0] in ("prune", "distill"))  # with the model that came trained
     assert result.rows[-1].verified
     assert result.onnx.exists()
@@ -69,7 +69,9 @@ def test_legal_orders_run(order, tmp_path) -> None:
 
 def run(out, task, *, macs=0.7, epochs=1, model=None):
     recipe = ck.Recipe(
-        ck.Train(epochs=2, optimizer=ADAM), ck.Prune(macs=macs, round_to=4), ck.QAT(epochs=epochs, objective=ck.imitate())
+        ck.Train(epochs=2, optimizer=ADAM),
+        ck.Prune(budget=ck.keep(macs=macs), round_to=4),
+        ck.QAT(epochs=epochs, objective=ck.imitate()),
     )
     torch.manual_seed(0)
     return recipe.run(model or networks.Residual(), task, out)
@@ -250,7 +252,7 @@ def test_bad_recipes(tmp_path) -> None:
     task = images_task(ck, samples=64)
     quantized = ck.quant.quantize_static(networks.build(networks.Chain), [image(16)])
     with pytest.raises(ModelError, match="quantized already"):
-        ck.Recipe(ck.Prune(macs=0.5)).run(quantized, task, tmp_path / "run")
+        ck.Recipe(ck.Prune(budget=ck.keep(macs=0.5))).run(quantized, task, tmp_path / "run")
     with pytest.raises(ModelError, match="does not run on the example"):
         ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(3, 4), task, tmp_path / "run")
     recipe = ck.Recipe(ck.Train(epochs=1))
@@ -299,10 +301,10 @@ def test_newer_formats_and_other_models(finished, tmp_path) -> None:
         ck.load(networks.Chain(), tmp_path / "stage")
     record = json.loads((tmp_path / "stage" / "structure.json").read_text())
     record["placement"]["integer"] = {}
-    ck.checkpoint.write_json(tmp_path / "stage" / "structure.json", {k: v for k, v in record.items() if k != "sha256"})
+    ck.base.files.write_json(tmp_path / "stage" / "structure.json", {k: v for k, v in record.items() if k != "sha256"})
     with pytest.raises(CheckpointError, match="captures the model as another graph"):
         ck.load(networks.Residual(), tmp_path / "stage")
-    ck.checkpoint.write_json(tmp_path / "stage" / "structure.json", {"format": 1, "kind": "quantized"})
+    ck.base.files.write_json(tmp_path / "stage" / "structure.json", {"format": 1, "kind": "quantized"})
     with pytest.raises(CheckpointError, match="not the record of a quantized model"):
         ck.load(networks.Residual(), tmp_path / "stage")
 
@@ -314,7 +316,7 @@ def test_dict_batches_two_inputs_and_a_dict_of_outputs(tmp_path) -> None:
     recipe = ck.Recipe(
         ck.Train(epochs=20, optimizer=ADAM),
         ck.Distill(epochs=1, student=networks.TwoInputs, optimizer=ADAM),
-        ck.Prune(macs=0.7, round_to=4, finetune=ck.Train(epochs=20, optimizer=ADAM, objective=ck.imitate())),
+        ck.Prune(budget=ck.keep(macs=0.7), round_to=4, finetune=ck.Train(epochs=20, optimizer=ADAM, objective=ck.imitate())),
         ck.QAT(epochs=1, objective=ck.imitate()),
     )
     task = ck.Task(train=batches, val=batches)
@@ -355,7 +357,7 @@ def test_what_a_run_would_do(tmp_path) -> None:
     def recipe(epochs=1, **settings):
         return ck.Recipe(ck.Train(epochs=1), ck.Train(epochs=epochs), **settings)
 
-    assert [stage.does for stage in recipe().plan(model, task, out).stages] == ["run", "run"]
+    assert [stage.action for stage in recipe().plan(model, task, out).stages] == ["run", "run"]
     assert not out.exists()
     recipe().run(model, task, out)
     assert str(recipe().plan(model, task, out)) == (
@@ -363,11 +365,11 @@ def test_what_a_run_would_do(tmp_path) -> None:
         "2-train  reuse   done, and nothing that it depends on has changed"
     )
     plan = recipe(epochs=2).plan(model, task, out)
-    assert [(stage.does, stage.why) for stage in plan.stages][1] == ("run", "stage 2 has changed: epochs")
-    assert plan.stages[0].does == "reuse"
+    assert [(stage.action, stage.why) for stage in plan.stages][1] == ("run", "stage 2 has changed: epochs")
+    assert plan.stages[0].action == "reuse"
     for settings, why in (({"seed": 1}, "seed has changed: 0 then, 1 now"), ({"dynamic": (0, 2, 3)}, "dynamic has changed: ")):
         for stage in recipe(**settings).plan(model, task, out).stages:
-            assert stage.does == "run"
+            assert stage.action == "run"
             assert stage.why.startswith(why)
 
 
@@ -386,7 +388,9 @@ def test_long_work_shows_itself_on_a_terminal(tmp_path, monkeypatch, capsys) -> 
         def isatty(self):
             return True
 
-    recipe = ck.Recipe(ck.Train(epochs=1), ck.Prune(ratio=0.3, criterion=ck.prune.taylor), ck.StaticQuant(), export="last")
+    recipe = ck.Recipe(
+        ck.Train(epochs=1), ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.taylor), ck.StaticQuant(), export="last"
+    )
     recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "quiet")
     assert capsys.readouterr().err == ""
     terminal = Terminal()
@@ -411,7 +415,7 @@ def test_a_student_or_a_loss_that_is_written_otherwise_runs_again(tmp_path) -> N
 
     one, other = replace(task, loss=loss(1.0)), replace(task, loss=loss(2.0))
     recipe(8).run(model, one, out)
-    does = [[stage.does for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
+    does = [[stage.action for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
     assert does == [["reuse", "reuse"], ["reuse", "run"], ["run", "run"]]
     assert recipe(6).plan(model, one, out).stages[1].why == "stage 2 has changed: student"
 

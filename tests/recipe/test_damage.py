@@ -18,8 +18,9 @@ from compresskit import cli
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import DTYPES, read_json, read_tensor_file, read_tensors, write_json, write_tensors
 from compresskit.recipe import folder
-from compresskit.recipe.report import read_row
+from compresskit.recipe.report import read_stage_report
 from compresskit.recipe.store import load_snapshots_
+from compresskit.train.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,9 @@ def run(tmp_path_factory):
     torch.manual_seed(0)
     recipe = ck.Recipe(
         ck.Train(epochs=1, optimizer=chains.sgd),
-        ck.Sparsify(ratio=0.5, rewind=ck.prune.rewind(to=0.3), finetune=ck.Train(epochs=1, optimizer=chains.sgd)),
+        ck.Sparsify(
+            budget=ck.remove(weights=0.5), rewind=ck.prune.rewind(to=0.3), finetune=ck.Train(epochs=1, optimizer=chains.sgd)
+        ),
         ck.QAT(epochs=1, optimizer=chains.sgd, samples=32),
         export="last",
     )
@@ -41,7 +44,7 @@ def run(tmp_path_factory):
         if step == 5:
             raise KeyboardInterrupt
 
-    progress = ck.Progress(folder=out / "1-train" / "progress", key="interrupted", every=ck.Every(seconds=None, steps=2))
+    progress = Progress(folder=out / "1-train" / "progress", key="interrupted", every=ck.Every(seconds=None, steps=2))
     waiting = ck.Task(train=task.train, val=task.val, progress=progress)
     ck.fit_(chains.Net(), waiting, ck.Train(epochs=1), label="first")
     with pytest.raises(KeyboardInterrupt):
@@ -53,7 +56,7 @@ def test_a_checkpoint_under_the_name_of_another_step(run, tmp_path) -> None:
     shutil.copytree(run, tmp_path / "out")
     folder = tmp_path / "out" / "1-train" / "progress"
     shutil.copy(folder / "2-2.safetensors", folder / "2-4.safetensors")
-    progress = ck.Progress(folder=folder, key="interrupted", writes=False)
+    progress = Progress(folder=folder, key="interrupted", writes=False)
     progress.training("first")
     with pytest.raises(CheckpointError, match=r"2-4\.safetensors: a checkpoint of another step; delete it"):
         progress.training("second")._read(folder / "2-4.safetensors")
@@ -63,7 +66,7 @@ def what_it_loads(path: Path, out: Path):
     """What the library makes of the file, as something that can be compared; it raises what the library raises."""
     name, stage = path.name, path.parent
     if stage.name == "progress":
-        progress = ck.Progress(folder=stage, key="interrupted", writes=False)
+        progress = Progress(folder=stage, key="interrupted", writes=False)
         first, second = progress.training("first"), progress.training("second")
         return first.finished() if name == "1-end.safetensors" else second._read(path)
     if name in ("model.safetensors", "structure.json", "masks.safetensors"):
@@ -72,13 +75,13 @@ def what_it_loads(path: Path, out: Path):
         load_snapshots_(found := {0.3: {}}, stage)
         return found
     if name == "row.json":
-        return read_row(read_json(path, "a row")["row"], path)
+        return read_stage_report(read_json(path, "a row")["row"], path)
     if name == "report.json":
-        return [read_row(row, path) for row in read_json(path, "a report")["rows"]]
+        return [read_stage_report(row, path) for row in read_json(path, "a report")["rows"]]
     if name == "recipe.json":
         return read_json(path, "a recipe")
     if stage != out:  # ONNX files and proofs: of a finished stage, by their digest
-        return folder.whole(stage, read_json(stage / "row.json", "a row"))
+        return folder.check_files(stage, read_json(stage / "row.json", "a row"))
     return ck.export.read_metadata(path)
 
 
@@ -212,7 +215,7 @@ def test_checkpoints_of_somebody_who_knows_the_format(run, tmp_path) -> None:
         write_json(tmp_path / "p" / "stage.json", {"key": "interrupted"})
         write_tensors(tmp_path / "p" / "1-4.safetensors", changes, record | {"number": 1})
         task = chains.task()
-        progress = ck.Progress(folder=tmp_path / "p", key="interrupted", every=ck.Every(seconds=None))
+        progress = Progress(folder=tmp_path / "p", key="interrupted", every=ck.Every(seconds=None))
         task = ck.Task(train=task.train, val=task.val, progress=progress)
         with pytest.raises(CompressError):
             ck.fit_(chains.Net(), task, ck.Train(epochs=1), label="second")
@@ -224,7 +227,7 @@ def test_the_checkpoint_before_a_damaged_one(run, caplog) -> None:
     whole = newest.read_bytes(), older.read_bytes()
 
     def latest():
-        progress = ck.Progress(folder=where, key="interrupted", writes=False)
+        progress = Progress(folder=where, key="interrupted", writes=False)
         progress.training("first")
         return progress.training("second").latest()
 
@@ -279,7 +282,7 @@ def test_names_that_lead_out_of_the_folder(run, tmp_path) -> None:
     shutil.copytree(run / "1-train", stage)
     record = read_json(stage / "row.json", "a row")
     with pytest.raises(CheckpointError, match="passwd: not there"):
-        folder.whole(stage, record | {"files": {"../../../../../../etc/passwd": "0" * 64}})
+        folder.check_files(stage, record | {"files": {"../../../../../../etc/passwd": "0" * 64}})
     tensors = read_tensors(stage / "model.safetensors")
     write_tensors(stage / "model.safetensors", {f"../../{name}": value for name, value in tensors.items()})
     with pytest.raises(CheckpointError, match="disagree about|the file lacks"):

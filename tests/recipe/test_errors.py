@@ -82,13 +82,13 @@ def test_frozen_layers_stay_frozen_in_qat() -> None:
 @pytest.mark.parametrize(("freeze", "moves"), [(0, 0), (0.5, 4), (1, 8)])
 def test_every_share_freezes(freeze, moves, monkeypatch) -> None:
     seen = []
-    real = ck.quant.MovingAverage.update
+    real = ck.quant.observers.MovingAverage.update
 
     def counted(self, values):
         seen.append(1)
         real(self, values)
 
-    monkeypatch.setattr(ck.quant.MovingAverage, "update", counted)
+    monkeypatch.setattr(ck.quant.observers.MovingAverage, "update", counted)
     task = images_task(ck, samples=64, batch=8)
     model = build(networks.Chain)
     ck.QAT(epochs=1, freeze=freeze)(model, task)
@@ -128,7 +128,7 @@ def test_padding_by_name(kernel, tmp_path) -> None:
     graph = capture(model, image(2)).module
     x = image(4)
     torch.testing.assert_close(graph(*x), model(*x))
-    assert plan_channels(model, image(2), macs=0.7, round_to=4).remove
+    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4).remove
     quantized = quantize_static(model, [image(16)])
     assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).share == 1.0
 
@@ -137,7 +137,7 @@ def test_depthwise_transposed_convolutions() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, 1, 1), nn.ReLU(), nn.ConvTranspose2d(32, 32, 4, 2, 1, groups=32), nn.ReLU(), nn.Conv2d(32, 4, 1)
     ).eval()
-    ck.prune.apply_(model, plan_channels(model, image(2), macs=0.6))
+    ck.prune.apply_(model, plan_channels(model, image(2), budget=ck.keep(macs=0.6)))
     assert model[2].groups == model[2].in_channels == model[2].out_channels < 32
 
 
@@ -148,7 +148,7 @@ def test_whole_number_images_made_float_inside() -> None:
 
     x = (torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8),)
     model = Bytes().eval()
-    ck.prune.apply_(model, plan_channels(model, x, macs=0.6))
+    ck.prune.apply_(model, plan_channels(model, x, budget=ck.keep(macs=0.6)))
     model(*x)
 
 
@@ -175,12 +175,12 @@ def test_taylor_with_a_second_head_and_dead_channels() -> None:
     with torch.no_grad():
         model.a[1].weight.zero_()
         model.a[1].bias.fill_(-1)
-    ck.Prune(macs=0.6, criterion=taylor, round_to=4)(model, images_task(ck))
+    ck.Prune(budget=ck.keep(macs=0.6), criterion=taylor, round_to=4)(model, images_task(ck))
 
 
 def test_names_that_match_nothing() -> None:
     with pytest.raises(SettingError, match=r"ignore=\['nosuch'\]: no layer"):
-        plan_channels(build(networks.Chain), image(2), macs=0.5, ignore=("nosuch",))
+        plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.5), ignore=("nosuch",))
     with pytest.raises(SettingError, match=r"skip=\['nosuch'\]: no operator"):
         quantize_static(build(networks.Chain), [image(16)], skip=("nosuch",))
 
@@ -188,9 +188,9 @@ def test_names_that_match_nothing() -> None:
 def test_kinds_of_settings() -> None:
     for make, message in (
         (lambda: ck.Train(epochs=1, precision="bf16"), "wanted a policy such as mixed.MASTER_BF16, got 'bf16'"),
-        (lambda: ck.Prune(macs=0.5, criterion="l2"), "wanted a function such as prune.l2, got 'l2'"),
-        (lambda: ck.Prune(macs="0.5"), "in \\(0, 1\\], got '0.5'"),
-        (lambda: plan_channels(build(networks.Chain), image(2), macs=0.5, criterion="l2"), "wanted a function"),
+        (lambda: ck.Prune(budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function such as prune.l2, got 'l2'"),
+        (lambda: ck.Prune(budget=ck.keep(macs="0.5")), "in \\(0, 1\\], got '0.5'"),
+        (lambda: plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function"),
     ):
         with pytest.raises(SettingError, match=message):
             make()
@@ -210,7 +210,7 @@ def test_the_last_step_of_an_epoch_counts_its_batches() -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
     model = nn.Linear(4, 3)
     wanted = copy.deepcopy(model)
-    ck.Train(epochs=1, optimizer=sgd, schedule=ck.constant, accumulate=2)(model, ck.Task(train=batches, val=batches))
+    ck.Train(epochs=1, optimizer=sgd, schedule=ck.lr.Constant(), accumulate=2)(model, ck.Task(train=batches, val=batches))
     plain = sgd(wanted.parameters())
     for part in ((x[:16], y[:16]), (x[16:], y[16:])):
         plain.zero_grad()

@@ -12,6 +12,8 @@ import torch
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, Interrupted
+from compresskit.recipe.folder import locked
+from compresskit.train.progress import Progress, stoppable
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 
@@ -33,7 +35,10 @@ def test_long_runs(name, chain, tmp_path) -> None:
 
 
 def test_a_signal_outside_of_training_ends_at_once(tmp_path) -> None:
-    with pytest.raises(Interrupted, match="stopped by SIGTERM; .* Run the same command again"), ck.progress.stoppable(tmp_path):
+    with (
+        pytest.raises(Interrupted, match="stopped by SIGTERM; .* Run the same command again"),
+        stoppable(tmp_path),
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -41,7 +46,7 @@ def test_one_process_for_a_folder(tmp_path) -> None:
     ready, go = os.pipe(), os.pipe()
 
     def hold():
-        with ck.folder.locked(tmp_path):
+        with locked(tmp_path):
             worker = os.fork()  # a loader's worker outlives its parent for a while
             if worker == 0:
                 os.read(go[0], 1)
@@ -56,12 +61,12 @@ def test_one_process_for_a_folder(tmp_path) -> None:
     os.read(ready[0], 1)
     with (
         pytest.raises(CheckpointError, match=f"in use by another process \\({child}\\); wait for it"),
-        ck.folder.locked(tmp_path),
+        locked(tmp_path),
     ):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with ck.folder.locked(tmp_path):
+    with locked(tmp_path):
         pass
     os.write(go[1], b"x")
 
@@ -79,9 +84,9 @@ def test_loaders_with_workers(settings, tmp_path) -> None:
             return real(self, closure)
 
         loader = torch.utils.data.DataLoader(chains.Augmented(), 16, shuffle=True, **settings)
-        task = ck.Task(train=loader, val=loader, progress=ck.Progress(folder=folder, key="workers"))
+        task = ck.Task(train=loader, val=loader, progress=Progress(folder=folder, key="workers"))
         model = chains.Net()
-        with pytest.MonkeyPatch.context() as patch, ck.progress.stoppable(folder) as task.progress.stop:
+        with pytest.MonkeyPatch.context() as patch, stoppable(folder) as task.progress.stop:
             patch.setattr(ck.mixed.Run, "step", step)
             return ck.Train(epochs=3, optimizer=chains.sgd)(model, task)
 
@@ -112,7 +117,7 @@ def test_a_loader_that_cannot_be_replayed_is_told(tmp_path) -> None:
                 raise KeyboardInterrupt
 
         loader = Own()
-        progress = ck.Progress(folder=tmp_path / "p", key="own", every=ck.Every(seconds=None, steps=2))
+        progress = Progress(folder=tmp_path / "p", key="own", every=ck.Every(seconds=None, steps=2))
         task = ck.Task(train=loader, val=loader, progress=progress)
         ck.fit_(chains.Net(), task, ck.Train(epochs=1), after_step=[stop])
 

@@ -30,6 +30,8 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.graph.capture import capture
+from compresskit.measure import latency
 
 NET = build(networks.Chain)
 TRAIN = ck.Train(epochs=1)
@@ -54,14 +56,18 @@ BAD = {
     "save by a number": (lambda: ck.Recipe(TRAIN, save=60), SettingError, r"wanted Every\(seconds=...\), got 60"),
     "a stage that is none": (lambda: ck.Recipe("train"), SettingError, "wanted stages such as Train"),
     "prune after QAT": (
-        lambda: ck.Recipe(TRAIN, ck.QAT(epochs=1), ck.Prune(macs=0.5)),
+        lambda: ck.Recipe(TRAIN, ck.QAT(epochs=1), ck.Prune(budget=ck.keep(macs=0.5))),
         StageOrderError,
         "a legal order is Train, Prune, QAT",
     ),
     "quantize twice": (lambda: ck.Recipe(ck.QAT(epochs=1), ck.StaticQuant()), StageOrderError, "needs a float model"),
-    "cut after masks": (lambda: ck.Recipe(ck.Sparsify(ratio=0.5), ck.Prune(macs=0.5)), StageOrderError, "needs a dense model"),
+    "cut after masks": (
+        lambda: ck.Recipe(ck.Sparsify(budget=ck.remove(weights=0.5)), ck.Prune(budget=ck.keep(macs=0.5))),
+        StageOrderError,
+        "needs a dense model",
+    ),
     "rewind to nothing": (
-        lambda: ck.Recipe(ck.Sparsify(ratio=0.5, finetune=TRAIN, rewind=prune.rewind())),
+        lambda: ck.Recipe(ck.Sparsify(budget=ck.remove(weights=0.5), finetune=TRAIN, rewind=prune.rewind())),
         StageOrderError,
         "put a Train or Distill before it",
     ),
@@ -89,7 +95,26 @@ BAD = {
         SettingError,
         "wanted a function, got SGD",
     ),
-    "a schedule of numbers": (lambda: ck.Train(epochs=1, schedule=[0.1]), SettingError, "wanted a function, got list"),
+    "a schedule of numbers": (
+        lambda: ck.Train(epochs=1, schedule=[0.1]),
+        SettingError,
+        r"wanted a learning-rate schedule .* got \[0.1\]",
+    ),
+    "a schedule that is a function": (
+        lambda: ck.Train(epochs=1, schedule=lambda done: 1 - done),
+        SettingError,
+        r"wrap a function \(done\) -> factor in lr.Function",
+    ),
+    "an objective that is no Objective": (
+        lambda: fit(how=ck.Train(epochs=1, objective=type("Custom", (), {"__call__": None, "bind": None, "close": None})())),
+        SettingError,
+        "Custom has bind, close but is no Objective; subclass ck.Objective",
+    ),
+    "an objective that is no function": (
+        lambda: fit(how=ck.Train(epochs=1, objective="mse")),
+        SettingError,
+        "wanted an Objective or a function .* got str",
+    ),
     "an unknown backend": (
         lambda: ck.Train(epochs=1, backend="fused"),
         SettingError,
@@ -148,36 +173,56 @@ BAD = {
         DataError,
         "the metric is nan on the validation set",
     ),
-    "images of another size": (lambda: ck.capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
-    "latency of no rounds": (lambda: ck.latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
-    "prune to nothing": (lambda: ck.Prune(macs=0.0), SettingError, r"the share that stays, in \(0, 1\], got 0.0"),
-    "prune by two": (
-        lambda: ck.Prune(macs=0.5, ratio=0.5),
+    "images of another size": (lambda: capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
+    "latency of no rounds": (lambda: latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
+    "prune to nothing": (
+        lambda: ck.Prune(budget=ck.keep(macs=0.0)),
         SettingError,
-        "wanted exactly one of macs, parameters, bytes, latency, ratio",
+        r"the fraction that stays, in \(0, 1\], got 0.0",
     ),
-    "a criterion by name": (lambda: ck.Prune(macs=0.5, criterion="l1"), SettingError, "wanted a function such as prune.l2"),
-    "steps of half": (lambda: ck.Prune(macs=0.5, steps=0.5), SettingError, r"wanted a whole number, got 0.5"),
-    "between nothing": (lambda: ck.Prune(macs=0.5, between=TRAIN), SettingError, "there is nothing between the cuts of one step"),
-    "ratios that are none": (lambda: ck.Prune(macs=0.5, ratios=[0.5]), SettingError, r"Prune\(ratios=...\): wanted Mapping"),
+    "prune by two": (
+        lambda: ck.Prune(budget=ck.keep(macs=0.5, channels=0.5)),
+        SettingError,
+        "wanted exactly one of macs, parameters, bytes, latency, channels, weights",
+    ),
+    "a criterion by name": (
+        lambda: ck.Prune(budget=ck.keep(macs=0.5), criterion="l1"),
+        SettingError,
+        "wanted a function such as prune.l2",
+    ),
+    "steps of half": (lambda: ck.Prune(budget=ck.keep(macs=0.5), steps=0.5), SettingError, r"wanted a whole number, got 0.5"),
+    "between nothing": (
+        lambda: ck.Prune(budget=ck.keep(macs=0.5), between=TRAIN),
+        SettingError,
+        "there is nothing between the cuts of one step",
+    ),
+    "ratios that are none": (
+        lambda: ck.Prune(budget=ck.keep(macs=0.5), ratios=[0.5]),
+        SettingError,
+        r"Prune\(ratios=...\): wanted Mapping",
+    ),
     "an unknown layer": (
-        lambda: prune.plan_channels(NET, image(2), macs=0.5, ignore=("nosuch",)),
+        lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), ignore=("nosuch",)),
         SettingError,
         r"ignore=\['nosuch'\]",
     ),
     "a plan that is none": (lambda: prune.Plan.from_json({"remove": 3}), CheckpointError, "not a pruning plan"),
-    "a ratio above one": (lambda: ck.Sparsify(ratio=1.5), SettingError, "got 1.5"),
+    "a ratio above one": (lambda: ck.Sparsify(budget=ck.remove(weights=1.5)), SettingError, "got 1.5"),
     "a pattern by name": (
-        lambda: ck.Sparsify(ratio=0.5, pattern="2:4"),
+        lambda: ck.Sparsify(budget=ck.remove(weights=0.5), pattern="2:4"),
         SettingError,
         r"wanted a pattern such as prune.NM\(2, 4\), got '2:4'",
     ),
     "a schedule without training": (
-        lambda: ck.Sparsify(ratio=0.5, schedule=prune.cubic),
+        lambda: ck.Sparsify(budget=ck.remove(weights=0.5), schedule=prune.schedules.Cubic()),
         SettingError,
         "it is part of a training; pass finetune=",
     ),
-    "no rounds": (lambda: ck.LotteryTicket(ratio=0.5, train=TRAIN, rounds=0), SettingError, "a whole number >= 1, got 0"),
+    "no rounds": (
+        lambda: ck.LotteryTicket(budget=ck.remove(weights=0.5), train=TRAIN, rounds=0),
+        SettingError,
+        "a whole number >= 1, got 0",
+    ),
     "rewind past the end": (lambda: prune.rewind(to=1.0), SettingError, r"wanted a share of the training, in \[0, 1\), got 1.0"),
     "no teacher": (
         lambda: fit(how=ck.Train(epochs=1, objective=ck.imitate())),
@@ -189,7 +234,7 @@ BAD = {
         ModelError,
         "put it in eval mode if it is",
     ),
-    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.hint]), SettingError, r"wanted Terms, got function"),
+    "terms that are none": (lambda: ck.imitate(NET, terms=[distill.losses.hint]), SettingError, r"wanted Terms, got function"),
     "terms without a list": (lambda: ck.imitate(NET, terms=3), SettingError, "wanted a list of Terms, got int"),
     "temperature zero": (lambda: ck.imitate(NET, temperature=0), SettingError, "wanted a positive number, got 0"),
     "both weights zero": (lambda: ck.imitate(NET, weight=0, task_weight=0), SettingError, "nothing would be learned"),
@@ -214,7 +259,7 @@ BAD = {
         SettingError,
         r"StaticQuant\(samples=...\): wanted a whole number, got 'all'",
     ),
-    "momentum of zero": (lambda: quant.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
+    "momentum of zero": (lambda: quant.observers.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
     "a half model": (
         lambda: mixed.prepare(build(networks.Chain).half(), torch.optim.SGD(NET.parameters(), lr=1)),
         CompressError,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
+from compresskit.measure import latency
 
 pytestmark = [pytest.mark.slow]
 DATA = Path(os.environ.get("COMPRESSKIT_DATA", "data"))
@@ -71,7 +72,7 @@ def test_resnet18_runs_in_integers(tmp_path) -> None:
     assert audit.operators["Conv"] == (20, 20)
     assert audit.operators["Add"] == (8, 8)
     assert audit.operators["Gemm"] == (1, 1)
-    fast, slow = ck.latency([path, ck.export_onnx(model, tmp_path / "f.onnx", x)], (x[0][:1],), seconds=3)
+    fast, slow = latency([path, ck.export_onnx(model, tmp_path / "f.onnx", x)], (x[0][:1],), seconds=3)
     assert fast < 0.5 * slow
 
 
@@ -126,7 +127,7 @@ def test_torchvision_prunes(name) -> None:
     model = settled(torchvision.models.get_model(name), 64)
     x = (torch.randn(2, 3, 64, 64),)
     before = ck.count_macs(model, x)
-    plan = ck.prune.plan_channels(model, x, macs=0.6)
+    plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.6))
     ck.prune.apply_(model, plan)
     assert ck.count_macs(model, x) <= 0.6 * before
     model.train()(x[0].repeat(2, 1, 1, 1)).sum().backward()
@@ -146,7 +147,11 @@ def test_resnet20_keeps_its_zeros_to_int8(tmp_path, precision) -> None:
     task = ck.Task(train=batches, val=batches)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
     recipe = ck.Recipe(
-        ck.Sparsify(ratio=0.9, schedule=ck.prune.cubic, finetune=ck.Train(epochs=2, optimizer=sgd, precision=precision)),
+        ck.Sparsify(
+            budget=ck.remove(weights=0.9),
+            schedule=ck.prune.schedules.Cubic(),
+            finetune=ck.Train(epochs=2, optimizer=sgd, precision=precision),
+        ),
         ck.Distill(epochs=1, optimizer=sgd, precision=precision),
         ck.QAT(epochs=1),
         export="last",
@@ -182,6 +187,6 @@ def test_resnet20_at_half_the_macs() -> None:
     model = CifarResNet(20)
     model.load_state_dict(load_file(next((DATA / "cifar10_resnet").glob("resnet20-jpeg*.safetensors"))))
     before = ck.count_macs(model, task.example())
-    pruned = ck.Prune(macs=0.5)(model.eval(), task)
+    pruned = ck.Prune(budget=ck.keep(macs=0.5))(model.eval(), task)
     assert ck.count_macs(pruned, task.example()) <= 0.5 * before
     assert ck.evaluate(pruned, task) > 0.66

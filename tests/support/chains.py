@@ -13,8 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import mixed, prune, quant
-from compresskit.distill import Contrast, Term, embed, mutual, numbered, pseudo_label
+from compresskit.distill import Term, indexed_loader, mutual, pseudo_label
+from compresskit.distill.losses import CRDLoss, projection_heads
 from compresskit.distill.models.teacher import EMA
+from compresskit.measure import latency
+from compresskit.recipe import engine
 from compresskit.train.progress import Every
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -64,7 +67,8 @@ def long(*, save=None, export="last"):
     return ck.Recipe(
         ck.Train(epochs=2, optimizer=adamw, precision=mixed.MASTER_BF16, clip=1.0, accumulate=2),
         ck.Distill(student=partial(Net, 12), epochs=1, optimizer=sgd, generations=2),
-        ck.Prune(macs=0.6, steps=2, round_to=2, between=ck.Train(epochs=1, optimizer=sgd, objective=ck.imitate(EMA(decay=0.9))),
+        ck.Prune(budget=ck.keep(macs=0.6), steps=2, round_to=2,
+                 between=ck.Train(epochs=1, optimizer=sgd, objective=ck.imitate(EMA(decay=0.9))),
                  finetune=ck.Train(epochs=1, optimizer=sgd, objective=mutual(Net(8)))),
         ck.QAT(epochs=2, optimizer=sgd, samples=64, freeze=0.6),
         save=save or Every(seconds=None, steps=2), export=export,
@@ -75,10 +79,11 @@ def sparse(*, save=None, export="last"):
     """Masks that grow on a schedule, a lottery ticket that rewinds, learned scales under masks."""
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.SPLIT_BF16),
-        ck.Sparsify(ratio=0.6, schedule=prune.cubic, updates=6, regrow=0.2, criterion=prune.taylor,
-                    finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
+        ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=6, regrow=0.2,
+                    criterion=prune.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
         ck.Densify(),
-        ck.LotteryTicket(ratio=0.5, rounds=2, rewind=prune.rewind(to=0.3), train=ck.Train(epochs=1, optimizer=sgd)),
+        ck.LotteryTicket(budget=ck.remove(weights=0.5), rounds=2, rewind=prune.rewind(to=0.3),
+                         train=ck.Train(epochs=1, optimizer=sgd)),
         ck.QAT(epochs=1, optimizer=sgd, samples=64, learned=True),
         save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
@@ -91,10 +96,11 @@ def taught(*, save=None, export="last"):
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd),
         ck.Train(epochs=1, optimizer=sgd, objective=ck.imitate(
-            teacher, terms=[Term(Contrast(samples=96, negatives=16), "inner", adapt=partial(embed, width=8))])),
+            teacher, terms=[Term(CRDLoss(samples=96, negatives=16), "inner", adapt=partial(projection_heads, width=8))])),
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.KAHAN_BF16, objective=pseudo_label(teacher, unlabelled, threshold=0.1)),
-        ck.Prune(macs=0.6, round_to=2, learn=ck.Train(epochs=1, optimizer=sgd, objective=prune.group_lasso(strength=1e-4))),
-        ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.HistogramMSE, 8), freeze=0.8),
+        ck.Prune(budget=ck.keep(macs=0.6), round_to=2,
+                 learn=ck.Train(epochs=1, optimizer=sgd, objective=prune.group_lasso(strength=1e-4))),
+        ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.observers.HistogramMSE, 8), freeze=0.8),
         save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
 
@@ -110,9 +116,10 @@ def short(*, save=None, export="last"):
 
 def run(name, out, **settings):
     torch.set_num_threads(1)
+    engine.latency = partial(latency, seconds=0.02)  # of a second for each file
     torch.manual_seed(0)
     if name == "taught":
-        return taught(**settings).run(Net(), task(loader=numbered), out)
+        return taught(**settings).run(Net(), task(loader=indexed_loader), out)
     return {"long": long, "sparse": sparse, "short": short}[name](**settings).run(Net(), task(), out)
 
 

@@ -29,6 +29,12 @@ def quantize(x, scale, zero_point, low, high):
     return np.clip(np.rint(x / scale) + np.asarray(zero_point), low, high)
 
 
+def sqnr(exact, rounded):
+    """Signal-to-quantization-noise ratio in dB."""
+    exact, rounded = (np.asarray(v, dtype=np.float64) for v in (exact, rounded))
+    return float(10 * np.log10((exact**2).sum() / ((exact - rounded) ** 2).sum()))
+
+
 def masked_forward(model: nn.Module, inputs, readers: dict[str, tuple[int, list[int]]]):
     """The model's output when the named layers read zeros in the given channels (dim 1, or the last for a linear layer)."""
     handles = []
@@ -104,7 +110,7 @@ def jsd(student, teacher, beta, temperature):
     return temperature**2 * np.mean(total)
 
 
-def standardized(student, teacher, temperature):
+def standardized_soft_targets(student, teacher, temperature):
     """Soft targets of z-scores, with the sample standard deviation."""
 
     def z(x):
@@ -170,7 +176,7 @@ def hcl(student, teacher, levels):
     return value / total
 
 
-def cosine(student, teacher):
+def cosine_distance(student, teacher):
     """1 - cosine along the last axis."""
     s, t = array64(student), array64(teacher)
     return np.mean(1 - (s * t).sum(-1) / np.linalg.norm(s, axis=-1) / np.linalg.norm(t, axis=-1))
@@ -193,7 +199,7 @@ def relation_kl(student, teacher):
     return attention_kl(*map(torch.from_numpy, scores))
 
 
-def similarity(student, teacher):
+def similarity_preserving(student, teacher):
     """Row-normalized Gram matrices."""
     grams = []
     for x in (student, teacher):

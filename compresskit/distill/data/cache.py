@@ -13,7 +13,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +25,24 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import CheckpointError, DataError, SettingError
 from compresskit.base.files import FORMAT, read_json, write_json
 from compresskit.base.task import Inputs, Task, batch_size
-from compresskit.distill.losses.common import positive, weighted_mean
+from compresskit.distill.losses.common import check_positive
+from compresskit.distill.losses.top_k import TopK, top_k
 from compresskit.distill.models.teacher import Seen, Teacher
 
 INFO = "cache.json"
 STORED = {torch.float16: np.float16, torch.float32: np.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopK:
-    """The k largest logits of each row, and what the others weigh together at one temperature.
-
-    values, index: (N, k, ...), logits less the row's largest, and their classes; rest: (N, 1, ...), logsumexp(others / T).
-    """
-
-    values: Tensor
-    index: Tensor
-    rest: Tensor
-    shape: torch.Size
-    temperature: float
-
-
-def top_k(logits: Tensor, k: int, *, temperature: float = 4.0) -> TopK:
-    """The k largest of logits (N, C, ...), k < C."""
-    if not 1 <= k < logits.shape[1]:
-        raise SettingError(f"top_k(k=...): wanted 1..{logits.shape[1] - 1} of {logits.shape[1]} classes, got {k}")
-    z = logits.detach().float()
-    z = z - z.amax(1, keepdim=True)
-    values, index = z.topk(k, dim=1)
-    rest = (z / temperature).scatter(1, index, -torch.inf).logsumexp(1, keepdim=True)
-    return TopK(values=values, index=index, rest=rest, shape=logits.shape, temperature=temperature)
-
-
-def top_soft_targets(student: Tensor, teacher: TopK, *, weight: Tensor | None = None) -> Tensor:
-    """T^2 KL over the k classes and one bucket of all others: a lower bound of `soft_targets` that is exact for what is kept.
-
-    student: logits (N, C, ...).
-    """
-    if student.shape != teacher.shape:
-        raise DataError(f"top_soft_targets: student has shape {tuple(student.shape)}, the teacher {tuple(teacher.shape)}")
-    t = teacher.temperature
-    z = student.float() / t
-    others = z.scatter(1, teacher.index, -torch.inf).logsumexp(1, keepdim=True)
-    log_q = torch.cat([z.gather(1, teacher.index), others], 1).log_softmax(1)
-    log_p = torch.cat([teacher.values.float() / t, teacher.rest.float()], 1).log_softmax(1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(1)
-    return weighted_mean("top_soft_targets", kl, weight) * t**2
-
-
-def fingerprint(model: nn.Module) -> str:
+def model_digest(model: nn.Module) -> str:
     """A digest of a model's class and of every number in its state."""
     digest = hashlib.blake2b(type(model).__qualname__.encode(), digest_size=16)
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(_rows(value.reshape(1, -1)).tobytes())
+        digest.update(_row_bytes(value.reshape(1, -1)).tobytes())
     return digest.hexdigest()
 
 
-def _rows(values: Tensor) -> np.ndarray[Any, Any]:
+def _row_bytes(values: Tensor) -> np.ndarray[Any, Any]:
     """The bytes of each row, (N, bytes)."""
     return values.detach().cpu().contiguous().view(torch.uint8).reshape(len(values), -1).numpy()
 
@@ -94,7 +54,7 @@ def _keys(inputs: Inputs) -> np.ndarray[Any, Any]:
     digests = [hashlib.blake2b(digest_size=16) for _ in range(count)]
     for tensor in tensors:
         head = f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode()
-        for digest, row in zip(digests, _rows(tensor), strict=True):
+        for digest, row in zip(digests, _row_bytes(tensor), strict=True):
             digest.update(head)
             digest.update(row)
     return np.frombuffer(b"".join(d.digest() for d in digests), np.uint64).reshape(-1, 2)
@@ -172,7 +132,7 @@ def cache(
     others, which serves `soft_targets` of that temperature alone. dtype: of the numbers on disk. views: passes over the data,
     for a loader that augments by a seed that it replays in training. Logits are kept less their row's largest.
     """
-    positive("cache", "temperature", temperature)
+    check_positive("cache", "temperature", temperature)
     if dtype not in STORED:
         raise SettingError(f"cache(dtype=...): wanted torch.float16 or torch.float32, got {dtype}")
     if views < 1:
@@ -181,7 +141,7 @@ def cache(
     asked = (teacher if isinstance(teacher, Teacher) else Teacher(teacher)).to(task.device)
     record = {
         "format": FORMAT,
-        "teacher": fingerprint(asked),
+        "teacher": model_digest(asked),
         "label": asked.label,
         "top": top,
         "temperature": temperature,

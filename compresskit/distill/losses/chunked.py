@@ -1,4 +1,4 @@
-"""Soft targets for large vocabularies: a few rows at a time, one gradient in the student's dtype and nothing else kept."""
+"""`soft_targets` for large vocabularies: computed a few rows at a time, with one stored gradient in the student's dtype."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.distill.losses.common import positive, same_shape
+from compresskit.distill.losses.common import check_positive, check_same_shape
 
-#: The stored gradient |q - p| <= 1 is kept this much larger, so that in fp16 a vocabulary's tail stays a normal number.
-GUARD = 4096.0
+#: The stored gradient |q - p| <= 1 is multiplied by this, so that in fp16 the tail of a vocabulary stays a normal number.
+GRADIENT_SCALE = 4096.0
 
 
 class _ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, temperature: float, chunk: int) -> Tensor:
         total = torch.zeros((), dtype=torch.float64 if student.device.type == "cpu" else torch.float32, device=student.device)
-        wanted = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(student) if wanted else None
+        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
         for start in range(0, len(student), chunk):
             part = slice(start, start + chunk)
             (s, q, log_s), (t, p, log_t) = (_softmax(v[part], temperature) for v in (student, teacher))
@@ -28,18 +27,18 @@ class _ChunkedKL(torch.autograd.Function):
             t.sub_(s).mul_(p)
             total += (w * (t.sum(1) + (log_s - log_t))).sum()
             if gradient is not None:
-                gradient[part] = q.sub_(p).mul_(w.unsqueeze(1) * GUARD)
-        share = temperature / weight.sum().clamp(min=1e-30)
+                gradient[part] = q.sub_(p).mul_(w.unsqueeze(1) * GRADIENT_SCALE)
+        scale = temperature / weight.sum().clamp(min=1e-30)
         ctx.chunk = chunk
         if gradient is not None:
-            ctx.save_for_backward(gradient, share)
-        return (total * share * temperature).float()
+            ctx.save_for_backward(gradient, scale)
+        return (total * scale * temperature).float()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        gradient, share = ctx.saved_tensors
-        factor = outer[0].float() * share / GUARD
+        gradient, scale = ctx.saved_tensors
+        factor = outer[0].float() * scale / GRADIENT_SCALE
         if gradient.dtype == torch.float32:
             gradient.mul_(factor)
         else:
@@ -49,7 +48,7 @@ class _ChunkedKL(torch.autograd.Function):
 
 
 def _softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Shifted logits, their softmax and the log of its sum, (rows, C), (rows, C), (rows,), from one exponential."""
+    """Shifted logits (rows, C), their softmax (rows, C) and the log of its denominator (rows,), from one exponential."""
     z = logits.float() / temperature
     z -= z.amax(1, keepdim=True)
     p = z.exp()
@@ -67,16 +66,25 @@ def chunked_soft_targets(
     dim: int = 1,
     chunk: int = 8,
 ) -> Tensor:
-    """`soft_targets` and its gradient, `chunk` rows at a time; for vocabularies, where the plain one keeps five copies.
+    """Compute `soft_targets` and its gradient `chunk` rows at a time, for vocabularies, where the plain loss keeps five copies.
 
-    student, teacher: logits (N, C, ...), classes in `dim`; weight: shape of the logits without the classes. Beside its inputs
-    it holds one gradient of the student's shape and dtype, which the backward pass scales in place and hands over; a second
-    backward pass through the same value is therefore refused by autograd.
+    Beside its inputs it holds one gradient of the student's shape and dtype. The backward pass scales it in place and returns
+    it, so autograd refuses a second backward pass through the same value.
+
+    Args:
+        student, teacher: logits (N, C, ...), classes in `dim`, any floating dtype.
+        temperature: T, a positive number.
+        weight: weights of the positions, in the shape of the logits without the classes.
+        dim: the dimension of the classes.
+        chunk: rows that are computed at once; fewer rows take less memory.
+
+    Returns: an fp32 scalar.
+    Raises: DataError for shapes that do not fit; SettingError for a temperature or a chunk that is not positive.
     """
-    positive("chunked_soft_targets", "temperature", temperature)
+    check_positive("chunked_soft_targets", "temperature", temperature)
     if chunk < 1:
         raise SettingError(f"chunked_soft_targets(chunk=...): wanted a whole number >= 1, got {chunk}")
-    same_shape("chunked_soft_targets", student, teacher)
+    check_same_shape("chunked_soft_targets", student, teacher)
     if student.ndim < 2 or not -student.ndim <= dim < student.ndim:
         raise DataError(f"chunked_soft_targets: wanted logits with classes in dim {dim}, got {tuple(student.shape)}")
     s, t = (v.movedim(dim, -1) for v in (student, teacher.detach()))

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.task import Losses, Task, call
-from compresskit.distill.data.cache import Cached, TopK, top_soft_targets
-from compresskit.distill.data.indexed import numbers_of
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.packing import Resumable
+from compresskit.base.task import Task, call
+from compresskit.distill.data.cache import Cached
+from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
+from compresskit.distill.losses.top_k import TopK, top_k_soft_targets
 from compresskit.distill.models.taps import tapped
 from compresskit.distill.models.teacher import AnyTeacher, Source, as_source
+from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight
 from compresskit.distill.objectives.mixup import mixup
 from compresskit.distill.objectives.terms import (
     DistillLoss,
@@ -29,9 +33,8 @@ from compresskit.distill.objectives.terms import (
     takes,
     term_losses,
 )
-from compresskit.distill.objectives.warm_up import Weight, check_weight_setting
 from compresskit.graph.surgery import mode
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Clock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imitate:
+class Imitate(Objective):
     """See `imitate`. Bound to a task it holds the frozen teacher, in eval mode; the student never sees it as a submodule.
 
     What binding put on the student (adapters, if any term has one) `close()` takes off again.
@@ -50,7 +53,7 @@ class Imitate:
 
     teacher: AnyTeacher | None
     loss: DistillLoss
-    weight: Weight
+    weight: LossWeight
     task_weight: float
     terms: tuple[Term, ...] = ()
     classes: int | None = None
@@ -122,7 +125,7 @@ class Imitate:
     def resume_state(self) -> dict[str, Any]:
         """What the teacher and losses with a memory must remember; adapters are on the student."""
         holders = [self.source, *(link.loss for link in self.links)]
-        return {"parts": [getattr(holder, "resume_state", lambda: None)() for holder in holders]}
+        return {"parts": [holder.resume_state() if isinstance(holder, Resumable) else None for holder in holders]}
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
@@ -152,7 +155,7 @@ class Imitate:
                 f"imitate(): a cache of the top {source.top} serves soft targets at temperature {source.temperature} alone;"
                 f" pass temperature={source.temperature} and no other loss of the predictions, or cache whole rows (top=None)"
             )
-        return top_soft_targets
+        return top_k_soft_targets
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task, source = self.task, self.source
@@ -167,7 +170,7 @@ class Imitate:
         losses: Losses = {}
         if opinion is not None:
             student, teacher = (self.cut(predictions), features), (self.cut(opinion[0]), opinion[1])
-            known = {"target": lambda term: target, "index": lambda term: numbers_of(batch, term)}
+            known = {"target": lambda term: target, "index": lambda term: sample_indices(batch, term)}
             losses |= term_losses(self.links, self.adapters, student, teacher, self.clock.done, **known)
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, predictions, target)
@@ -180,7 +183,7 @@ def imitate(
     terms: Sequence[Term] = (),
     loss: DistillLoss | None = None,
     temperature: float = 4.0,
-    weight: Weight = 0.9,
+    weight: LossWeight = 0.9,
     task_weight: float = 0.1,
     classes: int | None = None,
     mixup: float = 0.0,
@@ -194,12 +197,12 @@ def imitate(
         the terms alone.
     loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; soft targets at
         `temperature` where nothing is given.
-    weight: a number, or a function of the share of the training that is done, such as `warm_up`.
+    weight: a number, or a function of the share of the training that is done, such as `linear_warmup`.
     classes: compare the first so many classes alone, for vocabularies that are padded to different sizes.
     mixup: alpha of the mixture that both networks see, 1 for a uniform one (patient and consistent teaching, Beyer et al.,
         2106.05237): with weight=1, task_weight=0 and no other augmentation than crops and flips it is their recipe.
     """
-    check_weight_setting("imitate", weight)
+    check_loss_weight("imitate", weight)
     if task_weight < 0:
         raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
     if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.task import Inputs, Losses, Task, call
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.task import Inputs, Task, call
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.terms import DistillLoss, attach_, drop_adapters_
 from compresskit.graph.surgery import mode
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutual:
+class Mutual(Objective):
     """See `mutual`. Once bound, `peers` are copies that the student carries while it is trained; `close()` takes them off."""
 
     peers: tuple[nn.Module, ...]

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.objective import Losses, Objective
 from compresskit.base.randomness import forked
-from compresskit.base.task import Inputs, Losses, Task, call, to_device
+from compresskit.base.task import Inputs, Task, call, to_device
 from compresskit.distill.losses.logits import hard_targets
 from compresskit.distill.models.teacher import AnyTeacher, Source, as_source
 from compresskit.distill.objectives.terms import DistillLoss
 from compresskit.graph.surgery import mode
 from compresskit.train.cursor import Feed
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 
 class Endless:
@@ -47,7 +48,7 @@ class Endless:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PseudoLabel:
+class PseudoLabel(Objective):
     """See `pseudo_label`. Bound to a task it holds the frozen teacher, in eval mode."""
 
     teacher: AnyTeacher | None

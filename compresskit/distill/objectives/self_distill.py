@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.task import Losses, Task, call
-from compresskit.distill.losses.common import positive
+from compresskit.base.objective import Losses, Objective
+from compresskit.base.task import Task, call
+from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.models.taps import feature, find_taps, tapped
 from compresskit.distill.objectives.terms import attach_, drop_adapters_
 from compresskit.graph.surgery import mode
-from compresskit.train.train import supervised_loss
+from compresskit.train.objective import supervised_loss
 
 Head = Callable[[Tensor, Tensor], nn.Module]
 
@@ -49,7 +50,7 @@ def pooled_head(features: Tensor, predictions: Tensor) -> PooledHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfDistill:
+class SelfDistill(Objective):
     """See `self_distill`. Once bound, the student carries the heads while it is trained; `close()` takes them off."""
 
     taps: tuple[str, ...]
@@ -107,7 +108,7 @@ def self_distill(*taps: str, head: Head = pooled_head, temperature: float = 3.0,
     """
     if not taps:
         raise SettingError("self_distill(): wanted the names of at least one module, such as self_distill('layer1', 'layer2')")
-    positive("self_distill", "temperature", temperature)
+    check_positive("self_distill", "temperature", temperature)
     if not 0 < weight <= 1:
         raise SettingError(f"self_distill(weight=...): wanted a number in (0, 1], got {weight}")
     if not callable(head):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
-from compresskit.base.task import Losses
+from compresskit.base.objective import Losses
 from compresskit.distill.models.taps import feature, find_taps
-from compresskit.distill.objectives.warm_up import Weight, check_weight_setting, weight_at
+from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight, weight_at
 
 DistillLoss = Callable[..., Tensor]
 Adapt = Callable[[Any, Any], nn.Module]
@@ -39,22 +39,22 @@ class Term:
     """weight * loss(student's feature, teacher's feature).
 
     loss: `(student, teacher) -> scalar`; one with a parameter called `target`, such as `dkd`, is given the labels too, and one
-        with `index` the numbers of the samples, see `numbered`. A loss with a memory is a setting whose `start(student, teacher)`
-        makes it from an example's features, anew for every training, such as `Contrast`.
+        with `index` the samples' indices, see `indexed_loader`. A loss with a memory is a setting whose `start(student, teacher)`
+        makes it from an example's features, anew for every training, such as `CRDLoss`.
     student_tap, teacher_tap: names or globs of modules, see `find_taps`; a glob stands for as many terms as it has matches, and
-        both must have the same number. A tuple of names is one term, whose loss is given a tuple of features, such as `review`.
+        both must have the same number. A tuple of names is one term, whose loss is given a tuple of features, such as `reviewkd`.
         No student tap: the predictions. No teacher tap: the student's.
-    weight: a number, or a function of the share of the training that is done, such as `partial(warm_up, over=0.1)`.
+    weight: a number, or a function of the share of the training that is done, such as `partial(linear_warmup, over=0.1)`.
     adapt: `(student's feature, teacher's feature) -> module`, such as `project`: made from one example, applied to the student's
-        feature, trained along with the student and dropped at the end. Its method `teacher`, if it has one, is applied to the
-        teacher's feature.
+        feature, trained along with the student and dropped at the end. Its method
+        `adapt_teacher`, if it has one, is applied to the teacher's feature.
     """
 
     loss: DistillLoss
     student_tap: str | tuple[str, ...] | None = None
     teacher_tap: str | tuple[str, ...] | None = None
     _: KW_ONLY
-    weight: Weight = 1.0
+    weight: LossWeight = 1.0
     adapt: Adapt | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Term:
             value = getattr(self, name)
             if not callable(value) and not (name == "adapt" and value is None) and not hasattr(value, "start"):
                 raise SettingError(f"Term({name}=...): wanted a function, got {type(value).__name__}")
-        check_weight_setting("Term", self.weight)
+        check_loss_weight("Term", self.weight)
         if self.student_tap is None and (self.teacher_tap is not None or self.adapt is not None):
             raise SettingError("Term(): a teacher_tap or adapt without a student_tap; name the student's module too")
 
@@ -73,7 +73,7 @@ class Link:
 
     name: str
     loss: DistillLoss
-    weight: Weight
+    weight: LossWeight
     student: tuple[str, ...] = ()
     teacher: tuple[str, ...] = ()
     several: bool = False
@@ -174,7 +174,7 @@ def adapted(adapter: nn.Module, student: Any, teacher: Any) -> tuple[Any, Any]:
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) else tuple(v.to(dtype) for v in value)
 
-    theirs = getattr(adapter, "teacher", None)
+    theirs = getattr(adapter, "adapt_teacher", None)
     return adapter(cast(student)), teacher if theirs is None else theirs(cast(teacher))
 
 

@@ -8,13 +8,14 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, Task
 from compresskit.measure import count_macs
-from compresskit.prune.channels.budget import Limits, Target
 from compresskit.prune.channels.normalize import Normalizer, by_mean
 from compresskit.prune.channels.ranking import Ranking, cost_aware
+from compresskit.prune.channels.resources import PRUNABLE, Limits, measured_quantity
 from compresskit.prune.channels.select import Cutter
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.scores import score_
@@ -25,15 +26,12 @@ from compresskit.prune.structure.trial import TrialRepair
 NO_RATIOS: Mapping[str, float] = MappingProxyType({})
 
 
+@takes_budget
 def plan_channels(
     model: nn.Module,
     example: AnyInputs,
+    budget: Budget,
     *,
-    macs: float | None = None,
-    parameters: float | None = None,
-    bytes: float | None = None,
-    latency: float | None = None,
-    ratio: float | None = None,
     criterion: Criterion = l2,
     ranking: Ranking = cost_aware,
     normalize: Normalizer = by_mean,
@@ -50,10 +48,9 @@ def plan_channels(
 
     Args:
         model, example: a float model, recorded in eval mode, and its inputs.
-        macs, parameters, bytes, latency: share that stays, in (0, 1]; give exactly one of these, or `ratio`. The plan comes out
-            at or just below it, as far as the widths allow. `bytes` are those of the ONNX file; `latency` is that of ONNX Runtime
-            for one sample, candidates being exported and run in turn with the dense model until one is as fast as wanted.
-        ratio: share of all channels that can be cut which goes, in [0, 1).
+        budget: how much stays: `ck.keep(macs=0.5)`, or of the parameters, bytes, latency or channels; see `Budget`. The plan is
+            at or just below it, as far as the widths allow. For bytes and latency, candidates are exported and measured; for
+            latency they run in turn with the dense model until one is fast enough.
         criterion: scores channels.
         ranking: which group is cut next, see `compresskit.prune.channels.ranking`.
         normalize: makes the scores of groups comparable, for rankings that compare them (`pooled`, `isomorphic`).
@@ -69,22 +66,21 @@ def plan_channels(
     The plan is proved on a copy before it is handed back: removed equals zeroed, in float64. Raises SettingError for settings
     out of range, ModelError where the target cannot be reached: it says what can, and what holds the rest.
     """
-    target = Target(macs=macs, parameters=parameters, bytes=bytes, latency=latency, ratio=ratio)
+    check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
-    for settings in (target, limits):
-        settings.check("plan_channels()")
+    limits.check("plan_channels()")
     _check(model, criterion=criterion, ranking=ranking, normalize=normalize)
     search = TrialRepair(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
     total = count_macs(search.trace.module, search.trace.example)
     found = search.find_groups(total)
     while True:
         score_(found.groups, model, search.prefix, criterion, normalize, task, samples)
-        cutter = Cutter(found, target, limits, ranking, search.prefix, total, model)
-        plan = cutter.plan() if target.measured is None else cutter.measured_plan(as_inputs(example))
+        cutter = Cutter(found, budget, limits, ranking, search.prefix, total, model)
+        plan = cutter.plan() if measured_quantity(budget) is None else cutter.measured_plan(as_inputs(example))
         failure = search.prove(plan, found)
         if failure is None:
             return plan
-        found = search.repair(failure, found, plan)
+        found = search.repair(failure, found)
 
 
 def find(

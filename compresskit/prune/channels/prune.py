@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from compresskit.base.budget import Budget, Budgeted, check_budget, keep
 from compresskit.base.distributed import first_of, ranks
 from compresskit.base.errors import SettingError
 from compresskit.base.samples import calibration_inputs
@@ -19,14 +20,14 @@ from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_parameters
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.channels.budget import Limits, Target
 from compresskit.prune.channels.normalize import Normalizer, by_mean
 from compresskit.prune.channels.plan_channels import plan_channels
 from compresskit.prune.channels.ranking import Ranking, cost_aware
 from compresskit.prune.channels.reconstruct import reconstruct_
-from compresskit.prune.channels.sparse_learning import GroupLasso, Growing
+from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
+from compresskit.prune.channels.sparse_learning import GroupLasso, Growing, group_lasso
 from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.schedules import MaskSchedule, linear
+from compresskit.prune.schedules import Linear, RatioSchedule, check_schedule
 from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.train.train import Train, fit_
 
@@ -34,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prune(Stage):
+class Prune(Budgeted, Stage):
     """Remove channels.
 
-    macs, parameters, bytes, latency, ratio: how much; exactly one, as in `plan_channels`.
+    budget: how much stays, such as `ck.keep(macs=0.5)`; see `plan_channels`.
     criterion: scores channels, see `compresskit.prune`. ranking, normalize: how groups compete, see `plan_channels`.
     reconstruct: refit the layers that lost inputs by least squares, from calibration inputs without labels: worth more right
         after the cut than any criterion.
@@ -53,18 +54,14 @@ class Prune(Stage):
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
 
-    macs: float | None = None
-    parameters: float | None = None
-    bytes: float | None = None
-    latency: float | None = None
-    ratio: float | None = None
+    budget: Budget
     criterion: Criterion = l2
     ranking: Ranking = cost_aware
     normalize: Normalizer = by_mean
     reconstruct: bool = True
     learn: Train | None = None
     steps: int = 1
-    schedule: MaskSchedule = linear
+    schedule: RatioSchedule = field(default_factory=Linear)
     between: Train | None = None
     finetune: Train | None = None
     rewind: nn.Module | None = None
@@ -77,26 +74,22 @@ class Prune(Stage):
     whole_heads: bool = False
 
     def __post_init__(self) -> None:
-        self.target.check("Prune()")
+        check_budget(self.budget, "Prune(budget=...)", PRUNABLE)
         check_kinds(self)
         Limits(round_to=self.round_to, minimum=self.minimum, ratios=self.ratios).check("Prune()")
-        for name in ("criterion", "ranking", "normalize", "schedule"):
+        for name in ("criterion", "ranking", "normalize"):
             if not callable(getattr(self, name)):
                 raise SettingError(f"Prune({name}=...): wanted a function such as prune.l2, got {getattr(self, name)!r}")
+        check_schedule(self.schedule, "Prune")
         for name in ("samples", "steps"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise SettingError(f"Prune({name}=...): wanted a whole number >= 1, got {getattr(self, name)!r}")
-        if self.steps > 1 and (self.ratios or self.target.measured):
-            raise SettingError("Prune(steps=...): more than one step wants a target of macs, parameters or ratio, and no ratios=")
+        if self.steps > 1 and (self.ratios or measured_quantity(self.budget)):
+            raise SettingError("Prune(steps=...): more than one step wants a budget of macs, parameters or channels, no ratios=")
         if self.between is not None and self.steps == 1:
             raise SettingError("Prune(between=...): there is nothing between the cuts of one step; set steps, or use finetune")
         if self.rewind is not None and self.finetune is None:
             raise SettingError("Prune(rewind=...): rewound weights must be trained again; set finetune")
-
-    @property
-    def target(self) -> Target:
-        """How much goes."""
-        return Target(macs=self.macs, parameters=self.parameters, bytes=self.bytes, latency=self.latency, ratio=self.ratio)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
@@ -104,12 +97,12 @@ class Prune(Stage):
         goal = task if task.reference is not None else replace(task, reference=dense)
         if self.learn is not None:
             objective = self.learn.objective
-            sparse = objective if isinstance(objective, GroupLasso | Growing) else GroupLasso(objective=objective)
+            sparse = objective if isinstance(objective, GroupLasso | Growing) else group_lasso(objective)
             fit_(model, goal, self.learn, objective=sparse, label="learn sparsely")
         plans: list[Plan] = []
         kept = 1.0
         for step in range(1, self.steps + 1):
-            wanted = 1 - self.schedule(step / self.steps, end=1 - self.target.share)
+            wanted = self._fraction_after(step)
             if wanted < kept * (1 - 1e-6) or self.steps == 1:
                 plan = self._plan(model, task, wanted / kept)
                 plans.append(plan)
@@ -124,20 +117,25 @@ class Prune(Stage):
             fit_(model, goal, self.finetune, label="fine-tune")
         return model.eval()
 
+    def _fraction_after(self, step: int) -> float:
+        """Fraction of the first model that stays after a step: never less than the budget, and exactly that after the last."""
+        if step == self.steps:
+            return self.budget.kept
+        return max(self.budget.kept, 1 - self.schedule(step / self.steps, end=1 - self.budget.kept))
+
     def _plan(self, model: nn.Module, task: Task, share: float) -> Plan:
         def made() -> dict[str, Any]:
             return self._fresh_plan(model, task, share).to_json()
 
-        if self.latency is not None and task.progress is not None:
+        if self.budget.quantity == "latency" and task.progress is not None:
             return Plan.from_json(task.progress.decide(made))  # what a clock said once holds when the stage is started again
         return self._fresh_plan(model, task, share) if ranks() == 1 else Plan.from_json(first_of(made))
 
     def _fresh_plan(self, model: nn.Module, task: Task, share: float) -> Plan:
-        name = next(name for name, value in vars(self.target).items() if value is not None)
         return plan_channels(
             model,
             task.example(),
-            **{name: 1 - share if name == "ratio" else share},  # type: ignore[arg-type]
+            keep(**{self.budget.quantity: share}),
             criterion=self.criterion,
             ranking=self.ranking,
             normalize=self.normalize,
@@ -152,10 +150,11 @@ class Prune(Stage):
         )
 
     def _kept(self, kept: float, wanted: float, model: nn.Module, plan: Plan) -> float:
-        """Share of the first model that is left after a plan, in the unit of the target."""
-        if self.target.unit == "MACs":
+        """Share of the first model that is left after a plan, in the unit of the budget."""
+        unit = counted_unit(self.budget)
+        if unit == "MACs":
             return kept * plan.macs / plan.macs_before
-        if self.target.unit == "parameters":
+        if unit == "parameters":
             return kept * count_parameters(apply_(copy.deepcopy(model), plan)) / count_parameters(model)
         return wanted
 

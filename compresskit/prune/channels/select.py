@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from compresskit.base.budget import Budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Inputs
-from compresskit.prune.channels.budget import Budget, Limits, Target
 from compresskit.prune.channels.measured import Files
 from compresskit.prune.channels.ranking import Ranking, Step
+from compresskit.prune.channels.resources import Limits, ResourceCounter, counted_unit, measured_quantity
 from compresskit.prune.structure.assemble import assemble_plan
 from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
 from compresskit.prune.structure.plan import Plan, PlanLine
@@ -20,17 +21,17 @@ TRIALS = 6  # candidates that are exported for a measured target
 CLOSE = 0.02  # a candidate this little below a measured target is good enough
 
 
-def preset(budget: Budget, limits: Limits, prefix: str) -> list[ChannelGroup]:
+def preset(resource: ResourceCounter, limits: Limits, prefix: str) -> list[ChannelGroup]:
     """Cut what `limits.ratios` decided; returns the groups that are still free.
 
     Raises SettingError for a name that no group has, or a ratio that would empty its layer.
     """
-    names = {name: g for g in budget.found.groups for name in (g.layer, *g.producers)}
-    free = list(budget.found.groups)
+    names = {name: g for g in resource.found.groups for name in (g.layer, *g.producers)}
+    free = list(resource.found.groups)
     for name, ratio in limits.ratios.items():
         group = names.get(name.removeprefix(prefix))
         if group is None:
-            have = ", ".join(sorted(prefix + g.layer for g in budget.found.groups)[:12])
+            have = ", ".join(sorted(prefix + g.layer for g in resource.found.groups)[:12])
             raise SettingError(
                 f"ratios={{{name!r}: ...}}: no layer of that name makes channels that can be cut; there are: {have}"
             )
@@ -42,21 +43,21 @@ def preset(budget: Budget, limits: Limits, prefix: str) -> list[ChannelGroup]:
             )
         if group in free:
             free.remove(group)
-            budget.cut(group, count)
+            resource.cut(group, count)
     return free
 
 
-def choose_(budget: Budget, share: float, limits: Limits, ranking: Ranking, free: list[ChannelGroup]) -> bool:
+def choose_(resource: ResourceCounter, share: float, limits: Limits, ranking: Ranking, free: list[ChannelGroup]) -> bool:
     """Cut the cheapest steps until `share` of the budget is left; False where that cannot be reached."""
-    target = share * budget.total
-    while budget.current > target * (1 + 1e-9):
+    target = share * resource.total
+    while resource.current > target * (1 + 1e-9):
         best: tuple[float, int, int] | None = None
         for i, group in enumerate(free):
             count = limits.step(group)
-            if not limits.left_over(group, count) or (saved := budget.saving(group, count)) <= 0:
+            if not limits.left_over(group, count) or (saved := resource.saving(group, count)) <= 0:
                 continue
             # What lies below the target is given away for nothing.
-            useful = min(saved, budget.current - target)
+            useful = min(saved, resource.current - target)
             price = ranking(Step(group=group, count=count, useful=useful))
             if best is None or price < best[0]:
                 best = (price, i, count)
@@ -64,11 +65,11 @@ def choose_(budget: Budget, share: float, limits: Limits, ranking: Ranking, free
             return False
         group, count = free[best[1]], best[2]
         # The last cut may be finer than the alignment where the target would be missed by far.
-        while count > 1 and budget.current - budget.saving(group, count) < target - SLACK * budget.total:
-            if budget.current - budget.saving(group, count // 2) > target:
+        while count > 1 and resource.current - resource.saving(group, count) < target - SLACK * resource.total:
+            if resource.current - resource.saving(group, count // 2) > target:
                 break
             count //= 2
-        budget.cut(group, count)
+        resource.cut(group, count)
     return True
 
 
@@ -76,23 +77,24 @@ class Cutter:
     """Plans for one model whose groups have scores; every call starts from the whole model."""
 
     def __init__(
-        self, found: ChannelAnalysis, target: Target, limits: Limits, ranking: Ranking, prefix: str, macs: int, model: nn.Module
+        self, found: ChannelAnalysis, budget: Budget, limits: Limits, ranking: Ranking, prefix: str, macs: int, model: nn.Module
     ) -> None:
-        self.found, self.target, self.limits, self.ranking, self.prefix = found, target, limits, ranking, prefix
+        self.found, self.budget, self.limits, self.ranking, self.prefix = found, budget, limits, ranking, prefix
+        self.unit, self.measured = counted_unit(budget), measured_quantity(budget)
         self.macs, self.model = macs, model
 
     def to(self, share: float) -> tuple[Plan, float]:
         """The plan that keeps `share` of what is counted, and the share that it really keeps: more where locks allow no less."""
         for group in self.found.groups:
             group.removed = 0
-        budget = Budget(self.found, self.target.unit, self.model.get_submodule(self.prefix.removesuffix(".")))
-        free = preset(budget, self.limits, self.prefix)
-        choose_(budget, share, self.limits, self.ranking, free)
-        return plan_of(self.found, self.macs, self.prefix), budget.current / max(budget.total, 1)
+        resource = ResourceCounter(self.found, self.unit, self.model.get_submodule(self.prefix.removesuffix(".")))
+        free = preset(resource, self.limits, self.prefix)
+        choose_(resource, share, self.limits, self.ranking, free)
+        return plan_of(self.found, self.macs, self.prefix), resource.current / max(resource.total, 1)
 
     def plan(self) -> Plan:
         """The plan for a counted target; ModelError where it cannot be reached."""
-        share = self.target.share
+        share = self.budget.kept
         plan, reached = self.to(share)
         if reached > share * (1 + 1e-9):
             raise ModelError(f"{self.name(share)}, only {reached:.1%} can be reached{self.why()}")
@@ -100,7 +102,7 @@ class Cutter:
 
     def name(self, share: float) -> str:
         """The wish, in words."""
-        return f"{type(self.model).__name__}: wanted {share:.1%} of the {self.target.measured or self.target.unit}"
+        return f"{type(self.model).__name__}: wanted {share:.1%} of the {self.measured or self.unit}"
 
     def why(self) -> str:
         """What holds the rest."""
@@ -110,9 +112,9 @@ class Cutter:
 
     def measured_plan(self, example: Inputs) -> Plan:
         """The plan for a measured target: candidates are exported and measured, and the share that is counted is bisected."""
-        wanted = self.target.share
+        wanted = self.budget.kept
         best: Plan | None = None
-        with Files(self.model, example, self.target.measured or "") as files:
+        with Files(self.model, example, self.measured or "") as files:
             _, low = self.to(1e-9)
             high, guess, seen = 1.0, max(wanted, low), []
             for _ in range(TRIALS):
@@ -131,8 +133,7 @@ class Cutter:
         if best is None:
             got, share = min(seen)
             raise ModelError(
-                f"{self.name(wanted)}; the least that was measured is {got:.1%}, with {share:.1%} of the {self.target.unit}"
-                f"{self.why()}"
+                f"{self.name(wanted)}; the least that was measured is {got:.1%}, with {share:.1%} of the {self.unit}{self.why()}"
             )
         return best
 
@@ -148,4 +149,4 @@ def plan_of(found: ChannelAnalysis, total: int, prefix: str) -> Plan:
         others = tuple(dict.fromkeys(prefix + a for a in along if a != group.layer))
         lines.append(PlanLine(layer=prefix + group.layer, size=group.size, keep=group.size - count, dependents=others))
     settings = {"lines": tuple(lines), "macs": round(widths.macs()), "macs_before": total, "locked": found.locked}
-    return assemble_plan(found, chosen, prefix, **settings)
+    return assemble_plan(found, chosen, **settings)

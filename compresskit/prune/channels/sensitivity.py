@@ -11,17 +11,18 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from compresskit.base.budget import Budget, takes_budget
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.base.inputs import AnyInputs
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.task import Task
 from compresskit.measure import evaluate
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.channels.budget import Limits
 from compresskit.prune.channels.normalize import unscaled
 from compresskit.prune.channels.plan_channels import NO_RATIOS, find, plan_channels
 from compresskit.prune.channels.ranking import Ranking, Step
 from compresskit.prune.channels.reconstruct import reconstruct_
+from compresskit.prune.channels.resources import Limits
 from compresskit.prune.channels.select import plan_of
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.scores import score_
@@ -130,20 +131,17 @@ def by_curves(curves: Curves) -> Ranking:
     return price
 
 
+@takes_budget
 def allocate(
     model: nn.Module,
     example: AnyInputs,
     curves: Curves,
-    *,
-    macs: float | None = None,
-    parameters: float | None = None,
-    latency: float | None = None,
+    budget: Budget,
     **settings: Any,
 ) -> dict[str, float]:
     """Ratios of all groups that meet a budget at the least loss of the metric: layer -> share of its channels that goes.
 
-    macs, parameters, latency: share that stays; exactly one. settings: further ones of `plan_channels`, whose `ratios` takes the
-    result, changed by hand if need be.
+    budget, settings: as in `plan_channels`, whose `ratios` takes the result, changed by hand if need be.
     """
-    plan = plan_channels(model, example, macs=macs, parameters=parameters, latency=latency, ranking=by_curves(curves), **settings)
+    plan = plan_channels(model, example, budget, ranking=by_curves(curves), **settings)
     return {line.layer: 1 - line.keep / line.size for line in plan.lines}

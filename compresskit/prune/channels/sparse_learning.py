@@ -1,7 +1,7 @@
 """Sparse learning: objectives that empty channels during training, so that cutting them afterwards costs little.
 
-Prune(macs=0.5, learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
-Train(epochs=10, objective=growing(plan_channels(model, example, macs=0.5)))
+Prune(budget=keep(macs=0.5), learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
+Train(epochs=10, objective=growing(plan_channels(model, example, keep(macs=0.5))))
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.task import Losses, Objective, Task
+from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
+from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.prune.channels.plan_channels import find
 from compresskit.prune.structure.groups import NORM_LAYERS, ChannelGroup
 from compresskit.prune.structure.plan import Plan
-from compresskit.train.train import bound
+from compresskit.train.objective import Supervised
 
 
-class Around:
-    """An objective around another, `objective`, to which it hands on what `fit_` says."""
+class Wrapper(Objective):
+    """An objective that adds to the losses of another, `objective`, and passes the calls of the training loop on to it."""
 
-    objective: Objective | None
+    objective: Objective
 
     def advance(self, done: float) -> None:
-        """Say how much of the training is done."""
-        getattr(self.objective, "advance", lambda done: None)(done)
+        """Pass it on."""
+        self.objective.advance(done)
 
     def close(self) -> None:
-        """Close the objective inside."""
-        getattr(self.objective, "close", lambda: None)()
+        """Pass it on."""
+        self.objective.close()
 
-    def resume_state(self) -> dict[str, Any]:
-        """What must be remembered: the number of calls of one that grows, and what the objective inside remembers."""
-        return {"calls": getattr(self, "calls", 0), "inside": getattr(self.objective, "resume_state", lambda: None)()}
+    def resume_state(self) -> Any:
+        """State of the objective inside."""
+        return self.objective.resume_state()
 
-    def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
-        if hasattr(self, "calls"):
-            self.calls = state["calls"]
-        if state["inside"] is not None:
-            self.objective.resume_from_(state["inside"])  # type: ignore[union-attr]
+    def resume_from_(self, state: Any) -> None:
+        """Pass it on."""
+        self.objective.resume_from_(state)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupLasso(Around):
+class GroupLasso(Wrapper):
     """An objective with a penalty on the norm of every channel; see `group_lasso`."""
 
-    objective: Objective | None = None
+    objective: Objective = field(default_factory=Supervised)
     strength: float = 1e-4
     ignore: tuple[str, ...] = ()
     groups: tuple[ChannelGroup, ...] = field(default=(), repr=False)
@@ -65,23 +63,28 @@ class GroupLasso(Around):
         """The same objective for a model whose groups are found, and a task."""
         found, _, _ = find(model, task.example(), ignore=self.ignore)
         return GroupLasso(
-            objective=bound(self.objective, model, task), strength=self.strength, groups=tuple(found.groups), model=model
+            objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(found.groups), model=model
         )
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        assert self.objective is not None, "bind first"
         assert self.model is not None, "bind first"
         penalty = torch.stack([_norms(group, self.model).sum() for group in self.groups]).sum()
         return {**self.objective(model, batch), "group_lasso": self.strength * penalty}
 
 
-def group_lasso(objective: Objective | None = None, *, strength: float = 1e-4, ignore: tuple[str, ...] = ()) -> GroupLasso:
-    """The objective (the task's loss where nothing is given) and a group lasso on channels (Wen et al., 1608.03665, eq. 4).
+def group_lasso(
+    objective: Objective | LossFunction | None = None, *, strength: float = 1e-4, ignore: tuple[str, ...] = ()
+) -> GroupLasso:
+    """The objective (by default the task's loss) and a group lasso on channels (Wen et al., 1608.03665, eq. 4).
 
     For every channel that could be cut, the Euclidean norm of all weights that would vanish with it, the factors of its norms
     included, times `strength` and the square root of their number: whole channels are driven to zero, together in all layers.
     """
-    return GroupLasso(objective=objective, strength=strength, ignore=ignore)
+    return GroupLasso(objective=_inner(objective), strength=strength, ignore=ignore)
+
+
+def _inner(objective: Objective | LossFunction | None) -> Objective:
+    return Supervised() if objective is None else as_objective(objective)
 
 
 def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
@@ -102,11 +105,11 @@ def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Growing(Around):
+class Growing(Wrapper):
     """An objective with a growing penalty on the channels of a plan; see `growing`."""
 
     plan: Plan
-    objective: Objective | None = None
+    objective: Objective = field(default_factory=Supervised)
     growth: float = 1e-4
     model: nn.Module | None = field(default=None, repr=False)
     calls: int = field(default=0, repr=False)
@@ -117,10 +120,19 @@ class Growing(Around):
 
     def bind(self, model: nn.Module, task: Task) -> Growing:
         """The same objective for a model and a task, at the beginning of its growth."""
-        return Growing(plan=self.plan, objective=bound(self.objective, model, task), growth=self.growth, model=model)
+        return Growing(plan=self.plan, objective=self.objective.bind(model, task), growth=self.growth, model=model)
+
+    def resume_state(self) -> dict[str, Any]:
+        """The number of calls, and the state of the objective inside."""
+        return {"calls": self.calls, "inside": self.objective.resume_state()}
+
+    def resume_from_(self, state: Mapping[str, Any]) -> None:
+        """Take it over."""
+        self.calls = state["calls"]
+        if state["inside"] is not None:
+            self.objective.resume_from_(state["inside"])
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        assert self.objective is not None, "bind first"
         assert self.model is not None, "bind first"
         self.calls += 1
         squares = [
@@ -133,8 +145,8 @@ class Growing(Around):
         return {**self.objective(model, batch), "growing": 0.5 * self.growth * self.calls * penalty}
 
 
-def growing(plan: Plan, objective: Objective | None = None, *, growth: float = 1e-4) -> Growing:
+def growing(plan: Plan, objective: Objective | LossFunction | None = None, *, growth: float = 1e-4) -> Growing:
     """The objective and a weight decay on just the channels that a plan will remove, which grows by `growth` with every batch:
     the model moves what they did elsewhere before they go (GReg-1; Wang et al., 2012.09243).
     """
-    return Growing(plan=plan, objective=objective, growth=growth)
+    return Growing(plan=plan, objective=_inner(objective), growth=growth)

@@ -24,7 +24,7 @@ from compresskit.prune.masks.allocate import Allocation
 from compresskit.prune.masks.patterns import Pattern
 from compresskit.prune.masks.plan_mask import keep_best, without
 from compresskit.prune.masks.weight_criteria import NEEDED, Need, checked, rows_of, same
-from compresskit.prune.schedules import MaskSchedule
+from compresskit.prune.schedules import RatioSchedule
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class Gradual:
     model: nn.Module
     pattern: Pattern
     criterion: Criterion
-    schedule: MaskSchedule
+    schedule: RatioSchedule
     ratio: float
     ratios: Mapping[str, float] | None
     allocation: Allocation | None

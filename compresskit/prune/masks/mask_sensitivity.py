@@ -20,7 +20,7 @@ from compresskit.prune.masks.allocate import Allocation, measured_ratios
 from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.masks.plan_mask import keep_best, maskable
 from compresskit.prune.masks.weight_criteria import score
-from compresskit.train.train import bound
+from compresskit.train.objective import bind_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _loss_without(model: nn.Module, task: Task, batches: list[Any], weight: nn.P
 
 
 def _loss(model: nn.Module, task: Task, batches: list[Any]) -> float:
-    objective = bound(None, model, task)
+    objective = bind_objective(None, model, task)
     total, seen = 0.0, 0
     with torch.no_grad(), mode(model, training=False):
         for batch in batches:

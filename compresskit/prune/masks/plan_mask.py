@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, masks_of
@@ -29,15 +30,16 @@ def check_pattern(pattern: Any, where: str) -> None:
         raise SettingError(f"{where}(pattern=...): wanted a pattern such as prune.NM(2, 4), got {pattern!r}")
 
 
-def check_ratio(ratio: float | None, pattern: Pattern, where: str) -> float:
-    """The ratio, in [0, 1); that of the pattern where it prescribes one."""
-    if pattern.fixed is not None:
-        if ratio is not None and not math.isclose(ratio, pattern.fixed):
-            raise SettingError(f"{where}(ratio=...): {pattern} removes {pattern.fixed:g}, got {ratio}; leave the ratio out")
+def removed_fraction(budget: Budget | None, pattern: Pattern, where: str) -> float:
+    """Fraction of the weights to remove, in [0, 1): the budget's, or that of the pattern where it prescribes one."""
+    if budget is None and pattern.fixed is not None:
         return pattern.fixed
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
-        raise SettingError(f"{where}(ratio=...): wanted the share that is removed, in [0, 1), got {ratio}")
-    return float(ratio)
+    budget = check_budget(budget, f"{where}(budget=...)", ("weights",))
+    if pattern.fixed is None:
+        return budget.removed
+    if not math.isclose(budget.removed, pattern.fixed):
+        raise SettingError(f"{where}(budget=...): {pattern} removes {pattern.fixed:g}, got {budget!r}; leave the budget out")
+    return pattern.fixed
 
 
 def maskable(model: nn.Module, protect: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
@@ -69,9 +71,10 @@ def _inside(name: str, protect: tuple[str, ...]) -> bool:
     return any(name == p or name.startswith(f"{p}.") for p in protect)
 
 
+@takes_budget
 def plan_mask(
     model: nn.Module,
-    ratio: float | None = None,
+    budget: Budget | None = None,
     *,
     pattern: Pattern = UNSTRUCTURED,
     criterion: Criterion = l2,
@@ -84,23 +87,23 @@ def plan_mask(
 
     Args:
         model: a float model. What masks that it carries already remove stays removed, and counts.
-        ratio: share of the maskable weights that is removed, in [0, 1): exactly round(ratio * n) of them, or the nearest number
-            of blocks. An N:M pattern has its own.
+        budget: how many of the maskable weights go, such as `ck.remove(weights=0.9)`: exactly round(0.9 * n) of them, or the
+            nearest number of blocks. An N:M pattern prescribes its own.
         pattern: `Unstructured()`, `Block(outputs=1, inputs=4)`, `NM(n=2, m=4)`.
         criterion: scores rows, larger = keep; `l2` is the magnitude.
-        allocation: shares the ratio out between layers: a function such as `erk_ratios`, or a ratio for each tensor or module by
-            name (a missing one stays dense; `ratio` is then left out). None ranks the weights of all layers together.
+        allocation: distributes the budget over the layers: a function such as `erk_ratios`, or a ratio for each tensor or module
+            by name (a missing one stays dense; `budget` is then left out). None ranks the weights of all layers together.
         protect: dotted names of tensors or modules that stay dense.
         task: data and loss, for criteria that read more than weights; `samples` of it are looked at.
 
     The order in which a model names its parameters does not matter. Warns of layers that cannot have the pattern (left dense,
-    named in `Masks.left`), that are all zero, or that lose all their weights. Raises SettingError for a ratio out of its range or
+    named in `Masks.left`), that are all zero, or that lose all their weights. Raises SettingError for a budget
     smaller than what is removed already; ModelError where nothing can be masked.
     """
     given = by_tensor(model, allocation) if isinstance(allocation, Mapping) else None
-    if given is not None and (ratio is not None or pattern.fixed is not None):
-        raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for ratio= or an N:M pattern")
-    wanted = 0.0 if given is not None else check_ratio(ratio, pattern, "plan_mask")
+    if given is not None and (budget is not None or pattern.fixed is not None):
+        raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for budget= and N:M patterns")
+    wanted = 0.0 if given is not None else removed_fraction(budget, pattern, "plan_mask")
     weights, left = fitting(model, pattern, protect, given)
     for name, weight in weights.items():
         if not bool(weight.detach().any()):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import Stage
@@ -24,9 +24,10 @@ from compresskit.graph.masks import Masks
 from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.masks.allocate import Allocation
 from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
-from compresskit.prune.masks.plan_mask import check_pattern, check_ratio, plan_mask
+from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
+from compresskit.train.lr import Tail
 from compresskit.train.snapshots import rewind_
-from compresskit.train.train import Schedule, Train, fit_
+from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Rewind:
 
     def rest(self, train: Train) -> Train:
         """The same training with the schedule that is left from here on, over all its epochs."""
-        return replace(train, schedule=partial(tail, schedule=train.schedule, start=self.to))
+        return replace(train, schedule=Tail(schedule=train.schedule, start=self.to))
 
     def apply_(self, model: nn.Module, task: Task) -> None:
         """Rewind the weights. Raises SettingError where the training before kept no snapshot."""
@@ -61,11 +62,6 @@ def rewind(*, to: float = 0.33) -> Rewind:
     return Rewind(to=to)
 
 
-def tail(done: float, *, schedule: Schedule, start: float) -> float:
-    """What is left of a learning-rate schedule from `start` on, stretched over [0, 1]."""
-    return schedule(start + (1 - start) * done)
-
-
 def shuffled(masks: Masks) -> Masks:
     """The same number of zeros in every tensor, at random places: the control of a lottery ticket."""
     drawn = {}
@@ -76,10 +72,11 @@ def shuffled(masks: Masks) -> Masks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LotteryTicket(Stage):
+class LotteryTicket(Budgeted, Stage):
     """Find a sparse network that can be trained alone: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
 
-    ratio: removed in the end; every round removes the same share of what is left.
+    budget: how many of the maskable weights go in the end, such as `ck.remove(weights=0.8)`; every round removes the same
+        fraction of what remains.
     train: every training, that of the ticket included. rounds: of train, mask and rewind, before it.
     rewind: to where; the very beginning, or for deep networks a little later (Frankle et al., 1912.05671).
     control: `(masks) -> masks` changes the masks that were found before the ticket is trained: `shuffled` keeps only their
@@ -90,7 +87,7 @@ class LotteryTicket(Stage):
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"float"})
 
-    ratio: float | None = None
+    budget: Budget | None = None
     train: Train
     rounds: int = 5
     rewind: Rewind = Rewind(to=0.0)
@@ -104,7 +101,7 @@ class LotteryTicket(Stage):
     def __post_init__(self) -> None:
         check_kinds(self)
         check_pattern(self.pattern, "LotteryTicket")
-        check_ratio(self.ratio, self.pattern, "LotteryTicket")
+        removed_fraction(self.budget, self.pattern, "LotteryTicket")
         if not isinstance(self.train, Train):
             raise SettingError(f"LotteryTicket(train=...): wanted Train(...), got {type(self.train).__name__}")
         if self.rounds < 1:
@@ -126,8 +123,7 @@ class LotteryTicket(Stage):
         how = self.train
         for done in range(1, self.rounds + 1):
             fit_(model, own, how, label=f"round {done}/{self.rounds}")
-            ratio = None if self.ratio is None else 1 - (1 - self.ratio) ** (done / self.rounds)
-            masks = self._plan(model, task, ratio)
+            masks = self._plan(model, task, done / self.rounds)
             log.info("round %d: %s", done, masks)
             if done == self.rounds and self.control is not None:
                 masks = self.control(masks)
@@ -136,10 +132,12 @@ class LotteryTicket(Stage):
             how = self.rewind.rest(self.train)
         return fit_(model, own, how, label="ticket")
 
-    def _plan(self, model: nn.Module, task: Task, ratio: float | None) -> Masks:
+    def _plan(self, model: nn.Module, task: Task, done: float) -> Masks:
+        own = isinstance(self.allocation, Mapping) or self.pattern.fixed is not None  # a ratio that no budget sets
+        ratio = removed_fraction(self.budget, self.pattern, "LotteryTicket")
         return plan_mask(
             model,
-            None if isinstance(self.allocation, Mapping) or self.pattern.fixed is not None else ratio,
+            None if own else remove(weights=1 - (1 - ratio) ** done),
             pattern=self.pattern,
             criterion=self.criterion,
             allocation=self.allocation,

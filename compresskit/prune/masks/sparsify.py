@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.samples import calibration_inputs
 from compresskit.base.settings import check_kinds
@@ -23,23 +24,24 @@ from compresskit.prune.criteria import Criterion, l2
 from compresskit.prune.masks.allocate import Allocation
 from compresskit.prune.masks.gradual import Gradual
 from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
-from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, check_ratio, fitting, maskable, plan_mask
+from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, fitting, maskable, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
-from compresskit.prune.schedules import MaskSchedule
+from compresskit.prune.schedules import RatioSchedule, check_schedule
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparsify(Stage):
+class Sparsify(Budgeted, Stage):
     """Set weights to zero, and hold them there through every later stage.
 
-    ratio: share of the maskable weights that is removed; an N:M pattern has its own, and so has an allocation by name.
+    budget: how many of the maskable weights go, such as `ck.remove(weights=0.9)`; an N:M pattern prescribes its own, and so
+        does an allocation by name.
     pattern, criterion, allocation, protect: see `plan_mask`.
     finetune: training under the masks, with a schedule of its own (learning-rate rewinding); None leaves the model at
         re-estimated BatchNorm statistics.
-    schedule: when weights go while fine-tuning, such as `cubic`; None removes all of them before it.
+    schedule: when weights go while fine-tuning, such as `schedules.Cubic()`; None removes all of them before it.
     until: share of the fine-tuning after which masks hold still. updates: how often they change until then.
     regrow: share of what stays that is dropped and grown anew at an update, by gradient (RigL, 1911.11134: 0.3).
     memory: on a schedule, scores of criteria that read gradients are summed over the steps; this factor forgets after each
@@ -51,13 +53,13 @@ class Sparsify(Stage):
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"float"})
 
-    ratio: float | None = None
+    budget: Budget | None = None
     pattern: Pattern = UNSTRUCTURED
     criterion: Criterion = l2
     allocation: Allocation | Mapping[str, float] | None = None
     protect: tuple[str, ...] = ()
     finetune: Train | None = None
-    schedule: MaskSchedule | None = None
+    schedule: RatioSchedule | None = None
     until: float = 0.7
     updates: int = 30
     regrow: float = 0.0
@@ -69,13 +71,16 @@ class Sparsify(Stage):
         check_kinds(self)
         check_pattern(self.pattern, "Sparsify")
         if isinstance(self.allocation, Mapping):
-            if self.ratio is not None or self.pattern.fixed is not None:
-                raise SettingError("Sparsify(allocation=...): a ratio for each layer leaves no room for ratio= or an N:M pattern")
+            if self.budget is not None or self.pattern.fixed is not None:
+                raise SettingError(
+                    "Sparsify(allocation=...): a ratio for each layer leaves no room for budget= or an N:M pattern"
+                )
         else:
-            check_ratio(self.ratio, self.pattern, "Sparsify")
-        for name in ("criterion", "schedule"):
-            if not callable(value := getattr(self, name)) and not (name == "schedule" and value is None):
-                raise SettingError(f"Sparsify({name}=...): wanted a function, got {value!r}")
+            removed_fraction(self.budget, self.pattern, "Sparsify")
+        if not callable(self.criterion):
+            raise SettingError(f"Sparsify(criterion=...): wanted a function such as prune.l2, got {self.criterion!r}")
+        if self.schedule is not None:
+            check_schedule(self.schedule, "Sparsify")
         if self.finetune is None and (self.schedule is not None or self.rewind is not None):
             given = "schedule" if self.schedule is not None else "rewind"
             raise SettingError(f"Sparsify({given}=...): it is part of a training; pass finetune=Train(...)")
@@ -90,7 +95,7 @@ class Sparsify(Stage):
                 f"Sparsify(regrow=..., memory=...): wanted regrow in [0, 1), memory in [0, 1], got {self.regrow}, {self.memory}"
             )
         if self.regrow and (self.schedule is None or self.pattern.fixed is not None):
-            raise SettingError("Sparsify(regrow=...): growing needs a schedule, such as constant, and no N:M pattern")
+            raise SettingError("Sparsify(regrow=...): growing needs a schedule, such as schedules.Constant(), and no N:M pattern")
 
     @property
     def rewinds_to(self) -> float | None:
@@ -120,7 +125,7 @@ class Sparsify(Stage):
 
     def _begin(self, model: nn.Module, task: Task) -> Masks:
         """The masks before fine-tuning: all of them, or what the schedule begins with."""
-        ratio, allocation, criterion = self.ratio, self.allocation, self.criterion
+        budget, allocation = self.budget, self.allocation
         if self.schedule is not None and self._at(0.0) == 0:
             # Nothing goes yet, so nothing need be scored; what is carried already stays.
             old = masks_of(model)
@@ -129,13 +134,13 @@ class Sparsify(Stage):
             return Masks(dict(sorted((masks | ({} if old is None else dict(old.masks))).items())), left)
         if self.schedule is not None and isinstance(allocation, Mapping):
             allocation = {name: self.schedule(0.0, end=r) for name, r in allocation.items()}
-        elif self.schedule is not None and ratio is not None and self.pattern.fixed is None:
-            ratio = self.schedule(0.0, end=ratio)
+        elif self.schedule is not None and budget is not None and self.pattern.fixed is None:
+            budget = remove(weights=self.schedule(0.0, end=budget.removed))
         return plan_mask(
             model,
-            ratio,
+            budget,
             pattern=self.pattern,
-            criterion=criterion,
+            criterion=self.criterion,
             allocation=allocation,
             protect=self.protect,
             task=task,
@@ -145,8 +150,12 @@ class Sparsify(Stage):
     def _at(self, done: float) -> float:
         """The largest ratio of any layer at a point of the schedule."""
         assert self.schedule is not None
-        ends = self.allocation.values() if isinstance(self.allocation, Mapping) else [self.ratio or self.pattern.fixed or 0.0]
+        ends = self.allocation.values() if isinstance(self.allocation, Mapping) else [self._ratio()]
         return max(self.schedule(done, end=end) for end in ends)
+
+    def _ratio(self) -> float:
+        """The ratio of all layers together; 0 where each layer has its own."""
+        return 0.0 if isinstance(self.allocation, Mapping) else removed_fraction(self.budget, self.pattern, "Sparsify")
 
     def _own(self, model: nn.Module) -> dict[str, float] | None:
         """Each tensor's own ratio, where there is one."""
@@ -163,7 +172,7 @@ class Sparsify(Stage):
             pattern=self.pattern,
             criterion=self.criterion,
             schedule=self.schedule,
-            ratio=self.pattern.fixed if self.pattern.fixed is not None else self.ratio or 0.0,
+            ratio=self._ratio(),
             ratios=None if own is None else {name: own[name] for name in names},
             allocation=self.allocation if callable(self.allocation) else None,
             until=self.until,

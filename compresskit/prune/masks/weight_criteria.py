@@ -24,7 +24,7 @@ from compresskit.graph.surgery import owner
 from compresskit.prune.criteria import Criterion, Needs, NeedsGradients, Slices
 from compresskit.prune.evidence import readable
 from compresskit.prune.masks.patterns import Pattern
-from compresskit.train.train import bound
+from compresskit.train.objective import bind_objective
 
 
 class NeedsCurvature(Needs):
@@ -182,7 +182,7 @@ def _evidence(
 ) -> Iterator[tuple[int, Evidence]]:
     """(samples, what one batch shows) until enough were seen; the model is in eval mode meanwhile and left as it was."""
     assert task is not None
-    objective = bound(None, model, task)
+    objective = bind_objective(None, model, task)
     unlabelled = needs == {NeedsInputs}
     with readable(model):
         for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):

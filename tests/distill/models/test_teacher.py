@@ -16,6 +16,7 @@ from torch import nn
 import compresskit as ck
 from compresskit import distill as kd
 from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
+from compresskit.base.files import write_json
 from compresskit.distill import EMA, Cached, Teacher, Term, cache
 
 
@@ -48,7 +49,7 @@ def test_an_ensemble_is_averaged_in_probability() -> None:
     torch.testing.assert_close(wrapped, got)
     student = build(networks.Chain)
     goal = ck.imitate(Teacher(*models), weight=1, task_weight=0).bind(student, task)
-    torch.testing.assert_close(goal(student, task.val[0])["imitate"], kd.soft_targets(student(*inputs), got))
+    torch.testing.assert_close(goal(student, task.val[0])["imitate"], kd.losses.soft_targets(student(*inputs), got))
 
 
 class Sure(nn.Module):
@@ -82,14 +83,14 @@ def test_a_teacher_is_cast_once(dtype) -> None:
     torch.testing.assert_close(got, model(*inputs).detach(), rtol=0.1, atol=0.1)
     assert not torch.equal(got, model(*inputs))
     student = build(networks.Chain)
-    terms = [Term(kd.hint, "head:in", adapt=kd.project), Term(kd.similarity, "a", "inner")]
+    terms = [Term(kd.losses.hint, "head:in", adapt=kd.project), Term(kd.losses.similarity_preserving, "a", "inner")]
     ck.Distill(epochs=1, teacher=teacher, terms=terms)(student, task)
     assert next(model.parameters()).dtype == torch.float32
 
 
 def test_ema_follows_the_student() -> None:
     student, task = build(networks.Chain), images_task(ck)
-    goal = ck.imitate(EMA(decay=0.5), terms=[Term(kd.hint, "b")]).bind(student, task)
+    goal = ck.imitate(EMA(decay=0.5), terms=[Term(kd.losses.hint, "b")]).bind(student, task)
     start, batch = copy.deepcopy(student.state_dict()), task.train[0]
     assert goal(student.eval(), batch)["imitate"].item() == pytest.approx(0, abs=1e-6)
     with torch.no_grad():
@@ -107,7 +108,7 @@ def test_ema_follows_the_student() -> None:
 @pytest.mark.parametrize("precision", ["FP32", "MASTER_BF16"])
 def test_ema_trains_from_masters(precision) -> None:
     student, task = build(networks.Chain), images_task(ck)
-    goal = ck.imitate(EMA(decay=0.9), terms=[Term(kd.hint, "b", adapt=kd.project)]).bind(student, task)
+    goal = ck.imitate(EMA(decay=0.9), terms=[Term(kd.losses.hint, "b", adapt=kd.project)]).bind(student, task)
     run = ck.mixed.prepare(student, torch.optim.SGD(student.parameters(), lr=1e-4), getattr(ck.mixed, precision))
     for batch in task.train:
         run.backward(torch.stack(list(goal(run, batch).values())).sum())
@@ -140,8 +141,8 @@ def test_a_cache_says_what_the_teacher_said(tmp_path, dtype) -> None:
     assert not list(tmp_path.glob(".*"))
     other = shuffled(task)
     for source in (cached, Cached(tmp_path / "c")):
-        live = ck.imitate(teacher, terms=[Term(kd.dkd), Term(kd.dist)]).bind(student, other)
-        stored = ck.imitate(source, terms=[Term(kd.dkd), Term(kd.dist)]).bind(student, other)
+        live = ck.imitate(teacher, terms=[Term(kd.losses.dkd), Term(kd.losses.dist)]).bind(student, other)
+        stored = ck.imitate(source, terms=[Term(kd.losses.dkd), Term(kd.losses.dist)]).bind(student, other)
         for batch in other.train:
             for name, value in live(student, batch).items():
                 tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -157,7 +158,7 @@ def test_a_cache_of_the_top_k(tmp_path) -> None:
         x, _ = task.train[1]
         got, s, t = goal(student, task.train[1])["imitate"].item(), student(x), teacher(x)
         assert got == pytest.approx(oracles.bucketed(s, t, k, 2.0), rel=1e-4)
-        full = kd.soft_targets(s, t, temperature=2.0).item()
+        full = kd.losses.soft_targets(s, t, temperature=2.0).item()
         assert got <= full * (1 + 1e-5)
     assert got == pytest.approx(full, rel=1e-4)  # nine and a bucket of one are all ten
     sizes = {p.name: p.stat().st_size for p in (tmp_path / "3").glob("*.bin")}
@@ -169,12 +170,12 @@ def test_a_cache_of_the_top_k(tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_top_soft_targets_are_finite_and_zero_for_oneself(dtype) -> None:
     logits = torch.randn(6, 10).to(dtype)
-    assert kd.top_soft_targets(logits, kd.top_k(logits, 3)).item() == pytest.approx(0, abs=1e-6)
+    assert kd.losses.top_k_soft_targets(logits, kd.losses.top_k.top_k(logits, 3)).item() == pytest.approx(0, abs=1e-6)
     for size in (30.0, 150.0, 1e4):
         sure = torch.zeros(4, 10, dtype=dtype)
         sure[:, 0] = size
         wrong = sure.roll(1, 1).requires_grad_()
-        value = kd.top_soft_targets(wrong, kd.top_k(sure, 2, temperature=1.0))
+        value = kd.losses.top_k_soft_targets(wrong, kd.losses.top_k.top_k(sure, 2, temperature=1.0))
         value.backward()
         assert torch.isfinite(value)
         assert torch.isfinite(wrong.grad).all()
@@ -212,7 +213,7 @@ def test_bad_input(tmp_path) -> None:
     cached = cache(teacher, task, tmp_path / "c")
     with pytest.raises(SettingError, match=r"Teacher\(\): wanted at least one model"):
         Teacher()
-    for make in (Teacher, partial(ck.imitate, terms=[Term(kd.dkd)])):
+    for make in (Teacher, partial(ck.imitate, terms=[Term(kd.losses.dkd)])):
         with pytest.raises(ModelError, match="the teacher Chain is in train mode, .*; put it in eval mode if it is"):
             goal = make(build(networks.Chain).train())
             goal.bind(student, task)
@@ -231,9 +232,9 @@ def test_bad_input(tmp_path) -> None:
     with pytest.raises(ModelError, match=r"the teachers Residual \+ Chain give predictions of shapes \[\(32, 10\), \(32, 7\)\]"):
         ck.imitate(Teacher(teacher, other)).bind(student, task)
     with pytest.raises(SettingError, match=r"Term\(hint, 'b'\): this teacher has no modules to tap, only predictions"):
-        ck.imitate(Teacher(teacher, teacher), terms=[Term(kd.hint, "b")]).bind(student, task)
+        ck.imitate(Teacher(teacher, teacher), terms=[Term(kd.losses.hint, "b")]).bind(student, task)
     with pytest.raises(SettingError, match="has no modules to tap"):
-        ck.imitate(cached, terms=[Term(kd.hint, "b")]).bind(student, task)
+        ck.imitate(cached, terms=[Term(kd.losses.hint, "b")]).bind(student, task)
     with pytest.raises(ModelError, match=r"the teacher Residual gives predictions \(32, 10\), the student Chain \(32, 7\)"):
         ck.imitate(cached).bind(other, task)
     with pytest.raises(DataError, match=r"cache .*: 32 of 32 samples are not in it; it was made of other data, or the loader"):
@@ -258,11 +259,11 @@ def test_bad_input(tmp_path) -> None:
         cache(teacher, task, tmp_path / "full")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "full"]
     top = cache(teacher, task, tmp_path / "top", top=3)
-    for settings in (dict(temperature=2.0), dict(loss=kd.jsd), dict(terms=[Term(kd.dkd)])):
+    for settings in (dict(temperature=2.0), dict(loss=kd.losses.jsd), dict(terms=[Term(kd.losses.dkd)])):
         with pytest.raises(SettingError, match="a cache of the top 3 serves soft targets at temperature 4.0 alone"):
             ck.imitate(top, **settings).bind(student, task)
-    with pytest.raises(DataError, match=r"top_soft_targets: student has shape \(2, 5\), the teacher \(2, 6\)"):
-        kd.top_soft_targets(torch.zeros(2, 5), kd.top_k(torch.zeros(2, 6), 2))
+    with pytest.raises(DataError, match=r"top_k_soft_targets: student has shape \(2, 5\), the teacher \(2, 6\)"):
+        kd.losses.top_k_soft_targets(torch.zeros(2, 5), kd.losses.top_k.top_k(torch.zeros(2, 6), 2))
     with pytest.raises(CheckpointError, match="not there; a cache of predictions was expected"):
         Cached(tmp_path / "nowhere")
     values = tmp_path / "c" / "values.bin"
@@ -273,7 +274,7 @@ def test_bad_input(tmp_path) -> None:
     info.write_text(json.dumps({"format": 1}))
     with pytest.raises(CheckpointError, match="has no digest; a cache of predictions was expected"):
         Cached(tmp_path / "top")
-    ck.checkpoint.write_json(info, {"format": 1})
+    write_json(info, {"format": 1})
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "top")
 

@@ -78,11 +78,11 @@ def test_globs() -> None:
 def test_losses_are_named_and_weighted() -> None:
     student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
     terms = [
-        Term(kd.attention_transfer, "?", weight=3.0),
-        Term(kd.rkd_distance, "head:in", weight=2.0),
-        Term(partial(kd.dkd, beta=2.0)),
-        Term(kd.dkd),
-        Term(kd.hint, "a", weight=0.0),
+        Term(kd.losses.attention_transfer, "?", weight=3.0),
+        Term(kd.losses.rkd_distance, "head:in", weight=2.0),
+        Term(partial(kd.losses.dkd, beta=2.0)),
+        Term(kd.losses.dkd),
+        Term(kd.losses.hint, "a", weight=0.0),
     ]
     goal = ck.imitate(teacher, terms=terms).bind(student, task)
     x, y = batch = task.train[0]
@@ -98,10 +98,10 @@ def test_losses_are_named_and_weighted() -> None:
     ]
     with torch.no_grad():
         s, t = student.a(x), teacher.eval().a(x)
-        torch.testing.assert_close(losses["attention_transfer:a"], 3 * kd.attention_transfer(s, t))
+        torch.testing.assert_close(losses["attention_transfer:a"], 3 * kd.losses.attention_transfer(s, t))
         s, t = (m.b(m.a(x)).mean((2, 3)) for m in (student, teacher))
-        torch.testing.assert_close(losses["rkd_distance:head:in"], 2 * kd.rkd_distance(s, t))
-        torch.testing.assert_close(losses["dkd"], kd.dkd(student(x), teacher(x), y, beta=2.0))
+        torch.testing.assert_close(losses["rkd_distance:head:in"], 2 * kd.losses.rkd_distance(s, t))
+        torch.testing.assert_close(losses["dkd"], kd.losses.dkd(student(x), teacher(x), y, beta=2.0))
     assert not hooks(student)
     assert not hooks(teacher)
     assert not hasattr(student, ADAPTERS)
@@ -109,17 +109,17 @@ def test_losses_are_named_and_weighted() -> None:
 
 def test_terms_alone_and_a_loss_with_targets() -> None:
     student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
-    only = ck.imitate(teacher, terms=[Term(kd.similarity, "b")], weight=0, task_weight=0).bind(student, task)
-    assert list(only(student, task.train[0])) == ["similarity:b"]
-    goal = ck.imitate(teacher, loss=kd.dkd, weight=1.0, task_weight=0).bind(student, task)
+    only = ck.imitate(teacher, terms=[Term(kd.losses.similarity_preserving, "b")], weight=0, task_weight=0).bind(student, task)
+    assert list(only(student, task.train[0])) == ["similarity_preserving:b"]
+    goal = ck.imitate(teacher, loss=kd.losses.dkd, weight=1.0, task_weight=0).bind(student, task)
     x, y = task.train[0]
-    torch.testing.assert_close(goal(student, (x, y))["imitate"], kd.dkd(student(x), teacher.eval()(x), y))
+    torch.testing.assert_close(goal(student, (x, y))["imitate"], kd.losses.dkd(student(x), teacher.eval()(x), y))
 
 
 def test_adapters_are_made_trained_and_dropped() -> None:
     student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
     names, before = set(student.state_dict()), copy.deepcopy(teacher.state_dict())
-    terms = [Term(kd.hint, "b", weight=1.0, adapt=kd.project), Term(kd.hint, "head:in", adapt=kd.project)]
+    terms = [Term(kd.losses.hint, "b", weight=1.0, adapt=kd.project), Term(kd.losses.hint, "head:in", adapt=kd.project)]
     stage = ck.Distill(epochs=1, teacher=teacher, terms=terms, optimizer=partial(torch.optim.SGD, lr=0.05))
     goal = stage.goal(teacher).bind(student, task)
     first, second = goal.adapters["hint:b"], goal.adapters["hint:head:in"]
@@ -157,7 +157,11 @@ class Bound:
 @pytest.mark.parametrize("precision", ["FP32", "AMP_BF16", "MASTER_BF16"])
 def test_adapters_under_mixed_precision(precision) -> None:
     student, teacher, task = build(networks.Chain), build(Wide), images_task(ck)
-    terms = [Term(kd.hint, "b", adapt=kd.project), Term(kd.rkd_angle, "head:in"), Term(kd.attention_transfer, "a")]
+    terms = [
+        Term(kd.losses.hint, "b", adapt=kd.project),
+        Term(kd.losses.rkd_angle, "head:in"),
+        Term(kd.losses.attention_transfer, "a"),
+    ]
     stage = ck.Distill(epochs=1, teacher=teacher, terms=terms, precision=getattr(ck.mixed, precision))
     stage(student, task)
     assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in student.parameters())
@@ -168,7 +172,7 @@ def test_nothing_stays_after_a_failure() -> None:
     names = set(student.state_dict())
     task = images_task(ck, loss=lambda predictions, target: predictions.sum() * float("nan"))
     with pytest.raises(ck.TrainingError):
-        ck.Distill(epochs=1, teacher=teacher, terms=[Term(kd.hint, "b", adapt=kd.project)])(student, task)
+        ck.Distill(epochs=1, teacher=teacher, terms=[Term(kd.losses.hint, "b", adapt=kd.project)])(student, task)
     assert set(student.state_dict()) == names
     assert not hooks(student)
 
@@ -178,7 +182,7 @@ def test_a_hint_teaches_features() -> None:
     with torch.no_grad():
         for p in student.parameters():
             p.add_(torch.randn_like(p) * 0.05)
-    goal = ck.imitate(teacher, terms=[Term(kd.hint, "b", weight=10.0)], weight=0, task_weight=0)
+    goal = ck.imitate(teacher, terms=[Term(kd.losses.hint, "b", weight=10.0)], weight=0, task_weight=0)
     before = goal.bind(student, task)(student.eval(), task.val[0])["hint:b"].item()
     ck.fit_(student, task, ck.Train(epochs=5, optimizer=partial(torch.optim.Adam, lr=3e-3)), objective=goal)
     assert goal.bind(student, task)(student, task.val[0])["hint:b"].item() < before / 2
@@ -191,31 +195,31 @@ def test_bad_input() -> None:
         return ck.imitate(teacher, terms=terms).bind(student, task)
 
     with pytest.raises(ModelError, match=r"tap 'c': Chain has no such module; the nearest are \["):
-        bind(Term(kd.hint, "c"))
+        bind(Term(kd.losses.hint, "c"))
     with pytest.raises(ModelError, match="tap 'down': Wide has no such module"):
-        bind(Term(kd.hint, "b", "down"))
+        bind(Term(kd.losses.hint, "b", "down"))
     with pytest.raises(ModelError, match=r"Term\(hint\): 2 taps in the student \(a, \.\.\.\), 1 in the teacher \(b, \.\.\.\)"):
-        bind(Term(kd.hint, "?", "b"))
+        bind(Term(kd.losses.hint, "?", "b"))
     with pytest.raises(ModelError, match=r"term hint:b, teacher's b: hint: student and teacher must have one shape.*Term\(adapt"):
-        bind(Term(kd.hint, "b"))
+        bind(Term(kd.losses.hint, "b"))
     with pytest.raises(ModelError, match=r"term hint:b, teacher's head: no adapter turns features .* dimensions differ"):
-        bind(Term(kd.hint, "b", "head", adapt=kd.project))
+        bind(Term(kd.losses.hint, "b", "head", adapt=kd.project))
     smaller = build(networks.PaddedShortcut)
     with pytest.raises(ModelError, match=r"its adapter gives \(32, 32, 16, 16\), the teacher has \(32, 32, 8, 8\)"):
-        bind(Term(kd.hint, "b", "out", adapt=kd.project), teacher=smaller)
+        bind(Term(kd.losses.hint, "b", "out", adapt=kd.project), teacher=smaller)
     odd = nn.Sequential(build(networks.Chain))
     odd[0].extra = nn.ReLU()
     odd.eval()
     with pytest.raises(ModelError, match="tap '0.extra': the forward pass does not call that module"):
-        bind(Term(kd.hint, "a", "0.extra"), teacher=odd)
+        bind(Term(kd.losses.hint, "a", "0.extra"), teacher=odd)
     with pytest.raises(SettingError, match=r"Term\(loss=\.\.\.\): wanted a function, got str"):
         Term("kd")
     with pytest.raises(SettingError, match=r"Term\(adapt=\.\.\.\): wanted a function, got bool"):
-        Term(kd.hint, "a", adapt=True)
+        Term(kd.losses.hint, "a", adapt=True)
     with pytest.raises(SettingError, match=r"Term\(weight=\.\.\.\): wanted a number >= 0, got -1"):
-        Term(kd.hint, "a", weight=-1)
+        Term(kd.losses.hint, "a", weight=-1)
     with pytest.raises(SettingError, match="without a student_tap"):
-        Term(kd.hint, teacher_tap="a")
+        Term(kd.losses.hint, teacher_tap="a")
     with pytest.raises(SettingError, match=r"imitate\(terms=\.\.\.\): wanted Terms, got function"):
-        ck.imitate(teacher, terms=[kd.hint])
+        ck.imitate(teacher, terms=[kd.losses.hint])
     assert not hasattr(student, ADAPTERS)

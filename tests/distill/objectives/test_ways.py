@@ -57,13 +57,13 @@ def test_pseudo_labels_are_of_what_the_teacher_is_sure_of() -> None:
     student = torch.randn(4, 5)
     teacher = torch.zeros(4, 5)
     teacher[0, 1], teacher[2, 3] = 9.0, 9.0
-    got = kd.hard_targets(student, teacher, threshold=0.9)
+    got = kd.losses.hard_targets(student, teacher, threshold=0.9)
     torch.testing.assert_close(got, nn.functional.cross_entropy(student[::2], torch.tensor([1, 3])))
     keep = torch.tensor([1, 1, 0, 1])
-    got = kd.hard_targets(student, teacher, threshold=0.9, weight=keep)
+    got = kd.losses.hard_targets(student, teacher, threshold=0.9, weight=keep)
     torch.testing.assert_close(got, nn.functional.cross_entropy(student[:1], torch.tensor([1])))
     unsure = student.clone().requires_grad_()
-    kd.hard_targets(unsure, teacher * 0, threshold=0.9).backward()
+    kd.losses.hard_targets(unsure, teacher * 0, threshold=0.9).backward()
     assert not unsure.grad.any()
 
 
@@ -71,7 +71,7 @@ def test_a_student_learns_from_unlabelled_data() -> None:
     task = images_task(ck, classes=4, samples=128)
     teacher = ck.Train(epochs=12, optimizer=partial(torch.optim.Adam, lr=3e-3))(build(networks.Residual), task)
     unlabelled = ck.Task(train=[(x, torch.full_like(y, -100)) for x, y in task.train], val=task.val)
-    student, loss = build(networks.Chain), partial(kd.hard_targets, threshold=0.6)
+    student, loss = build(networks.Chain), partial(kd.losses.hard_targets, threshold=0.6)
     before = ck.evaluate(student, task)
     how = ck.Train(epochs=12, optimizer=partial(torch.optim.Adam, lr=3e-3))
     ck.fit_(student, unlabelled, how, objective=ck.imitate(teacher, loss=loss, weight=1.0, task_weight=0.0))
@@ -111,7 +111,7 @@ def test_mutual_losses_are_the_formula() -> None:
     assert list(losses) == ["imitate:0", "task:0", "imitate:1", "task:1", "imitate:2", "task:2"]
     z = [m(x) for m in models]
     for i in range(3):
-        others = [kd.soft_targets(z[i], z[j], temperature=2.0) for j in range(3) if j != i]
+        others = [kd.losses.soft_targets(z[i], z[j], temperature=2.0) for j in range(3) if j != i]
         torch.testing.assert_close(losses[f"imitate:{i}"], 0.5 * sum(others) / 2)
         torch.testing.assert_close(losses[f"task:{i}"], nn.functional.cross_entropy(z[i], y))
     goal.close()
@@ -172,4 +172,4 @@ def test_bad_input() -> None:
     with pytest.raises(SettingError, match="each generation starts afresh; pass student="):
         kd.Distill(epochs=1, generations=2)
     with pytest.raises(SettingError, match=r"threshold=\.\.\.\): wanted a number in \[0, 1\), got 1"):
-        kd.hard_targets(torch.zeros(1, 2), torch.zeros(1, 2), threshold=1)
+        kd.losses.hard_targets(torch.zeros(1, 2), torch.zeros(1, 2), threshold=1)

@@ -35,6 +35,8 @@ from compresskit.prune import (
     unscaled,
 )
 
+HALF = ck.keep(macs=0.5)
+
 
 def cut(model, **settings):
     plan = plan_channels(model, image(2), **{"round_to": 4, **settings})
@@ -45,22 +47,22 @@ def cut(model, **settings):
 @pytest.mark.parametrize("share", [0.8, 0.55])
 def test_macs_and_parameters(kind, share) -> None:
     model = build(kind)
-    _, small = cut(model, macs=share)
+    _, small = cut(model, budget=ck.keep(macs=share))
     assert share - 0.1 <= count_macs(small, image(2)) / count_macs(model, image(2)) <= share
-    _, small = cut(model, parameters=share)
+    _, small = cut(model, budget=ck.keep(parameters=share))
     assert share - 0.1 <= count_parameters(small) / count_parameters(model) <= share
 
 
 def test_ratio_counts_channels() -> None:
-    plan, _ = cut(build(networks.Concat), ratio=0.5, round_to=1)
+    plan, _ = cut(build(networks.Concat), budget=ck.remove(channels=0.5), round_to=1)
     gone, size = sum(line.size - line.keep for line in plan.lines), sum(line.size for line in plan.lines)
     assert gone / size == pytest.approx(0.5, abs=1 / size)
-    assert not cut(build(networks.Concat), ratio=0)[0].remove
+    assert not cut(build(networks.Concat), budget=ck.remove(channels=0))[0].remove
 
 
 def test_bytes_are_those_of_the_file(tmp_path) -> None:
     model = build(networks.Concat)
-    plan, small = cut(model, bytes=0.7)
+    plan, small = cut(model, budget=ck.keep(bytes=0.7))
     before, after = (export_onnx(m, tmp_path / f"{n}.onnx", image(2)).stat().st_size for n, m in enumerate((model, small)))
     assert 0.5 < after / before <= 0.7
     assert f"ONNX file of {after} bytes" in plan.note
@@ -78,7 +80,7 @@ class Wide(networks.Chain):
 
 def test_latency_is_measured(tmp_path) -> None:
     model = build(Wide)
-    plan, small = cut(model, latency=0.6, round_to=8)
+    plan, small = cut(model, budget=ck.keep(latency=0.6), round_to=8)
     assert "ms in ONNX Runtime" in plan.note
     files = [export_onnx(m, tmp_path / f"{n}.onnx", image(2)) for n, m in enumerate((model, small))]
     slow, fast = latency(files, image(1), seconds=0.5)
@@ -87,33 +89,33 @@ def test_latency_is_measured(tmp_path) -> None:
 
 def test_latency_that_cannot_be_reached() -> None:
     with pytest.raises(ModelError, match=r"wanted 0\.1% of the latency; the least that was measured is .* of the MACs; locked"):
-        cut(build(networks.Chain), latency=0.001)
+        cut(build(networks.Chain), budget=ck.keep(latency=0.001))
 
 
 def test_unreachable_targets_say_what_can_be_reached() -> None:
     model = build(networks.Chain)
     with pytest.raises(ModelError, match=r"wanted 1\.0% of the MACs, only (.*)% can be reached; locked: 10 channels: an output"):
-        cut(model, macs=0.01)
+        cut(model, budget=ck.keep(macs=0.01))
     with pytest.raises(ModelError, match="of the parameters, only"):
-        cut(model, parameters=0.001)
+        cut(model, budget=ck.keep(parameters=0.001))
     with pytest.raises(ModelError, match=r"every group keeps at least 12"):
-        cut(model, macs=0.2, minimum=12)
+        cut(model, budget=ck.keep(macs=0.2), minimum=12)
 
 
 def test_minimum_width() -> None:
-    assert min(line.keep for line in cut(build(networks.Concat), macs=0.6)[0].lines) < 12
-    assert min(line.keep for line in cut(build(networks.Concat), macs=0.6, minimum=12)[0].lines) >= 12
+    assert min(line.keep for line in cut(build(networks.Concat), budget=ck.keep(macs=0.6))[0].lines) < 12
+    assert min(line.keep for line in cut(build(networks.Concat), budget=ck.keep(macs=0.6), minimum=12)[0].lines) >= 12
 
 
 def test_ratios_of_layers_are_kept_to() -> None:
-    plan, _ = cut(build(networks.Chain), macs=0.5, ratios={"a.0": 0.25})
+    plan, _ = cut(build(networks.Chain), budget=ck.keep(macs=0.5), ratios={"a.0": 0.25})
     assert {line.layer: line.keep for line in plan.lines}["a.0"] == 12
-    plan, _ = cut(build(networks.Chain), macs=0.5, ratios={"a.0": 0.75})
+    plan, _ = cut(build(networks.Chain), budget=ck.keep(macs=0.5), ratios={"a.0": 0.75})
     assert {line.layer: line.keep for line in plan.lines}["a.0"] == 4
 
 
 def test_protected_layers() -> None:
-    plan, _ = cut(build(networks.Concat), macs=0.75, ignore=("a",))
+    plan, _ = cut(build(networks.Concat), budget=ck.keep(macs=0.75), ignore=("a",))
     assert "a.0" not in {line.layer for line in plan.lines}
 
 
@@ -123,7 +125,10 @@ def scored(values):
 
 
 def keeps(ranking, criterion=l2, **settings):
-    plan, _ = cut(build(networks.Concat), **{"ratio": 0.5, "round_to": 1, "ranking": ranking, "criterion": criterion, **settings})
+    plan, _ = cut(
+        build(networks.Concat),
+        **{"budget": ck.remove(channels=0.5), "round_to": 1, "ranking": ranking, "criterion": criterion, **settings},
+    )
     return {line.layer: line.keep / line.size for line in plan.lines}
 
 
@@ -137,10 +142,10 @@ def test_pooled_cuts_the_lowest_scores_of_all() -> None:
     def criterion(s: Slices):
         return torch.linspace(1, 2, len(s.weight)) * (0.01 if len(s.weight) == 24 else 1)
 
-    share = keeps(pooled, criterion, normalize=unscaled, ratio=0.3)
+    share = keeps(pooled, criterion, normalize=unscaled, budget=ck.remove(channels=0.3))
     assert share["b.0"] < 0.15
     assert all(v == 1 for name, v in share.items() if name != "b.0")
-    assert all(v < 1 for v in keeps(pooled, criterion, normalize=by_mean, ratio=0.3).values())
+    assert all(v < 1 for v in keeps(pooled, criterion, normalize=by_mean, budget=ck.remove(channels=0.3)).values())
 
 
 def test_normalisations_matter_to_pooled() -> None:
@@ -158,7 +163,7 @@ def test_isomorphic_ranks_only_groups_of_a_kind() -> None:
         return torch.linspace(1, 2, len(s.weight)) * (1e-3 if s.scales is None else 1)
 
     model = build(networks.Residual)
-    settings = dict(ratio=0.4, round_to=1, criterion=criterion, normalize=unscaled)
+    settings = dict(budget=ck.remove(channels=0.4), round_to=1, criterion=criterion, normalize=unscaled)
     by = {}
     for ranking in (pooled, isomorphic):
         plan, _ = cut(model, ranking=ranking, **settings)
@@ -170,9 +175,11 @@ def test_isomorphic_ranks_only_groups_of_a_kind() -> None:
 
 def test_cost_aware_does_not_depend_on_the_scale_of_scores() -> None:
     model = build(networks.Concat)
-    one = plan_channels(model, image(2), macs=0.6, round_to=4)
+    one = plan_channels(model, image(2), budget=ck.keep(macs=0.6), round_to=4)
     scales = {16: 3.0, 24: 0.1}
-    other = plan_channels(model, image(2), macs=0.6, round_to=4, criterion=lambda s: l2(s) * scales[len(s.weight)])
+    other = plan_channels(
+        model, image(2), budget=ck.keep(macs=0.6), round_to=4, criterion=lambda s: l2(s) * scales[len(s.weight)]
+    )
     assert one.remove == other.remove
     assert cost_aware is not uniform
 
@@ -180,15 +187,14 @@ def test_cost_aware_does_not_depend_on_the_scale_of_scores() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "exactly one of macs, parameters, bytes, latency, ratio; got none"),
-        ({"macs": 0.5, "ratio": 0.5}, "exactly one of"),
-        ({"macs": 0}, r"\(macs=...\): wanted the share that stays, in \(0, 1\], got 0"),
-        ({"latency": float("nan")}, r"\(latency=...\): wanted the share"),
-        ({"ratio": 1.0}, r"\(ratio=...\): wanted the share of channels that goes, in \[0, 1\), got 1.0"),
-        ({"macs": 0.5, "minimum": 0}, r"\(minimum=...\): wanted a whole number >= 1, got 0"),
-        ({"macs": 0.5, "round_to": 2.5}, r"\(round_to=...\): wanted a whole number"),
-        ({"macs": 0.5, "ratios": {"a.0": 1.0}}, r"ratios=\{'a.0': ...\}\): wanted the share that goes"),
-        ({"macs": 0.5, "ranking": "global"}, r"\(ranking=...\): wanted a function"),
+        ({"budget": 0.5}, r"\(budget=...\): wanted a budget such as ck.keep\(macs=0.5\), got 0.5"),
+        ({"budget": ck.keep(weights=0.5)}, r"wanted a budget of macs or parameters or .* or channels, got keep\(weights=0.5\)"),
+        ({"macs": 0.5}, r"\(macs=...\): it is not a setting; write budget=ck.keep\(macs=...\)"),
+        ({"ratio": 0.5}, r"\(ratio=...\): it is not a setting; write budget=ck.remove\(channels=...\)"),
+        ({"budget": HALF, "minimum": 0}, r"\(minimum=...\): wanted a whole number >= 1, got 0"),
+        ({"budget": HALF, "round_to": 2.5}, r"\(round_to=...\): wanted a whole number"),
+        ({"budget": HALF, "ratios": {"a.0": 1.0}}, r"ratios=\{'a.0': ...\}\): wanted the share that goes"),
+        ({"budget": HALF, "ranking": "global"}, r"\(ranking=...\): wanted a function"),
     ],
 )
 def test_bad_settings(settings, message) -> None:
@@ -200,9 +206,9 @@ def test_bad_settings(settings, message) -> None:
 
 def test_ratios_that_do_not_fit_the_model() -> None:
     with pytest.raises(SettingError, match=r"no layer of that name makes channels that can be cut; there are: a.0, b.0"):
-        cut(build(networks.Chain), macs=0.5, ratios={"c": 0.5})
+        cut(build(networks.Chain), budget=ck.keep(macs=0.5), ratios={"c": 0.5})
     with pytest.raises(SettingError, match=r"would leave 0 of 16 channels"):
-        cut(build(networks.Chain), macs=0.5, ratios={"a.0": 0.98})
+        cut(build(networks.Chain), budget=ck.keep(macs=0.5), ratios={"a.0": 0.98})
 
 
 # -- sensitivity
@@ -220,7 +226,7 @@ def test_sensitivity_is_what_cutting_one_group_costs() -> None:
     curves = channel_sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert curves.dense == ck.evaluate(model, task)
-    plan = plan_channels(model, image(2), ratio=0, ratios={"inner.0": 0.75}, round_to=4)
+    plan = plan_channels(model, image(2), budget=ck.remove(channels=0), ratios={"inner.0": 0.75}, round_to=4)
     cut_by_hand = apply_(copy.deepcopy(model), plan)
     ck.prune.reestimate_batchnorm_(cut_by_hand, (batch[:1] for batch in task.train))
     ratio, metric = curves.points["inner.0"][-1]
@@ -234,18 +240,20 @@ def test_sensitivity_is_what_cutting_one_group_costs() -> None:
 
 def test_allocation_spares_what_the_metric_needs() -> None:
     model = build(networks.Concat)
-    plan = plan_channels(model, image(2), macs=0.9, round_to=4)
+    plan = plan_channels(model, image(2), budget=ck.keep(macs=0.9), round_to=4)
     others = {line.layer: ((0.25, 0.88), (0.75, 0.8)) for line in plan.lines}
     flat, steep = {**others, "a.0": ((0.75, 0.9),)}, {**others, "a.0": ((0.25, 0.5), (0.75, 0.1))}
     ratios = {}
     for name, points in (("flat", flat), ("steep", steep)):
         curves = Curves(dense=0.9, points=points)
-        ratios[name] = allocate(model, image(2), curves, macs=0.7, round_to=4)
-        small = apply_(copy.deepcopy(model), plan_channels(model, image(2), macs=0.7, round_to=4, ratios=ratios[name]))
+        ratios[name] = allocate(model, image(2), curves, budget=ck.keep(macs=0.7), round_to=4)
+        small = apply_(
+            copy.deepcopy(model), plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4, ratios=ratios[name])
+        )
         assert count_macs(small, image(2)) <= 0.7 * count_macs(model, image(2))
     assert ratios["steep"]["a.0"] == 0
     assert ratios["flat"]["a.0"] >= 0.5
-    assert plan_channels(model, image(2), macs=0.7, round_to=4, ranking=by_curves(curves)).remove
+    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4, ranking=by_curves(curves)).remove
 
 
 def test_drops_are_read_off_a_curve_that_never_rises() -> None:

@@ -13,14 +13,14 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct_, replayed, uniform
+from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct_, replayed, schedules, uniform
 from compresskit.prune.channels import reconstruct
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 
 
 def cut(model, **settings):
-    plan = plan_channels(model, image(2), **{"macs": 0.5, "round_to": 4, **settings})
+    plan = plan_channels(model, image(2), **{"budget": ck.keep(macs=0.5), "round_to": 4, **settings})
     return plan, apply_(copy.deepcopy(model), plan)
 
 
@@ -51,7 +51,7 @@ def test_channels_that_others_can_replace_cost_nothing() -> None:
     torch.manual_seed(0)
     model = Sums().eval()
     plan, small = cut(
-        model, macs=None, ratio=0, ratios={"a": 0.5}, criterion=lambda s: torch.arange(len(s.weight)).flip(0).float()
+        model, budget=ck.remove(channels=0), ratios={"a": 0.5}, criterion=lambda s: torch.arange(len(s.weight)).flip(0).float()
     )
     (x,) = data(seed=1)[0]
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_channels_that_others_can_replace_cost_nothing() -> None:
 @pytest.mark.parametrize("kind", [networks.Chain, networks.Residual, networks.Concat, networks.Flatten, networks.Depthwise])
 def test_refitting_brings_the_outputs_closer(kind) -> None:
     model = build(kind)
-    plan, small = cut(model, macs=0.7)
+    plan, small = cut(model, budget=ck.keep(macs=0.7))
     before = {k: v.shape for k, v in small.state_dict().items()}
     dense = copy.deepcopy(model.state_dict())
     (x,) = data(seed=1)[0]
@@ -83,7 +83,7 @@ def test_refitting_brings_the_outputs_closer(kind) -> None:
 def test_refit_is_least_squares() -> None:
     """Against numpy-style least squares on unfolded patches, with the mean in the BatchNorm that follows."""
     model = build(networks.Chain)
-    plan, small = cut(model, macs=None, ratio=0, ratios={"a.0": 0.5})
+    plan, small = cut(model, budget=ck.remove(channels=0), ratios={"a.0": 0.5})
     batches = data(128)
     keep = plan.keep("b.0.weight")[1]
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_group_lasso_empties_channels() -> None:
 
 def test_growing_empties_the_channels_of_the_plan() -> None:
     model, task = build(networks.Chain), images_task(ck, samples=128, classes=4)
-    plan = plan_channels(model, image(2), macs=None, ratio=0, ratios={"a.0": 0.5})
+    plan = plan_channels(model, image(2), budget=ck.remove(channels=0), ratios={"a.0": 0.5})
     gone = list(plan.remove["a.0.weight"][0])
     stay = [c for c in range(16) if c not in gone]
     ck.Train(epochs=30, optimizer=ADAM, objective=growing(plan, growth=2e-3))(model, task)
@@ -164,10 +164,11 @@ def test_growing_empties_the_channels_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "around", [group_lasso, partial(growing, plan_channels(build(networks.Chain), image(2), macs=0.9, round_to=4))]
+    "around",
+    [group_lasso, partial(growing, plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4))],
 )
 def test_the_objective_inside_hears_how_much_is_done(around) -> None:
-    class Inside:
+    class Inside(ck.Objective):
         heard, closed = [], False
 
         def bind(self, model, task):
@@ -193,11 +194,11 @@ def test_bad_strengths() -> None:
     with pytest.raises(SettingError, match=r"group_lasso\(strength=...\): wanted a positive number, got 0"):
         group_lasso(strength=0)
     with pytest.raises(SettingError, match=r"growing\(growth=...\): wanted a positive number, got -1"):
-        growing(plan_channels(build(networks.Chain), image(2), macs=0.9, round_to=4), growth=-1)
+        growing(plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4), growth=-1)
 
 
 def stage(**settings):
-    return Prune(**{"macs": 0.5, "round_to": 4, "samples": 128, **settings})
+    return Prune(**{"budget": ck.keep(macs=0.5), "round_to": 4, "samples": 128, **settings})
 
 
 def trained():
@@ -217,18 +218,29 @@ def test_steps_end_where_one_step_ends() -> None:
         seen.append(done)
         return end * done
 
-    small = stage(steps=3, between=between, schedule=schedule)(copy.deepcopy(model), task)
+    small = stage(steps=3, between=between, schedule=schedules.Function(schedule))(copy.deepcopy(model), task)
     assert 0.4 <= ck.count_macs(small, image(2)) / before <= 0.5
-    assert seen == pytest.approx([1 / 3, 2 / 3, 1])
+    assert seen == pytest.approx([1 / 3, 2 / 3])  # what is left after the last step is the budget
     one = stage()(copy.deepcopy(model), task)
     assert ck.count_macs(one, image(2)) / before <= 0.5
-    small = stage(macs=None, parameters=0.5, steps=2)(copy.deepcopy(model), task)
+    small = stage(budget=ck.keep(parameters=0.5), steps=2)(copy.deepcopy(model), task)
     assert 0.4 <= ck.count_parameters(small) / ck.count_parameters(model) <= 0.5
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [schedules.Function(lambda done, *, end: 1 - done), schedules.Function(lambda done, *, end: 0.0), schedules.Constant()],
+)
+def test_no_schedule_removes_more_than_the_budget(schedule) -> None:
+    model, task = build(networks.Residual), images_task(ck, samples=32, classes=4)
+    small = stage(budget=ck.keep(macs=0.6), steps=3, schedule=schedule, samples=32)(copy.deepcopy(model), task)
+    one = stage(budget=ck.keep(macs=0.6), samples=32)(copy.deepcopy(model), task)
+    assert ck.count_macs(small, image(2)) == ck.count_macs(one, image(2))
 
 
 def test_rewinding_puts_earlier_weights_into_the_chosen_channels() -> None:
     model, task, early = trained()
-    plan = plan_channels(model, image(2), macs=0.5, round_to=4)
+    plan = plan_channels(model, image(2), budget=ck.keep(macs=0.5), round_to=4)
     small = replayed(early, plan)
     kept = plan.keep("inner.0.weight")
     rows = kept.get(0, torch.arange(16))
@@ -252,7 +264,12 @@ def test_learning_sparsely_comes_before_the_cut() -> None:
 def test_stage_settings_matter() -> None:
     model, task, _ = trained()
     base = stage()(copy.deepcopy(model), task).state_dict()
-    for change in ({"reconstruct": False}, {"ranking": uniform}, {"minimum": 12, "macs": 0.8}, {"ratios": {"inner.0": 0}}):
+    for change in (
+        {"reconstruct": False},
+        {"ranking": uniform},
+        {"minimum": 12, "budget": ck.keep(macs=0.8)},
+        {"ratios": {"inner.0": 0}},
+    ):
         other = stage(**change)(copy.deepcopy(model), task).state_dict()
         assert any(
             a.shape != b.shape or not torch.allclose(a, b, atol=1e-3) for a, b in zip(base.values(), other.values(), strict=True)
@@ -263,8 +280,8 @@ def test_stage_settings_matter() -> None:
     ("settings", "message"),
     [
         ({"steps": 0}, r"Prune\(steps=...\): wanted a whole number >= 1, got 0"),
-        ({"steps": 2, "ratios": {"a": 0.5}}, "more than one step wants a target of macs"),
-        ({"steps": 2, "macs": None, "latency": 0.5}, "more than one step wants a target of macs"),
+        ({"steps": 2, "ratios": {"a": 0.5}}, "more than one step wants a budget of macs"),
+        ({"steps": 2, "budget": ck.keep(latency=0.5)}, "more than one step wants a budget of macs"),
         ({"between": ck.Train(epochs=1)}, "nothing between the cuts of one step"),
         ({"rewind": nn.Linear(1, 1)}, "rewound weights must be trained again; set finetune"),
     ],

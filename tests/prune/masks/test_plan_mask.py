@@ -70,11 +70,11 @@ WEIGHTS = {
 
 
 def test_what_is_masked() -> None:
-    masks = plan_mask(Net(), 0.5)
+    masks = plan_mask(Net(), ck.remove(weights=0.5))
     assert set(masks.masks) == WEIGHTS
     assert not masks.left
     assert list(masks.masks) == sorted(masks.masks)
-    assert set(plan_mask(Net(), 0.5, protect=("lstm", "conv.weight")).masks) == {
+    assert set(plan_mask(Net(), ck.remove(weights=0.5), protect=("lstm", "conv.weight")).masks) == {
         n for n in WEIGHTS if not n.startswith("lstm") and n != "conv.weight"
     }
 
@@ -83,7 +83,7 @@ def test_what_is_masked() -> None:
 @QUICK
 def test_a_global_ratio_is_exact_and_takes_the_smallest(ratio) -> None:
     model = Net()
-    masks = plan_mask(model, ratio)
+    masks = plan_mask(model, ck.remove(weights=ratio))
     total = sum(dict(model.named_parameters())[n].numel() for n in WEIGHTS)
     assert (masks.total, masks.removed) == (total, round(ratio * total))
     kept, gone = [], []
@@ -120,7 +120,7 @@ def test_n_of_every_m(n, m, seed, axis) -> None:
 def test_blocks_live_and_die_together(a, b, ratio, seed) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.Linear(4, 8))
-    masks = plan_mask(model, ratio, pattern=Block(outputs=a, inputs=b))
+    masks = plan_mask(model, ck.remove(weights=ratio), pattern=Block(outputs=a, inputs=b))
     scores, states = [], []
     for name, mask in masks.masks.items():
         w = model.get_parameter(name).detach()
@@ -147,13 +147,15 @@ def test_rows_and_spread_are_inverse(pattern) -> None:
 
 def settings_of(name):
     task = images_task(ck, samples=32)
+    budget = ck.remove(weights=0.8)
     return {
-        "global": {"ratio": 0.8}, "uniform": {"ratio": 0.8, "allocation": uniform_ratios},
-        "erk": {"ratio": 0.8, "allocation": erk_ratios}, "lamp": {"ratio": 0.8, "allocation": lamp_ratios},
+        "global": {"budget": budget}, "uniform": {"budget": budget, "allocation": uniform_ratios},
+        "erk": {"budget": budget, "allocation": erk_ratios}, "lamp": {"budget": budget, "allocation": lamp_ratios},
         "2:4": {"pattern": NM()}, "4:8": {"pattern": NM(n=4, m=8)},
-        "1x4": {"ratio": 0.8, "pattern": Block()}, "snip": {"ratio": 0.8, "criterion": snip, "task": task},
-        "grasp": {"ratio": 0.8, "criterion": grasp, "task": task}, "taylor": {"ratio": 0.8, "criterion": taylor, "task": task},
-        "wanda": {"ratio": 0.8, "criterion": wanda, "task": task},
+        "1x4": {"budget": budget, "pattern": Block()}, "snip": {"budget": budget, "criterion": snip, "task": task},
+        "grasp": {"budget": budget, "criterion": grasp, "task": task},
+        "taylor": {"budget": budget, "criterion": taylor, "task": task},
+        "wanda": {"budget": budget, "criterion": wanda, "task": task},
     }[name]  # fmt: skip
 
 
@@ -189,7 +191,7 @@ def test_the_order_of_parameters_does_not_matter(allocation) -> None:
         for net in (one, other):
             for p in net.parameters():
                 p.copy_((p * 4).round() / 4)
-    a, b = (plan_mask(net, 0.37, allocation=allocation) for net in (one, other))
+    a, b = (plan_mask(net, ck.remove(weights=0.37), allocation=allocation) for net in (one, other))
     assert list(dict(one.named_parameters())) != list(dict(other.named_parameters()))
     assert all(torch.equal(a.masks[n], b.masks[n]) for n in WEIGHTS)
 
@@ -252,7 +254,7 @@ def test_sensitivity_measures_each_layer_alone() -> None:
         assert found.loss["inner.0.weight"][0.9] == pytest.approx(F.cross_entropy(one(x), y).item(), rel=1e-4)
         assert found.loss["head.weight"][0.0] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-4)
     assert "inner.0.weight" in str(found)
-    masks = plan_mask(model, 0.6, allocation=found.allocation())
+    masks = plan_mask(model, ck.remove(weights=0.6), allocation=found.allocation())
     assert masks.removed == pytest.approx(0.6 * masks.total, abs=1)
     for bad in ((), (0.0,), (1.0,)):
         with pytest.raises(SettingError, match=r"mask_sensitivity\(ratios=...\)"):
@@ -322,11 +324,11 @@ def test_scores_of_blocks_use_the_same_rows() -> None:
 
 
 def test_shuffled_keeps_the_ratio_of_every_layer() -> None:
-    masks = plan_mask(Net(), 0.7)
+    masks = plan_mask(Net(), ck.remove(weights=0.7))
     drawn = shuffled(masks)
     assert drawn.ratios() == masks.ratios()
     assert any(not torch.equal(drawn.masks[n], masks.masks[n]) for n in WEIGHTS)
-    other = plan_mask(Net(), 0.7, criterion=random_scores)
+    other = plan_mask(Net(), ck.remove(weights=0.7), criterion=random_scores)
     assert other.removed == masks.removed
     assert min(other.ratios().values()) > 0.4
 
@@ -336,7 +338,7 @@ def test_shuffled_keeps_the_ratio_of_every_layer() -> None:
 
 def test_masks_travel_with_the_model() -> None:
     model = Net()
-    plan_mask(model, 0.9).apply_(model)
+    plan_mask(model, ck.remove(weights=0.9)).apply_(model)
     twin = copy.deepcopy(model)
     assert torch.equal(masks_of(twin).masks["conv.weight"], masks_of(model).masks["conv.weight"])
     assert masks_of(twin).masks["conv.weight"] is not masks_of(model).masks["conv.weight"]
@@ -348,7 +350,7 @@ def test_masks_travel_with_the_model() -> None:
 
 def test_state_packs_eight_weights_in_a_byte() -> None:
     model = Net()
-    masks = plan_mask(model, 0.63)
+    masks = plan_mask(model, ck.remove(weights=0.63))
     state = masks.state()
     assert sum(v.numel() for v in state.values()) == sum(math.ceil(m.numel() / 8) for m in masks.masks.values())
     again = Masks.from_state(state, model)
@@ -367,68 +369,85 @@ def test_tied_weights_have_one_mask() -> None:
             self.head.weight = self.words.weight
 
     model = Tied()
-    masks = plan_mask(model, 0.5)
+    masks = plan_mask(model, ck.remove(weights=0.5))
     assert masks.total == 160
     masks.apply_(model)
     assert int((model.head.weight == 0).sum()) == 80
-    assert list(plan_mask(model, 0.5).masks) == ["words.weight"]
+    assert list(plan_mask(model, ck.remove(weights=0.5)).masks) == ["words.weight"]
     with pytest.raises(ModelError, match="has no weight that"):
-        plan_mask(Tied(), 0.5, protect=("head",))
+        plan_mask(Tied(), ck.remove(weights=0.5), protect=("head",))
 
 
 def test_a_second_plan_goes_on_from_the_first() -> None:
     model = Net()
-    first = plan_mask(model, 0.5)
+    first = plan_mask(model, ck.remove(weights=0.5))
     first.apply_(model)
-    second = plan_mask(model, 0.8, protect=("conv",))
+    second = plan_mask(model, ck.remove(weights=0.8), protect=("conv",))
     assert torch.equal(second.masks["conv.weight"], first.masks["conv.weight"])
     assert all(not (second.masks[n] & ~first.masks[n]).any() for n in WEIGHTS)
     rest = [n for n in WEIGHTS if n != "conv.weight"]
     total = sum(second.masks[n].numel() for n in rest)
     assert sum(int((~second.masks[n]).sum()) for n in rest) == round(0.8 * total)
     with pytest.raises(SettingError, match=r"the model's masks remove 50\.0% already, more than is asked for here; .*Densify"):
-        plan_mask(model, 0.2)
+        plan_mask(model, ck.remove(weights=0.2))
 
 
 # -- bad input
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan"), "half", True, None])
-def test_ratios_out_of_range(ratio) -> None:
-    with pytest.raises(SettingError, match=r"plan_mask\(ratio=...\): wanted the share that is removed, in \[0, 1\), got"):
-        plan_mask(Net(), ratio)
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (None, r"wanted a budget such as ck.remove\(weights=0.9\), got None"),
+        (0.9, r"wanted a budget such as ck.remove\(weights=0.9\), got 0.9"),
+        (ck.keep(macs=0.5), r"wanted a budget of weights, got keep\(macs=0.5\)"),
+    ],
+)
+def test_other_things_are_no_budget_of_weights(budget, message) -> None:
+    with pytest.raises(SettingError, match=r"plan_mask\(budget=...\): " + message):
+        plan_mask(Net(), budget)
+    with pytest.raises(SettingError, match=r"Sparsify\(budget=...\): " + message):
+        ck.Sparsify(budget=budget)
+    with pytest.raises(SettingError, match=r"LotteryTicket\(budget=...\): " + message):
+        ck.LotteryTicket(budget=budget, train=ck.Train(epochs=1))
+
+
+def test_a_ratio_as_a_keyword_is_told_what_to_write() -> None:
+    for make in (partial(plan_mask, Net()), ck.Sparsify, partial(ck.LotteryTicket, train=ck.Train(epochs=1))):
+        with pytest.raises(SettingError, match=r"\(ratio=...\): it is not a setting; write budget=.*ck.remove\(weights=...\)"):
+            make(ratio=0.5)
 
 
 def test_bad_settings() -> None:
     model = Net()
-    with pytest.raises(SettingError, match=r"removes 0\.5, got 0\.9; leave the ratio out"):
-        plan_mask(model, 0.9, pattern=NM())
+    with pytest.raises(SettingError, match=r"removes 0\.5, got remove\(weights=0\.9\); leave the budget out"):
+        plan_mask(model, ck.remove(weights=0.9), pattern=NM())
     with pytest.raises(SettingError, match="wanted 1 <= n < m, got n=4, m=4"):
         NM(n=4, m=4)
     with pytest.raises(SettingError, match="wanted whole numbers >= 1, got 0 x 4"):
         Block(outputs=0)
     with pytest.raises(SettingError, match="protect: Net has no module or parameter 'head'"):
-        plan_mask(model, 0.5, protect=("head",))
+        plan_mask(model, ck.remove(weights=0.5), protect=("head",))
     with pytest.raises(SettingError, match="Net has no layer 'norm' with maskable weights"):
         plan_mask(model, allocation={"norm": 0.5})
     with pytest.raises(SettingError, match=r"conv: wanted a ratio in \[0, 1\), got 1.0"):
         plan_mask(model, allocation={"conv": 1.0})
-    with pytest.raises(SettingError, match="leaves no room for ratio="):
-        plan_mask(model, 0.5, allocation={"conv": 0.5})
+    with pytest.raises(SettingError, match="leaves no room for budget="):
+        plan_mask(model, ck.remove(weights=0.5), allocation={"conv": 0.5})
     with pytest.raises(SettingError, match="reads gradients, which needs data; pass plan_mask"):
-        plan_mask(model, 0.5, criterion=snip)
+        plan_mask(model, ck.remove(weights=0.5), criterion=snip)
     with pytest.raises(SettingError, match="reads products with the Hessian"):
-        plan_mask(model, 0.5, criterion=grasp)
+        plan_mask(model, ck.remove(weights=0.5), criterion=grasp)
     with pytest.raises(SettingError, match="reads activations"):
-        plan_mask(model, 0.5, criterion=wanda)
+        plan_mask(model, ck.remove(weights=0.5), criterion=wanda)
     with pytest.raises(SettingError, match="this criterion is for masks"):
-        ck.prune.plan_channels(build(networks.Chain), networks.image(2), macs=0.5, criterion=wanda)
+        ck.prune.plan_channels(build(networks.Chain), networks.image(2), budget=ck.keep(macs=0.5), criterion=wanda)
     with pytest.raises(ModelError, match=r"conv.weight: the criterion gave scores of shape \(1,\) for 288 units"):
-        plan_mask(nn.ModuleDict({"conv": nn.Conv2d(4, 8, 3)}), 0.5, criterion=lambda s: torch.ones(1))
+        plan_mask(nn.ModuleDict({"conv": nn.Conv2d(4, 8, 3)}), ck.remove(weights=0.5), criterion=lambda s: torch.ones(1))
     words = [(torch.zeros(2, dtype=torch.long), torch.zeros(2))]
     task = ck.Task(val=words, calibration=words)
     with pytest.raises(ModelError, match="the inputs of a Embedding cannot be seen; protect it"):
-        plan_mask(nn.Sequential(nn.Embedding(4, 4)), 0.5, criterion=wanda, task=task)
+        plan_mask(nn.Sequential(nn.Embedding(4, 4)), ck.remove(weights=0.5), criterion=wanda, task=task)
 
 
 def test_layers_that_cannot_have_the_pattern_are_named() -> None:
@@ -438,7 +457,7 @@ def test_layers_that_cannot_have_the_pattern_are_named() -> None:
     assert list(masks.masks) == ["1.weight"]
     assert "0.weight left dense" in str(masks)
     with pytest.warns(UserWarning, match="3 channels do not divide into blocks of 1 x 4"):
-        plan_mask(model, 0.5, pattern=Block())
+        plan_mask(model, ck.remove(weights=0.5), pattern=Block())
     with pytest.raises(ModelError, match="has no weight that NM"), pytest.warns(UserWarning, match="no axis 3"):
         plan_mask(nn.Sequential(nn.Linear(8, 8)), pattern=NM(axis=3))
 
@@ -447,18 +466,18 @@ def test_layers_that_are_or_become_zero_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40))
     nn.init.zeros_(model[0].weight)
     with pytest.warns(UserWarning, match="0\\.weight") as caught:
-        plan_mask(model, 0.5)
+        plan_mask(model, ck.remove(weights=0.5))
     text = [str(w.message) for w in caught]
     assert "0.weight: all of its weights are zero already" in text[0]
     assert "0.weight loses all of its weights" in text[1]
     assert "allocation=erk_ratios" in text[1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan_mask(nn.Sequential(nn.Linear(4, 4)), 0.5)
+        plan_mask(nn.Sequential(nn.Linear(4, 4)), ck.remove(weights=0.5))
 
 
 def test_masks_for_other_shapes() -> None:
-    masks = plan_mask(nn.Sequential(nn.Linear(4, 4)), 0.5)
+    masks = plan_mask(nn.Sequential(nn.Linear(4, 4)), ck.remove(weights=0.5))
     other = nn.Sequential(nn.Linear(4, 6))
     before = other[0].weight.detach().clone()
     for use in (masks.apply_, masks.zero_, masks.broken):
@@ -474,27 +493,4 @@ def test_quantized_models_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"0\.weight is torch\.int8; sparsify the float model"):
-        plan_mask(model, 0.5)
-
-
-def test_partial_schedules_are_formulas() -> None:
-    from compresskit.prune import constant, cubic, cyclic, exponential, linear
-
-    assert [round(cubic(d, end=0.8), 6) for d in (0, 0.5, 1)] == [0.0, 0.7, 0.8]
-    assert [linear(d, end=0.8, start=0.2) for d in (0, 0.5, 1)] == pytest.approx([0.2, 0.5, 0.8])
-    assert [exponential(d, end=0.99) for d in (0, 0.5, 1)] == pytest.approx([0.0, 0.9, 0.99])
-    assert exponential(0.5, end=0.84, start=0.36) == pytest.approx(1 - 0.64 * 0.5)
-    assert {constant(d, end=0.7) for d in (0, 0.3, 1)} == {0.7}
-    assert [cyclic(d, end=0.8, cycles=2) for d in (0, 0.5, 1)] == [0.0, 0.0, 0.8]
-    assert cyclic(0.25, end=0.8, cycles=2) == pytest.approx(0.7)
-
-
-@given(done=st.floats(0, 1), end=st.floats(0, 0.999), start=st.floats(0, 0.999))
-@QUICK
-def test_schedules_stay_between_their_ends(done, end, start) -> None:
-    from compresskit.prune import cubic, cyclic, exponential, linear
-
-    for schedule in (cubic, linear, exponential, cyclic):
-        value = partial(schedule, start=start)(done, end=end)
-        assert min(start, end) - 1e-9 <= value <= max(start, end) + 1e-9
-        assert schedule(1.0, end=end, start=start) == pytest.approx(end)
+        plan_mask(model, ck.remove(weights=0.5))

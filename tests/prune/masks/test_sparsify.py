@@ -20,6 +20,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import Densify, LotteryTicket, Sparsify, Train
+from compresskit.base import files
 from compresskit.base.errors import CheckpointError, ModelError, SettingError, StageOrderError
 from compresskit.graph.masks import attach_
 from compresskit.mixed.formats import policy as policies
@@ -27,22 +28,20 @@ from compresskit.prune import (
     NM,
     Block,
     Masks,
-    constant,
-    cubic,
-    cyclic,
     erk_ratios,
     hold_,
-    linear,
     masks_of,
     movement,
     plan_mask,
     random_scores,
     rewind,
     rewind_,
+    schedules,
     shuffled,
     snip,
     wanda,
 )
+from compresskit.recipe import store
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* loses all of its weights"),  # the networks are tiny
@@ -66,7 +65,7 @@ def int8_zeros(path):
 
 def sparse(ratio=0.9, kind=networks.Residual):
     model = build(kind)
-    return plan_mask(model, ratio).apply_(model)
+    return plan_mask(model, ck.remove(weights=ratio)).apply_(model)
 
 
 def nothing_moved(model, masks) -> None:
@@ -91,7 +90,7 @@ def test_masks_are_held_under_every_policy(policy, optimizer) -> None:
             run.step()
 
     step()  # dense: momentum of weights that are going to be removed
-    masks = plan_mask(copy.deepcopy(model).float(), 0.9)
+    masks = plan_mask(copy.deepcopy(model).float(), ck.remove(weights=0.9))
     attach_(model, masks)
     release = hold_(model, run)
     before = {n: v.float().clone() for n, v in run.named_masters().items()}
@@ -109,7 +108,7 @@ def test_removed_weights_do_not_count_in_the_norm() -> None:
     """Clipping sees the gradients of what is left."""
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8, bias=False), torch.randn(16, 8)
-    plan_mask(model, 0.5).apply_(model)
+    plan_mask(model, ck.remove(weights=0.5)).apply_(model)
     run = ck.mixed.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), clip=1e-9)
     release = hold_(model, run)
     run.backward(model(x).square().mean())
@@ -124,17 +123,22 @@ def test_removed_weights_do_not_count_in_the_norm() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"ratio": 0.9},
-        {"ratio": 0.9, "schedule": cubic},
-        {"ratio": 0.8, "schedule": constant, "regrow": 0.3, "allocation": erk_ratios},
-        {"ratio": 0.8, "schedule": cyclic},
-        {"ratio": 0.9, "schedule": partial(linear, start=0.3), "until": 1.0, "updates": 100},
-        {"ratio": 0.9, "criterion": movement, "schedule": cubic},
-        {"ratio": 0.9, "criterion": snip},
-        {"ratio": 0.9, "criterion": wanda},
-        {"ratio": 0.75, "pattern": Block(outputs=1, inputs=2), "schedule": cubic, "protect": ("stem",)},
-        {"pattern": NM(), "schedule": linear, "protect": ("stem",)},
-        {"allocation": {"inner": 0.5, "out": 0.25}, "schedule": cubic},
+        {"budget": ck.remove(weights=0.9)},
+        {"budget": ck.remove(weights=0.9), "schedule": schedules.Cubic()},
+        {"budget": ck.remove(weights=0.8), "schedule": schedules.Constant(), "regrow": 0.3, "allocation": erk_ratios},
+        {"budget": ck.remove(weights=0.8), "schedule": schedules.Cyclic()},
+        {"budget": ck.remove(weights=0.9), "schedule": schedules.Linear(start=0.3), "until": 1.0, "updates": 100},
+        {"budget": ck.remove(weights=0.9), "criterion": movement, "schedule": schedules.Cubic()},
+        {"budget": ck.remove(weights=0.9), "criterion": snip},
+        {"budget": ck.remove(weights=0.9), "criterion": wanda},
+        {
+            "budget": ck.remove(weights=0.75),
+            "pattern": Block(outputs=1, inputs=2),
+            "schedule": schedules.Cubic(),
+            "protect": ("stem",),
+        },
+        {"pattern": NM(), "schedule": schedules.Linear(), "protect": ("stem",)},
+        {"allocation": {"inner": 0.5, "out": 0.25}, "schedule": schedules.Cubic()},
     ],
     ids="-".join,  # of their names: functions print with their addresses
 )
@@ -147,7 +151,17 @@ def test_the_ratio_is_reached_and_held(settings) -> None:
 def test_schedules_see_the_fp32_weights(precision, criterion) -> None:
     """Transient masters, and steps that are skipped while a loss scale is found."""
     how = replace(FOUR, precision=precision, clip=1.0)
-    ratio_is_reached(Sparsify(ratio=0.8, schedule=cubic, criterion=criterion, regrow=0.2, until=1.0, updates=5, finetune=how))
+    ratio_is_reached(
+        Sparsify(
+            budget=ck.remove(weights=0.8),
+            schedule=schedules.Cubic(),
+            criterion=criterion,
+            regrow=0.2,
+            until=1.0,
+            updates=5,
+            finetune=how,
+        )
+    )
 
 
 def ratio_is_reached(stage) -> None:
@@ -158,7 +172,7 @@ def ratio_is_reached(stage) -> None:
     if isinstance(stage.allocation, dict):
         assert masks.ratios() == {"inner.0.weight": 0.5, "out.weight": 0.25}
     else:
-        wanted = 0.5 if stage.pattern == NM() else stage.ratio
+        wanted = 0.5 if stage.pattern == NM() else stage.budget.removed
         assert masks.ratio == pytest.approx(wanted, abs=2 / masks.total)
     again = Train(epochs=1, optimizer=ADAM)(model, task)
     assert masks.broken(again) == {}
@@ -169,7 +183,7 @@ def test_a_schedule_goes_through_its_ratios(monkeypatch) -> None:
     """The masks after every step are those of the formula, and removed weights stay removed."""
     seen = []
     model, task = build(networks.Residual), images_task(ck, samples=96)  # 3 steps an epoch
-    stage = Sparsify(ratio=0.9, schedule=cubic, until=0.5, updates=100, finetune=FOUR)
+    stage = Sparsify(budget=ck.remove(weights=0.9), schedule=schedules.Cubic(), until=0.5, updates=100, finetune=FOUR)
     real = stage._gradual
 
     def watched(model):
@@ -194,9 +208,9 @@ def test_a_schedule_goes_through_its_ratios(monkeypatch) -> None:
 
 def test_a_second_stage_goes_on_from_the_first() -> None:
     task = images_task(ck, samples=96)
-    model = Sparsify(ratio=0.5, protect=("head",))(build(networks.Residual), task)
+    model = Sparsify(budget=ck.remove(weights=0.5), protect=("head",))(build(networks.Residual), task)
     first = {n: m.clone() for n, m in masks_of(model).masks.items()}
-    model = Sparsify(ratio=0.8, schedule=cubic, updates=4, finetune=FOUR)(model, task)
+    model = Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Cubic(), updates=4, finetune=FOUR)(model, task)
     second = masks_of(model)
     assert second.removed == round(0.8 * second.total)
     assert "head.weight" in second.masks
@@ -207,8 +221,12 @@ def test_regrowth_changes_the_mask_and_keeps_the_ratio() -> None:
     task = images_task(ck, samples=96)
     torch.manual_seed(0)
     model = build(networks.Residual)
-    first = plan_mask(model, 0.8).masks
-    masks = masks_of(Sparsify(ratio=0.8, schedule=constant, regrow=0.5, until=0.6, updates=4, finetune=FOUR)(model, task))
+    first = plan_mask(model, ck.remove(weights=0.8)).masks
+    masks = masks_of(
+        Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Constant(), regrow=0.5, until=0.6, updates=4, finetune=FOUR)(
+            model, task
+        )
+    )
     grown = sum(int((mask & ~first[n]).sum()) for n, mask in masks.masks.items())
     assert grown > 0.02 * masks.total
     assert masks.removed == round(0.8 * masks.total)
@@ -223,8 +241,10 @@ def test_growing_takes_the_largest_gradients() -> None:
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[0.1, 1.0, 0.05, 0.9]]))
-    how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.05), schedule=ck.constant)
-    stage = Sparsify(ratio=0.5, schedule=constant, regrow=0.99, until=1.0, updates=8, finetune=how)
+    how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.05), schedule=ck.lr.Constant())
+    stage = Sparsify(
+        budget=ck.remove(weights=0.5), schedule=schedules.Constant(), regrow=0.99, until=1.0, updates=8, finetune=how
+    )
     assert masks_of(stage(model, task)).masks["0.weight"].tolist() == [[True, False, True, False]]
 
 
@@ -239,8 +259,16 @@ def test_movement_removes_what_moves_to_zero() -> None:
         model = nn.Sequential(nn.Linear(2, 1, bias=False))
         with torch.no_grad():
             model[0].weight.copy_(torch.tensor([[2.0, 0.3]]))
-        how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.02), schedule=ck.constant)
-        stage = Sparsify(ratio=0.5, criterion=criterion, schedule=linear, until=1.0, updates=1, memory=memory, finetune=how)
+        how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.02), schedule=ck.lr.Constant())
+        stage = Sparsify(
+            budget=ck.remove(weights=0.5),
+            criterion=criterion,
+            schedule=schedules.Linear(),
+            until=1.0,
+            updates=1,
+            memory=memory,
+            finetune=how,
+        )
         return masks_of(stage(model, task)).masks["0.weight"].tolist()
 
     assert kept(ck.prune.l2) == [[True, False]]
@@ -249,10 +277,13 @@ def test_movement_removes_what_moves_to_zero() -> None:
 
 def test_every_setting_matters() -> None:
     task = images_task(ck, samples=96)
-    base = Sparsify(ratio=0.8, schedule=cubic, until=0.5, updates=3, criterion=snip, regrow=0.2, finetune=FOUR)
+    base = Sparsify(
+        budget=ck.remove(weights=0.8), schedule=schedules.Cubic(), until=0.5, updates=3, criterion=snip, regrow=0.2, finetune=FOUR
+    )
     other = {
-        "ratio": 0.5, "pattern": Block(outputs=2, inputs=1), "criterion": movement, "allocation": erk_ratios,
-        "protect": ("stem",), "finetune": ONE, "schedule": linear, "until": 1.0, "updates": 9, "regrow": 0.7, "memory": 0.0,
+        "budget": ck.remove(weights=0.5), "pattern": Block(outputs=2, inputs=1), "criterion": movement, "allocation": erk_ratios,
+        "protect": ("stem",), "finetune": ONE, "schedule": schedules.Linear(), "until": 1.0, "updates": 9, "regrow": 0.7,
+        "memory": 0.0,
     }  # fmt: skip
 
     def weights(stage):
@@ -279,7 +310,7 @@ def chain(tmp_path_factory):
 def run_chain(out, task, **settings):
     recipe = ck.Recipe(
         Train(epochs=2, optimizer=ADAM),
-        Sparsify(ratio=0.9, rewind=rewind(to=0.33), finetune=ONE, **settings),
+        Sparsify(budget=ck.remove(weights=0.9), rewind=rewind(to=0.33), finetune=ONE, **settings),
         ck.Distill(epochs=1, optimizer=ADAM, precision=ck.mixed.SPLIT_BF16),
         ck.QAT(epochs=1),
     )
@@ -337,16 +368,16 @@ def test_damaged_masks_and_snapshots(chain, tmp_path) -> None:
     file.write_bytes(data[:-9])
     with pytest.raises(CheckpointError, match=r"masks\.safetensors: has changed since the stage wrote it"):
         run_chain(tmp_path / "run", task)
-    tensors = ck.checkpoint.read_tensors(out / "2-sparsify" / "masks.safetensors")
+    tensors = files.read_tensors(out / "2-sparsify" / "masks.safetensors")
     tensors["head.weight"] = tensors["head.weight"] ^ 255
-    ck.checkpoint.write_tensors(file, tensors)
+    files.write_tensors(file, tensors)
     with pytest.raises(CheckpointError, match=r"removes \d+ of 5872 weights, structure.json says|are not zero that it removes"):
         ck.load(networks.Residual(), file.parent)
-    ck.checkpoint.write_tensors(tmp_path / "run" / "1-train" / "snapshots.safetensors", {"0.5/x": torch.zeros(1)})
+    files.write_tensors(tmp_path / "run" / "1-train" / "snapshots.safetensors", {"0.5/x": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"snapshots\.safetensors: has changed since the stage wrote it"):
         run_chain(tmp_path / "run", task)
     with pytest.raises(CheckpointError, match=r"no snapshot of 0\.33 of the training in it"):
-        ck.store.load_snapshots_({0.33: {}}, tmp_path / "run" / "1-train")
+        store.load_snapshots_({0.33: {}}, tmp_path / "run" / "1-train")
 
 
 def test_another_share_to_rewind_to_runs_the_training_again(chain, tmp_path) -> None:
@@ -372,7 +403,7 @@ def test_what_a_mask_keeps_never_rounds_to_zero(tmp_path) -> None:
     """A weight next to zero would be a zero of the file that the mask does not know."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    masks = plan_mask(model, 0.5)
+    masks = plan_mask(model, ck.remove(weights=0.5))
     masks.apply_(model)
     with torch.no_grad():
         row, column = masks.masks["0.weight"].nonzero()[0].tolist()
@@ -393,7 +424,7 @@ def test_a_layer_shared_under_two_norms_keeps_its_mask() -> None:
             return self.b1(self.c(x)) + self.b2(self.c(x.flip(3)))
 
     model = networks.trained_like(Shared(), image(8))
-    masks = plan_mask(model, 0.6)
+    masks = plan_mask(model, ck.remove(weights=0.6))
     masks.apply_(model)
     body = ck.quant.quantize_static(model, [image(8)]).body
     carried = masks_of(body)
@@ -403,32 +434,32 @@ def test_a_layer_shared_under_two_norms_keeps_its_mask() -> None:
 
 
 def test_orders() -> None:
-    stage = Sparsify(ratio=0.5)
+    stage = Sparsify(budget=ck.remove(weights=0.5))
     with pytest.raises(
         StageOrderError, match=r"Prune, needs a dense model, but stage 1, Sparsify, put masks on .* order is Prune, Sparsify"
     ):
-        ck.Recipe(stage, ck.Prune(macs=0.5))
+        ck.Recipe(stage, ck.Prune(budget=ck.keep(macs=0.5)))
     with pytest.raises(StageOrderError, match=r"Sparsify, needs a float model, but stage 1, QAT, quantized the model"):
         ck.Recipe(ck.QAT(epochs=1), stage)
     with pytest.raises(
         StageOrderError, match=r"puts a new student in the place of the model that stage 1, Sparsify, made sparse"
     ):
         ck.Recipe(stage, ck.Distill(epochs=1, student=networks.Chain))
-    ck.Recipe(stage, Densify(), ck.Prune(macs=0.5))
-    ck.Recipe(ck.Prune(macs=0.5), stage, ck.Distill(epochs=1), ck.QAT(epochs=1))
-    back = Sparsify(ratio=0.5, rewind=rewind(to=0.5), finetune=ONE)
+    ck.Recipe(stage, Densify(), ck.Prune(budget=ck.keep(macs=0.5)))
+    ck.Recipe(ck.Prune(budget=ck.keep(macs=0.5)), stage, ck.Distill(epochs=1), ck.QAT(epochs=1))
+    back = Sparsify(budget=ck.remove(weights=0.5), rewind=rewind(to=0.5), finetune=ONE)
     with pytest.raises(StageOrderError, match="rewinds to 0.5 of a training, so it must come right after one; it is the first"):
         ck.Recipe(back)
     with pytest.raises(StageOrderError, match=r"right after one; stage 2, Prune, is none; put a Train or Distill before it"):
-        ck.Recipe(ONE, ck.Prune(macs=0.5), back)
+        ck.Recipe(ONE, ck.Prune(budget=ck.keep(macs=0.5)), back)
     ck.Recipe(ck.Distill(epochs=1), back)
-    ck.Recipe(LotteryTicket(ratio=0.5, train=ONE, rewind=rewind(to=0.2)))
+    ck.Recipe(LotteryTicket(budget=ck.remove(weights=0.5), train=ONE, rewind=rewind(to=0.2)))
 
 
 def test_models_that_come_with_masks(tmp_path) -> None:
     model, task = sparse(0.5), images_task(ck, samples=64)
     with pytest.raises(ModelError, match="the model carries masks, and Prune needs a dense model; put Densify before it"):
-        ck.Recipe(ck.Prune(macs=0.5)).run(model, task, tmp_path / "run")
+        ck.Recipe(ck.Prune(budget=ck.keep(macs=0.5))).run(model, task, tmp_path / "run")
     result = ck.Recipe(ck.StaticQuant(), export="last").run(model, task, tmp_path / "run")
     assert int8_zeros(result.onnx) == masks_of(model).removed
 
@@ -448,7 +479,7 @@ def test_a_stage_that_undoes_the_masks_fails(tmp_path) -> None:
     class Shrinking(Train):
         def __call__(self, model, task):
             ck.prune.detach_(model)
-            return plan_mask(model, 0.4, criterion=random_scores).apply_(model)
+            return plan_mask(model, ck.remove(weights=0.4), criterion=random_scores).apply_(model)
 
     task = images_task(ck, samples=64)
     for kind, message in (
@@ -457,14 +488,14 @@ def test_a_stage_that_undoes_the_masks_fails(tmp_path) -> None:
         (Shrinking, r"Shrinking: the mask of \S+ removed \d+ weights before it and \d+ after it; masks only grow"),
     ):
         with pytest.raises(ModelError, match=message):
-            ck.Recipe(Sparsify(ratio=0.5), kind(epochs=1), export="last").run(
+            ck.Recipe(Sparsify(budget=ck.remove(weights=0.5)), kind(epochs=1), export="last").run(
                 build(networks.Residual), task, tmp_path / kind.__name__
             )
 
 
 def test_dense_sparse_dense(tmp_path) -> None:
     task = images_task(ck, samples=64)
-    recipe = ck.Recipe(ONE, Sparsify(ratio=0.5, finetune=ONE), Densify(), ONE, export="last")
+    recipe = ck.Recipe(ONE, Sparsify(budget=ck.remove(weights=0.5), finetune=ONE), Densify(), ONE, export="last")
     result = recipe.run(networks.Residual(), task, tmp_path / "run")
     assert masks_of(result.model) is None
     assert [row.removed is None for row in result.rows] == [True, False, True, True]
@@ -481,7 +512,7 @@ def test_snapshots_are_the_weights_of_that_moment() -> None:
 
     def trained(epochs, precision=ck.mixed.FP32, snapshots=None):
         torch.manual_seed(0)
-        how = Train(epochs=epochs, optimizer=ADAM, schedule=ck.constant, precision=precision)
+        how = Train(epochs=epochs, optimizer=ADAM, schedule=ck.lr.Constant(), precision=precision)
         return how(networks.Residual(), replace(task, snapshots=snapshots))
 
     for precision in (ck.mixed.FP32, ck.mixed.SPLIT_BF16, ck.mixed.MASTER_BF16):
@@ -500,7 +531,7 @@ def test_snapshots_are_the_weights_of_that_moment() -> None:
 def test_rewinding_gives_survivors_their_early_weights() -> None:
     task = replace(images_task(ck, samples=96), snapshots={0.5: {}})
     model = FOUR(build(networks.Residual), task)
-    planned = plan_mask(model, 0.8)
+    planned = plan_mask(model, ck.remove(weights=0.8))
     rates = []
 
     class Slow(torch.optim.SGD):
@@ -508,8 +539,8 @@ def test_rewinding_gives_survivors_their_early_weights() -> None:
             rates.append(self.param_groups[0]["lr"])
             return super().step(closure)
 
-    how = Train(epochs=1, optimizer=partial(Slow, lr=1e-12), schedule=ck.cosine)
-    model = Sparsify(ratio=0.8, rewind=rewind(to=0.5), finetune=how)(model, task)
+    how = Train(epochs=1, optimizer=partial(Slow, lr=1e-12), schedule=ck.lr.Cosine())
+    model = Sparsify(budget=ck.remove(weights=0.8), rewind=rewind(to=0.5), finetune=how)(model, task)
     for name, mask in planned.masks.items():  # masks from the end of the training, values from its middle
         assert torch.equal(masks_of(model).masks[name], mask)
         torch.testing.assert_close(model.get_parameter(name).detach(), task.snapshots[0.5][name] * mask)
@@ -522,44 +553,56 @@ def test_lottery_tickets_start_from_the_beginning() -> None:
     model = build(networks.Residual)
     start = copy.deepcopy(model.state_dict())
     still = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.0))
-    ticket = LotteryTicket(ratio=0.784, rounds=3, train=still)(model, task)
+    ticket = LotteryTicket(budget=ck.remove(weights=0.784), rounds=3, train=still)(model, task)
     masks = masks_of(ticket)
     assert masks.removed == round(0.784 * masks.total)
     for name, mask in masks.masks.items():
         assert torch.equal(ticket.get_parameter(name), start[name] * mask)
     torch.manual_seed(1)
-    control = LotteryTicket(ratio=0.784, rounds=3, train=still, control=shuffled)(copy.deepcopy(build(networks.Residual)), task)
+    control = LotteryTicket(budget=ck.remove(weights=0.784), rounds=3, train=still, control=shuffled)(
+        copy.deepcopy(build(networks.Residual)), task
+    )
     assert masks_of(control).removed == masks.removed
-    learned = LotteryTicket(ratio=0.5, rounds=2, train=FOUR, rewind=rewind(to=0.25))(build(networks.Residual), task)
+    learned = LotteryTicket(budget=ck.remove(weights=0.5), rounds=2, train=FOUR, rewind=rewind(to=0.25))(
+        build(networks.Residual), task
+    )
     nothing_moved(learned, masks_of(learned))
 
 
 def test_bad_settings() -> None:
-    for ratio in (-0.5, 1.0, None):
-        with pytest.raises(SettingError, match=r"Sparsify\(ratio=...\): wanted the share that is removed, in \[0, 1\), got"):
-            Sparsify(ratio=ratio)
     cases = [
-        (dict(ratio=0.5, allocation={"head": 0.5}), "leaves no room for ratio="),
-        (dict(ratio=0.5, criterion=3), r"Sparsify\(criterion=...\): wanted a function, got 3"),
-        (dict(ratio=0.5, schedule=0.5, finetune=ONE), r"Sparsify\(schedule=...\): wanted a function, got 0.5"),
-        (dict(ratio=0.5, schedule=cubic), r"Sparsify\(schedule=...\): it is part of a training; pass finetune="),
-        (dict(ratio=0.5, rewind=rewind()), r"Sparsify\(rewind=...\): it is part of a training"),
-        (dict(ratio=0.5, rewind=0.3, finetune=ONE), r"wanted rewind\(to=...\) and no schedule, got 0.3"),
-        (dict(ratio=0.5, rewind=rewind(), schedule=cubic, finetune=ONE), r"wanted rewind\(to=...\) and no schedule"),
-        (dict(ratio=0.5, until=0.0), r"until=...\): wanted a share of the training in \(0, 1\], got 0.0"),
-        (dict(ratio=0.5, updates=0), "wanted at least 1, got 0 and 1024"),
-        (dict(ratio=0.5, memory=2.0), r"wanted regrow in \[0, 1\), memory in \[0, 1\], got 0.0, 2.0"),
-        (dict(ratio=0.5, regrow=0.2), "growing needs a schedule, such as constant"),
+        (dict(budget=ck.remove(weights=0.5), allocation={"head": 0.5}), "leaves no room for budget="),
+        (
+            dict(budget=ck.remove(weights=0.5), criterion=3),
+            r"Sparsify\(criterion=...\): wanted a function such as prune.l2, got 3",
+        ),
+        (
+            dict(budget=ck.remove(weights=0.5), schedule=0.5, finetune=ONE),
+            r"Sparsify\(schedule=...\): wanted a ratio schedule such as .*, got 0.5",
+        ),
+        (
+            dict(budget=ck.remove(weights=0.5), schedule=schedules.Cubic()),
+            r"Sparsify\(schedule=...\): it is part of a training; pass finetune=",
+        ),
+        (dict(budget=ck.remove(weights=0.5), rewind=rewind()), r"Sparsify\(rewind=...\): it is part of a training"),
+        (dict(budget=ck.remove(weights=0.5), rewind=0.3, finetune=ONE), r"wanted rewind\(to=...\) and no schedule, got 0.3"),
+        (
+            dict(budget=ck.remove(weights=0.5), rewind=rewind(), schedule=schedules.Cubic(), finetune=ONE),
+            r"wanted rewind\(to=...\) and no schedule",
+        ),
+        (dict(budget=ck.remove(weights=0.5), until=0.0), r"until=...\): wanted a share of the training in \(0, 1\], got 0.0"),
+        (dict(budget=ck.remove(weights=0.5), updates=0), "wanted at least 1, got 0 and 1024"),
+        (dict(budget=ck.remove(weights=0.5), memory=2.0), r"wanted regrow in \[0, 1\), memory in \[0, 1\], got 0.0, 2.0"),
+        (dict(budget=ck.remove(weights=0.5), regrow=0.2), "growing needs a schedule, such as schedules.Constant"),
     ]
     for settings, message in cases:
         with pytest.raises(SettingError, match=message):
             Sparsify(**settings)
     for settings, message in [
-        (dict(ratio=1.0, train=ONE), r"LotteryTicket\(ratio=...\): wanted the share"),
-        (dict(ratio=0.5, train=3), r"LotteryTicket\(train=...\): wanted Train\(...\), got int"),
-        (dict(ratio=0.5, train=ONE, rounds=0), r"rounds=...\): wanted a whole number >= 1, got 0"),
+        (dict(budget=ck.remove(weights=0.5), train=3), r"LotteryTicket\(train=...\): wanted Train\(...\), got int"),
+        (dict(budget=ck.remove(weights=0.5), train=ONE, rounds=0), r"rounds=...\): wanted a whole number >= 1, got 0"),
         (dict(pattern=NM(), train=ONE), "is reached in one round, got 5"),
-        (dict(ratio=0.5, allocation={"a": 0.5}, train=ONE), "cannot be reached in several rounds"),
+        (dict(budget=ck.remove(weights=0.5), allocation={"a": 0.5}, train=ONE), "cannot be reached in several rounds"),
     ]:
         with pytest.raises(SettingError, match=message):
             LotteryTicket(**settings)
@@ -567,11 +610,11 @@ def test_bad_settings() -> None:
         rewind(to=1.0)
     task, model = images_task(ck, samples=32), build(networks.Chain)
     with pytest.raises(SettingError, match=r"no weights were kept there; .* Task\(snapshots=\{0.33: \{\}\}\)"):
-        Sparsify(ratio=0.5, rewind=rewind(), finetune=ONE)(model, task)
+        Sparsify(budget=ck.remove(weights=0.5), rewind=rewind(), finetune=ONE)(model, task)
     with pytest.raises(SettingError, match=r"Task\(snapshots=...\): wanted shares of a training in \[0, 1\), got 1.5"):
         ONE(model, replace(task, snapshots={1.5: {}}))
     with pytest.raises(SettingError, match="a schedule cannot follow a criterion that reads activations"):
-        Sparsify(ratio=0.5, criterion=wanda, schedule=partial(cubic, start=0.0), finetune=ONE)(model, task)
+        Sparsify(budget=ck.remove(weights=0.5), criterion=wanda, schedule=schedules.Cubic(), finetune=ONE)(model, task)
     with pytest.raises(ModelError, match=r"rewind: a.0.weight was \(16, 3, 3, 3\), this Chain has \(8, 3, 3, 3\)"):
         state = {n: v.clone() for n, v in model.state_dict().items()}
         model.a[0] = nn.Conv2d(3, 8, 3, bias=False)
@@ -582,7 +625,7 @@ def test_bad_settings() -> None:
 
 def test_pruned_under_masks_fails_clearly() -> None:
     model, task = sparse(0.5, networks.Chain), images_task(ck, samples=32)
-    plan = ck.prune.plan_channels(model, image(2), macs=0.6, round_to=4)
+    plan = ck.prune.plan_channels(model, image(2), budget=ck.keep(macs=0.6), round_to=4)
     ck.prune.apply_(model, plan)
     with pytest.raises(ModelError, match=r"the mask is for shape .*; plan masks anew after the shapes have changed"):
         ONE(model, task)
@@ -594,7 +637,7 @@ WORKER = """
 import sys, torch, networks
 import torch.distributed as dist
 import compresskit as ck
-from compresskit.masks import hold_
+from compresskit.graph.masks import hold_
 from compresskit.prune import plan_mask, random_scores, snip, masks_of
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -603,8 +646,9 @@ model = networks.Residual()
 torch.manual_seed(rank)  # other data, other random numbers
 task = networks.images_task(ck, samples=32)
 for name, criterion in (("random", random_scores), ("snip", snip)):
-    torch.save({n: m for n, m in plan_mask(model, 0.7, criterion=criterion, task=task).masks.items()}, f"{folder}/{name}{rank}")
-plan_mask(model, 0.9, criterion=snip, task=task).apply_(model)
+    masks = plan_mask(model, ck.remove(weights=0.7), criterion=criterion, task=task).masks
+    torch.save(dict(masks), f"{folder}/{name}{rank}")
+plan_mask(model, ck.remove(weights=0.9), criterion=snip, task=task).apply_(model)
 run = ck.mixed.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), ck.mixed.MASTER_BF16)
 release = hold_(model, run)
 run.model = torch.nn.parallel.DistributedDataParallel(run.model)

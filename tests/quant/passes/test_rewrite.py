@@ -66,7 +66,7 @@ def test_read_by_a_convolution_it_stays_one() -> None:
 
 
 def test_masks_follow(model: Mixer) -> None:
-    plan_mask(model, 0.5).apply_(model)
+    plan_mask(model, ck.remove(weights=0.5)).apply_(model)
     masks = masks_of(quantize_static(model, [image(16)]))
     assert masks is not None
     assert {name: mask.ndim for name, mask in masks.masks.items() if "stem" in name} == {"body.stem.weight": 2}

@@ -1,61 +1,32 @@
-"""What a plan must reach and keep: targets, limits, and the count of what is left while channels go."""
+"""Resources of a model, counted while channels are removed, and the limits that every plan keeps."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
+from compresskit.base.budget import Budget, Quantity
 from compresskit.base.errors import SettingError
 from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
 
+#: Quantities that a plan of channels can have as its budget.
+PRUNABLE: tuple[Quantity, ...] = ("macs", "parameters", "bytes", "latency", "channels")
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """How much goes; exactly one is given. All but `ratio` are shares that stay, in (0, 1].
 
-    macs: of the multiply-accumulates. parameters: of the parameters. bytes: of the ONNX file. latency: of the milliseconds that
-    ONNX Runtime takes for one sample on one thread, measured here. ratio: share that goes of the channels that can be cut,
-    in [0, 1).
-    """
+def measured_quantity(budget: Budget) -> Literal["bytes", "latency"] | None:
+    """The budget's quantity where it has to be measured on exported candidates, because counting does not tell; else None."""
+    return budget.quantity if budget.quantity in ("bytes", "latency") else None
 
-    macs: float | None = None
-    parameters: float | None = None
-    bytes: float | None = None
-    latency: float | None = None
-    ratio: float | None = None
 
-    def check(self, where: str) -> None:
-        """Raise SettingError unless exactly one target is given, within its range."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            raise SettingError(f"{where}: wanted exactly one of macs, parameters, bytes, latency, ratio; got {given or 'none'}")
-        name, value = next(iter(given.items()))
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if name == "ratio" and not (number and 0 <= value < 1):
-            raise SettingError(f"{where[:-1]}ratio=...): wanted the share of channels that goes, in [0, 1), got {value!r}")
-        if name != "ratio" and not (number and 0 < value <= 1):
-            raise SettingError(f"{where[:-1]}{name}=...): wanted the share that stays, in (0, 1], got {value!r}")
-
-    @property
-    def unit(self) -> str:
-        """What is counted while channels are chosen; measured targets are approached through MACs or parameters."""
-        return "channels" if self.ratio is not None else "parameters" if self.parameters or self.bytes else "MACs"
-
-    @property
-    def measured(self) -> str | None:
-        """What is measured on exported candidates, where counting does not tell."""
-        return "bytes" if self.bytes else "latency" if self.latency else None
-
-    @property
-    def share(self) -> float:
-        """Share of it that stays."""
-        if self.ratio is not None:
-            return 1 - self.ratio
-        return next(v for v in (self.macs, self.parameters, self.bytes, self.latency) if v is not None)
+def counted_unit(budget: Budget) -> Literal["MACs", "parameters", "channels"]:
+    """What is counted while channels are chosen: latency is approached through MACs, bytes through parameters."""
+    if budget.quantity == "channels":
+        return "channels"
+    return "parameters" if budget.quantity in ("parameters", "bytes") else "MACs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +67,7 @@ class Limits:
         return group.size - group.removed - count >= max(1, min(self.minimum, group.size))
 
 
-class Budget:
+class ResourceCounter:
     """One resource of the model, counted while channels go: MACs, parameters, or the channels themselves."""
 
     def __init__(self, found: ChannelAnalysis, unit: str, module: nn.Module) -> None:

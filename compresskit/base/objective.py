@@ -1,0 +1,89 @@
+"""What a training minimises: named losses of a model on a batch.
+
+A plain function `(model, batch) -> {name: scalar}` is enough where nothing has to be prepared or remembered. An `Objective` can
+also read the task, add modules to the model while it is trained, follow the training's progress, and be saved in checkpoints:
+
+    bind(model, task)              once, before the first step; returns the objective that is used
+    advance(done)                  before every batch
+    __call__(model, batch)         for every batch
+    resume_state, resume_from_     when a checkpoint is written, and when a training is resumed from it
+    close()                        once, after the last step, also where the training fails
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from compresskit.base.errors import SettingError
+from compresskit.base.task import Task
+
+Losses = dict[str, Tensor]
+LossFunction = Callable[[Callable[..., Any], Any], Losses]
+
+
+class Objective(ABC):
+    """What a training minimises: the sum of the named losses that it returns for a batch.
+
+    Subclasses define `__call__`; the other methods do nothing by default.
+    """
+
+    @abstractmethod
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        """Compute the losses of one batch.
+
+        Args:
+            model: the model under its precision policy; call it in place of the module.
+            batch: what the training loader yields; `Task.split` makes inputs and target of it.
+
+        Returns:
+            Scalars by name; their sum is minimised.
+        """
+
+    def bind(self, model: nn.Module, task: Task) -> Objective:
+        """Prepare for training `model` on `task`; the training loop calls this once and uses the objective it returns."""
+        return self
+
+    def advance(self, done: float) -> None:  # noqa: B027  by default nothing
+        """Take note of the fraction of the training, in [0, 1], that is done; called before every batch."""
+
+    def resume_state(self) -> Any:
+        """State that is not on the model, as tensors and plain values in dicts and lists; None where there is none."""
+        return None
+
+    def resume_from_(self, state: Any) -> None:  # noqa: B027  by default nothing
+        """Take over a state that `resume_state` returned; not called for None."""
+
+    def close(self) -> None:  # noqa: B027  by default nothing
+        """Remove what `bind` added to the model, such as adapters and hooks."""
+
+
+@dataclass(frozen=True)
+class FunctionObjective(Objective):
+    """A plain function `(model, batch) -> losses` as an `Objective`."""
+
+    function: LossFunction
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
+        return self.function(model, batch)
+
+
+def as_objective(value: Objective | LossFunction) -> Objective:
+    """Return an `Objective` as it is, and wrap a plain function into one.
+
+    Raises:
+        SettingError: `value` cannot be called, or has methods of an `Objective` without being one: they would not be called.
+    """
+    if isinstance(value, Objective):
+        return value
+    if not callable(value):
+        raise SettingError(f"objective: wanted an Objective or a function (model, batch) -> losses, got {type(value).__name__}")
+    if methods := {"bind", "advance", "close", "resume_state", "resume_from_"}.intersection(dir(value)):
+        raise SettingError(
+            f"objective: {type(value).__name__} has {', '.join(sorted(methods))} but is no Objective; subclass ck.Objective"
+        )
+    return FunctionObjective(value)

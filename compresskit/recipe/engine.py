@@ -1,0 +1,216 @@
+"""The engine: run the stages of a recipe one after the other, or read those that are finished from disk.
+
+for step in steps:
+    finished on disk?  ->  read_step: its model and its report
+    otherwise          ->  run_step: seed, `model = stage(model, task)`, check, save, export, verify, measure, write row.json
+
+`run_stage` is the function in which a stage runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from compresskit.base import distributed
+from compresskit.base.errors import ModelError
+from compresskit.base.files import FORMAT, write_json
+from compresskit.base.fingerprint import describe
+from compresskit.base.randomness import held_by, seed_
+from compresskit.base.stage import Stage
+from compresskit.base.task import Task, first_rows
+from compresskit.export.files import copy_model, file_bytes
+from compresskit.graph.capture import Dynamic
+from compresskit.graph.masks import masks_of
+from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.surgery import frozen_copy
+from compresskit.measure import latency
+from compresskit.recipe.folder import (
+    PROGRESS,
+    ROW,
+    RunStep,
+    check_folder,
+    clear_stage_folder,
+    delete_checkpoints,
+    file_digests,
+    read_finished_stage,
+)
+from compresskit.recipe.measure_stage import measure_stage
+from compresskit.recipe.report import StageReport, read_stage_report, write_report
+from compresskit.recipe.store import load, load_snapshots_, save, save_snapshots
+from compresskit.train.progress import Every, Progress, Stop
+from compresskit.train.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What all steps of one run share.
+
+    Attributes:
+        out: folder of the run.
+        seed, save, dynamic: settings of the recipe.
+        stop: whether a signal asked the run to stop.
+        record: what recipe.json says of the recipe.
+    """
+
+    out: Path
+    seed: int
+    save: Every
+    dynamic: Dynamic
+    stop: Stop
+    record: dict[str, Any]
+
+
+def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Task) -> tuple[nn.Module, list[StageReport]]:
+    """Run or read all steps, and write the report.
+
+    `Task.reference` becomes the first trained float model, unless the task has one.
+
+    Args:
+        model: the incoming model, the same in all processes; it is changed.
+
+    Returns:
+        The last step's model and the report of every step.
+    """
+    distributed.first_of(lambda: check_folder(run.out, model, steps, run.record))
+    reports: list[StageReport] = []
+    snapshots: Snapshots | None = None  # of the preceding training
+    for index, step in enumerate(steps):
+        distributed.wait()
+        taken: Snapshots | None = None if step.snapshot is None else {step.snapshot: {}}
+        progress = Progress(folder=run.out / step.name / PROGRESS, key=step.key, every=run.save, stop=run.stop)
+        step_task = replace(task, snapshots=taken or snapshots, progress=progress)
+        model, report = run_or_read_step(run, step, index, model, step_task, taken)
+        reports.append(report)
+        snapshots = taken
+        if task.reference is None and (step.stage is None or not step.stage.starts_from_trained):
+            task = replace(task, reference=frozen_copy(model))
+    return model, distributed.first_of(lambda: finish_run(run, steps, reports, task))
+
+
+def run_or_read_step(
+    run: RunSettings, step: RunStep, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
+) -> tuple[nn.Module, StageReport]:
+    """The model and the report of one step, from disk where it is finished.
+
+    snapshots: filled with the weights on the way through the step's training, if a later stage rewinds to them.
+    """
+    folder = run.out / step.name
+    record = distributed.first_of(partial(read_finished_stage, folder, step))
+    if record is not None:
+        return read_step(step, folder, record, model, task, snapshots)
+    distributed.first_of(partial(clear_stage_folder, folder))
+    return run_step(run, step, index, model, task, snapshots)
+
+
+def read_step(
+    step: RunStep, folder: Path, record: dict[str, Any], model: nn.Module, task: Task, snapshots: Snapshots | None
+) -> tuple[nn.Module, StageReport]:
+    """The model and the report of a finished step, read from its folder."""
+    skeleton = model if step.stage is None else step.stage.skeleton(model)
+    distributed.first_of(partial(delete_checkpoints, folder))  # in case it was killed right after it wrote its row
+    log.info("%s: done, loaded from %s", folder.name, folder)
+    if snapshots is not None:
+        load_snapshots_(snapshots, folder)
+    return load(skeleton, folder).to(task.device).eval(), read_stage_report(record["row"], folder / ROW)
+
+
+def run_step(
+    run: RunSettings, step: RunStep, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
+) -> tuple[nn.Module, StageReport]:
+    """Run one step from its beginning, or from its trainings' last checkpoints, and write everything it leaves on disk."""
+    folder = run.out / step.name
+    seed_generators(run.seed + index, task)
+    begin = time.perf_counter()
+    log.info("%s: %s", folder.name, step.stage)
+    if step.stage is not None:
+        model = run_stage(step.stage, model, task)
+    seconds = time.perf_counter() - begin + task.progress.seconds
+
+    def write_step() -> StageReport:
+        save(model, folder)
+        if snapshots is not None:
+            save_snapshots(snapshots, folder)
+        report = measure_stage(
+            model, task, folder, settings=describe(step.stage), seconds=seconds, export=step.export, dynamic=run.dynamic
+        )
+        row = {"format": FORMAT, "key": step.key, "row": asdict(report), "files": file_digests(folder)}
+        write_json(folder / ROW, row)
+        delete_checkpoints(folder)
+        return report
+
+    return model, distributed.first_of(write_step)
+
+
+def run_stage(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
+    """Run one stage, and check that it kept the masks of the incoming model.
+
+    Raises ModelError if the masks are gone, if a masked weight is no longer zero, or if a mask removes fewer weights than before.
+    """
+    masks = masks_of(model)
+    zeros_before = {} if masks is None else {name: int((~mask).sum()) for name, mask in masks.masks.items()}
+    model = stage(model, task)
+    if masks is not None and "dense" not in stage.restores:
+        check_masks_kept_(stage, model, zeros_before)
+    return model
+
+
+def check_masks_kept_(stage: Stage, model: nn.Module, zeros_before: dict[str, int]) -> None:
+    """Raise `ModelError` unless a stage's model carries the masks that came in.
+
+    Weights of a quantized model that a mask keeps and rounding would make zero are moved to the nearest value that is not.
+
+    zeros_before: how many weights of each tensor the incoming masks removed.
+    """
+    kind, masks = type(stage).__name__, masks_of(model)
+    if masks is None:
+        raise ModelError(
+            f"{kind} lost the masks of its model ({sum(zeros_before.values())} weights at zero); a stage that is meant to take"
+            " them off says restores = frozenset({'dense'})"
+        )
+    for part in quantized_parts(model).values():
+        part.keep_masked_()
+    for name, count in masks.broken(model).items():
+        raise ModelError(
+            f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"
+            " masks_of(model).zero_(model) after every step"
+        )
+    for name, mask in masks.masks.items():
+        # A quantized model, or part, calls its tensors by the same names, in its body.
+        before = zeros_before.get(name, zeros_before.get(name.replace("body.", "", 1), 0))
+        if (now := int((~mask).sum())) < before:
+            raise ModelError(f"{kind}: the mask of {name} removed {before} weights before it and {now} after it; masks only grow")
+
+
+def seed_generators(seed: int, task: Task) -> None:
+    """Seed the global generators of torch, numpy and random, and the generators of the task's loaders."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  users' data loaders draw from it
+    for loader in (task.train, task.val, task.calibration):
+        for generator in held_by(loader):
+            seed_(generator, seed)
+
+
+def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:
+    """Measure the latency of all ONNX files in turn, write report.json, and copy the last step's file to model.onnx."""
+    files = [run.out / step.name / "model.onnx" for step in steps]
+    exported = [i for i, file in enumerate(files) if file.exists()]
+    times = latency([files[i] for i in exported], first_rows(task.example(), 1))
+    reports = list(reports)
+    for i, milliseconds in zip(exported, times, strict=True):
+        reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
+    write_report(run.out / "report.json", reports, stages=run.record["stages"], torch=torch.__version__)
+    copy_model(files[-1], run.out / "model.onnx")
+    return reports

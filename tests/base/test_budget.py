@@ -1,0 +1,64 @@
+"""Budgets: one fraction of one quantity, written as what stays or as what goes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import compresskit as ck
+from compresskit.base.budget import QUANTITIES
+from compresskit.base.errors import SettingError
+from compresskit.base.fingerprint import describe
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@given(fraction=st.floats(0.001, 0.999))
+def test_both_fractions_and_the_repr(quantity, fraction) -> None:
+    kept, removed = ck.keep(**{quantity: fraction}), ck.remove(**{quantity: fraction})
+    assert (kept.quantity, kept.kept, kept.removed) == (quantity, fraction, 1 - fraction)
+    assert (removed.quantity, removed.kept, removed.removed) == (quantity, 1 - fraction, fraction)
+    assert repr(kept) == f"keep({quantity}={fraction!r})"
+    assert repr(removed) == f"remove({quantity}={fraction!r})"
+    assert eval(repr(kept), {"keep": ck.keep}) == kept
+
+
+def test_equal_fractions_are_equal_budgets() -> None:
+    assert ck.keep(macs=0.5) == ck.remove(macs=0.5)
+    assert ck.keep(macs=0.5) != ck.keep(parameters=0.5)
+    assert len({ck.keep(macs=0.5), ck.remove(macs=0.5)}) == 1
+
+
+def test_its_record_is_stable() -> None:
+    record = {"kind": "Budget", "quantity": "weights", "kept": 0.25, "removed": 0.75, "written": "remove"}
+    assert json.loads(json.dumps(describe(ck.remove(weights=0.75)))) == record
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.1, math.nan, math.inf, True, "0.5"])
+def test_fractions_that_cannot_stay(fraction) -> None:
+    with pytest.raises(SettingError, match=r"keep\(macs=...\): wanted the fraction that stays, in \(0, 1\], got"):
+        ck.keep(macs=fraction)
+
+
+@pytest.mark.parametrize("fraction", [1, -0.1, 1.1, math.nan, math.inf, False, "0.5"])
+def test_fractions_that_cannot_go(fraction) -> None:
+    with pytest.raises(SettingError, match=r"remove\(weights=...\): wanted the fraction that goes, in \[0, 1\), got"):
+        ck.remove(weights=fraction)
+
+
+@pytest.mark.parametrize("make", [ck.keep, ck.remove])
+def test_exactly_one_quantity(make) -> None:
+    with pytest.raises(
+        SettingError, match=r"\(\): wanted exactly one of macs, parameters, bytes, latency, channels, weights; got none"
+    ):
+        make()
+    with pytest.raises(SettingError, match=r"exactly one of .*; got \{'macs': 0.5, 'channels': 0.5\}"):
+        make(macs=0.5, channels=0.5)
+
+
+def test_the_whole_model() -> None:
+    assert ck.keep(latency=1).kept == 1
+    assert ck.remove(channels=0).removed == 0
