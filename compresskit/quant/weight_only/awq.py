@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compresskit.quant.calibration.statistics import Moments
+from compresskit.quant.calibration.activation_statistics import InputMoments
 from compresskit.quant.numerics.block_grid import BlockScheme, grid_of, on_grid
 
 MAX_RUNTIME_ERROR = 0.9  # a scaling that costs a multiplication at run time must bring the error below this fraction
 
 
-def awq_scaling(weights: list[tuple[Tensor, BlockScheme]], inputs: Moments, *, tries: int = 20) -> tuple[Tensor, float]:
+def awq_scaling(weights: list[tuple[Tensor, BlockScheme]], inputs: InputMoments, *, tries: int = 20) -> tuple[Tensor, float]:
     """Find the factors s (inputs,) for which rounding s W and dividing by s changes the outputs of the layers least.
 
     The candidates are s = E|x|^a for a in [0, 1); a = 0 is no scaling.

@@ -23,7 +23,7 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.calibration.statistics import Moments, moments
+from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments
 from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, Rounding, WeightMatrix, round_to_nearest
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
@@ -164,7 +164,7 @@ class _WeightRounder:
         self.body, self.formats, self.rounding, self.batches = body, formats, rounding, batches
         self.notes: dict[str, str] = {}
         self.scaled: list[str] = []
-        self.latest_moments: tuple[Node, Moments] | None = None
+        self.latest_moments: tuple[Node, InputMoments] | None = None
         calls = [n for n in body.graph.nodes if n.op == "call_module"]
         self.calls = {str(n.args[0].target): n for n in calls if isinstance(body.get_submodule(n.target), BlockQuantizer)}
 
@@ -220,9 +220,9 @@ class _WeightRounder:
         reader = next(user for user in call.users if user.target in PRODUCTS)
         return self._moments(base_of(reader.args[PRODUCTS[reader.target][0]])).second
 
-    def _moments(self, value: Node) -> Moments:
+    def _moments(self, value: Node) -> InputMoments:
         if self.latest_moments is None or self.latest_moments[0] is not value:
-            self.latest_moments = (value, moments(self.body, self._data, value))
+            self.latest_moments = (value, input_moments(self.body, self._data, value))
         return self.latest_moments[1]
 
 

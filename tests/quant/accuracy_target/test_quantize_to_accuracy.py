@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,10 +40,6 @@ class Words(nn.Module):
 
 def ids(n: int = 2, length: int = 16):
     return (torch.randint(0, 50, (n, length)),)
-
-
-def decibels(wanted, got) -> float:
-    return float(10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum()))
 
 
 @pytest.fixture
@@ -95,8 +92,8 @@ def test_the_file_reaches_the_target(wanted, timed, tmp_path) -> None:
     got = np.concatenate([runtime.run(None, numpy_inputs(runtime, x))[0] for x in data]).astype(np.float64)
     with torch.no_grad():
         exact = torch.cat([model(*x) for x in data]).double().numpy()
-    assert decibels(exact, got) >= sqnr
-    assert abs(decibels(exact, got) - report.sqnr) < 1e-3
+    assert oracles.sqnr(exact, got) >= sqnr
+    assert abs(oracles.sqnr(exact, got) - report.sqnr) < 1e-3
     assert "cosine" not in wanted or report.cosine >= 0.9999
     assert ck.verify_onnx(path, mixed, [ids(3, 9)]).passed
     assert {choice.name for choice in report.matrices} == {"up.weight", "down.weight", "head.weight"}
