@@ -24,8 +24,8 @@ from compresskit.distill.objectives.imitate import imitate
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.build import build_quantized
-from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer
-from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, check_observer
+from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.quant.static import calibrated_in, part_of
 from compresskit.train.train import Train, fit_
 
@@ -50,6 +50,8 @@ def prepare_qat(
     exporting alone does not. Under DistributedDataParallel ranges are joined over ranks. target, skip, dynamic, strict,
     inside: as in `quantize_static`.
     """
+    check_target(target, "prepare_qat")
+    check_observer(observer, "prepare_qat")
     part, example, everything = part_of(model, batches, inside, "prepare_qat")
     quantized = build_quantized(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)
     whole = calibrated_in(model, quantized, everything, inside)
@@ -105,6 +107,8 @@ class QAT(Train):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_target(self.target, "QAT")
+        check_observer(self.observer, "QAT")
         if not 0 <= self.freeze <= 1:
             raise SettingError(f"QAT(freeze=...): wanted a share of the training in [0, 1], got {self.freeze}")
         if self.samples < 1:
