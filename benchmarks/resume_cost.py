@@ -48,7 +48,7 @@ class Saves(logging.Handler):
 
 def listening() -> Saves:
     saves = Saves()
-    logger = logging.getLogger("compresskit.train.progress")
+    logger = logging.getLogger("compresskit.base.progress")
     logger.setLevel(logging.INFO)
     logger.addHandler(saves)
     return saves
@@ -121,7 +121,7 @@ def memory(width: int = 4096, layers: int = 4) -> dict[str, Any]:
         "model_and_optimizer_mb": round(kept / 1e6, 1),
         "extra_mb": round((peak.most - peak.before) / 1e6, 1),
         "extra_share": round((peak.most - peak.before) / kept, 4),
-        "seconds": round(training.took, 2),
+        "seconds": round(training.save_time, 2),
     }
 
 

@@ -1,6 +1,6 @@
 """Pruning: channels found on the graph, planned before applied, proved before handed over; and masks that are held for good."""
 
-from compresskit.graph.masks import Masks, detach_, hold_, masks_of
+from compresskit.graph.masks import Masks, detach_masks_, enforce_masks_, masks_of
 from compresskit.prune import schedules
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.normalize import by_deviation, by_largest, by_mean, largest, mean, over_layers, total, unscaled
@@ -73,7 +73,8 @@ __all__ = [
     "by_mean",
     "channel_sensitivity",
     "cost_aware",
-    "detach_",
+    "detach_masks_",
+    "enforce_masks_",
     "erk_ratios",
     "fisher",
     "fpgm",
@@ -81,7 +82,6 @@ __all__ = [
     "group_l2",
     "group_lasso",
     "growing",
-    "hold_",
     "irreplaceable",
     "isomorphic",
     "l1",

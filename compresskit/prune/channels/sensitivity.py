@@ -13,8 +13,7 @@ from tqdm import tqdm
 
 from compresskit.base.budget import Budget, takes_budget
 from compresskit.base.errors import CheckpointError, SettingError
-from compresskit.base.inputs import AnyInputs
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import AnyInputs, calibration_inputs
 from compresskit.base.task import Task
 from compresskit.measure import evaluate
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_

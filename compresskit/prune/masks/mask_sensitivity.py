@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.samples import some_batches
+from compresskit.base.inputs import some_batches
 from compresskit.base.task import Task, batch_size
 from compresskit.graph.surgery import mode
 from compresskit.prune.criteria import Criterion, l2

@@ -97,7 +97,7 @@ def plan_mask(
         task: data and loss, for criteria that read more than weights; `samples` of it are looked at.
 
     The order in which a model names its parameters does not matter. Warns of layers that cannot have the pattern (left dense,
-    named in `Masks.left`), that are all zero, or that lose all their weights. Raises SettingError for a budget
+    named in `Masks.unmasked`), that are all zero, or that lose all their weights. Raises SettingError for a budget
     smaller than what is removed already; ModelError where nothing can be masked.
     """
     given = by_tensor(model, allocation) if isinstance(allocation, Mapping) else None

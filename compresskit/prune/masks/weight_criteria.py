@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.base.samples import some_batches
+from compresskit.base.inputs import some_batches
 from compresskit.base.task import Task, batch_size, call
 from compresskit.graph.surgery import owner
 from compresskit.prune.criteria import Criterion, Needs, NeedsGradients, Slices

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import frozen_copy

@@ -24,7 +24,7 @@ from compresskit.prune import (
     Block,
     Masks,
     Unstructured,
-    detach_,
+    detach_masks_,
     erk_ratios,
     grasp,
     l2,
@@ -72,7 +72,7 @@ WEIGHTS = {
 def test_what_is_masked() -> None:
     masks = plan_mask(Net(), ck.remove(weights=0.5))
     assert set(masks.masks) == WEIGHTS
-    assert not masks.left
+    assert not masks.unmasked
     assert list(masks.masks) == sorted(masks.masks)
     assert set(plan_mask(Net(), ck.remove(weights=0.5), protect=("lstm", "conv.weight")).masks) == {
         n for n in WEIGHTS if not n.startswith("lstm") and n != "conv.weight"
@@ -177,7 +177,7 @@ def test_planning_is_pure_and_twice_is_once(name) -> None:
         plan_mask(model, **settings_of(name)).apply_(model)
     masks.apply_(model)
     assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
-    assert masks.broken(model) == {}
+    assert masks.violations(model) == {}
     carried = masks_of(model)
     assert all(torch.equal(mask, masks.masks[n]) for n, mask in carried.masks.items())
     assert model.state_dict().keys() == before.keys()
@@ -343,7 +343,7 @@ def test_masks_travel_with_the_model() -> None:
     assert torch.equal(masks_of(twin).masks["conv.weight"], masks_of(model).masks["conv.weight"])
     assert masks_of(twin).masks["conv.weight"] is not masks_of(model).masks["conv.weight"]
     assert masks_of(model.half()).masks["conv.weight"].dtype == torch.bool
-    detach_(model)
+    detach_masks_(model)
     assert masks_of(model) is None
     assert not list(model.named_buffers())
 

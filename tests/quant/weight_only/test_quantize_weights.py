@@ -291,7 +291,7 @@ def test_masks_are_kept(tmp_path) -> None:
     quantized = quantize_weights(model, data, rounding=gptq, awq=True, blocks=Blocks(bits=3))
     mine = masks_of(quantized)
     assert mine is not None
-    assert not mine.broken(quantized)
+    assert not mine.violations(quantized)
     for name, quantizer in quantized.blocked().items():
         mask = mine.masks.get(f"body.{name}")
         if mask is not None:
