@@ -187,7 +187,7 @@ def test_names_that_match_nothing() -> None:
 
 def test_kinds_of_settings() -> None:
     for make, message in (
-        (lambda: ck.Train(epochs=1, precision="bf16"), "wanted a policy such as mixed.MASTER_BF16, got 'bf16'"),
+        (lambda: ck.Train(epochs=1, precision="bf16"), "wanted a policy of compresskit.mixed, got 'bf16'; write mixed.AMP_BF16"),
         (lambda: ck.Prune(budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function such as prune.l2, got 'l2'"),
         (lambda: ck.Prune(budget=ck.keep(macs="0.5")), "in \\(0, 1\\], got '0.5'"),
         (lambda: plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function"),

@@ -480,7 +480,7 @@ def test_masks_for_other_shapes() -> None:
     masks = plan_mask(nn.Sequential(nn.Linear(4, 4)), ck.remove(weights=0.5))
     other = nn.Sequential(nn.Linear(4, 6))
     before = other[0].weight.detach().clone()
-    for use in (masks.apply_, masks.zero_, masks.broken):
+    for use in (masks.apply_, masks.zero_, masks.violations):
         with pytest.raises(ModelError, match=r"0\.weight: the mask is for shape \(4, 4\), this Sequential has \(6, 4\)"):
             use(other)
     assert torch.equal(other[0].weight, before)
