@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import compresskit as ck
-from compresskit.measure import numpy_inputs, session
+from compresskit.measure import latency, numpy_inputs, session
 from compresskit.train.objective import Supervised
 
 HERE = Path(__file__).parent
@@ -163,7 +163,7 @@ def latencies(model: nn.Module, images: Tensor, folder: Path, seconds: float) ->
     files = [ck.export_onnx(model, folder / "fp32.onnx", X), folder / "ours.onnx", folder / "ort.onnx"]
     ours(model, batches, files[1])
     theirs(model, batches, files[2])
-    times = {b: ck.latency(files, (batches[0][:b],), seconds=seconds) for b in (1, 32)}
+    times = {b: latency(files, (batches[0][:b],), seconds=seconds) for b in (1, 32)}
     return {f"b{b}": {"fp32_ms": t[0], "ours": t[1] / t[0], "ort": t[2] / t[0]} for b, t in times.items()}
 
 

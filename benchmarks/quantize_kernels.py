@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
+from compresskit.measure import latency
 
 HERE = Path(__file__).parent
 
@@ -53,7 +54,7 @@ def measure(make: object, seconds: float) -> dict[str, float]:
         for name, target in (("plain", replace(ck.quant.X86, tuned=False)), ("tuned", ck.quant.X86)):
             quantized = ck.quant.quantize_static(model, [x], target=target)
             files.append(ck.export_onnx(quantized, Path(folder) / f"{name}.onnx", x))
-        fp32, plain, tuned = ck.latency(files, x[:1], seconds=seconds)
+        fp32, plain, tuned = latency(files, x[:1], seconds=seconds)
     return {"fp32_ms": fp32, "plain_ms": plain, "tuned_ms": tuned}
 
 

@@ -27,17 +27,19 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import Blocks, gptq, nearest, quantize_weights
+from compresskit.quant import BlockScheme, gptq, quantize_weights, round_to_nearest
 
 HERE = Path(__file__).parent
 HOW: dict[str, dict[str, Any]] = {
-    "nearest": {"rounding": nearest},
+    "nearest": {"rounding": round_to_nearest},
     "GPTQ": {"rounding": gptq},
     "AWQ": {"awq": True},
     "AWQ + GPTQ": {"awq": True, "rounding": gptq},
 }
 GRIDS = {
-    f"int{bits}{'' if even else ' asymmetric'}": Blocks(bits=bits, symmetric=even) for bits in (4, 3) for even in (True, False)
+    f"int{bits}{'' if symmetric else ' asymmetric'}": BlockScheme(bits=bits, symmetric=symmetric)
+    for bits in (4, 3)
+    for symmetric in (True, False)
 }
 
 
@@ -69,10 +71,10 @@ def measure(model: nn.Module, data: list[tuple[Tensor]], val: tuple[Tensor, Tens
         floats = model(ids)
     path = ck.export_onnx(model, folder / "float.onnx", (ids,))
     row: dict[str, Any] = {"float": figures(floats, floats, labels) | {"bytes": path.stat().st_size}}
-    for grid, blocks in GRIDS.items():
+    for grid, scheme in GRIDS.items():
         for way, how in HOW.items():
             begin = time.perf_counter()
-            quantized = quantize_weights(model, data, blocks=blocks, embeddings=None, **how)
+            quantized = quantize_weights(model, data, scheme=scheme, embeddings=None, **how)
             seconds = time.perf_counter() - begin
             path = ck.export_onnx(quantized, folder / "q.onnx", (ids,))
             runtime = session(path, optimize=False)

@@ -33,7 +33,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
 import compresskit as ck
-from compresskit.measure import numpy_inputs, session
+from compresskit.measure import latency, numpy_inputs, session
 
 HERE = Path(__file__).parent
 NETWORKS = """resnet18 resnet50 mobilenet_v2 mobilenet_v3_large efficientnet_b0 shufflenet_v2_x1_0 googlenet inception_v3
@@ -153,16 +153,16 @@ def against_nncf(name: str, folder: Path, samples: int, seconds: float) -> dict[
     with torch.no_grad():
         wanted = network(name, x)(x)
     row["db"] = sqnr(file, wanted["out"] if isinstance(wanted, dict) else wanted, x)
-    return row | ({"ms": ck.latency([float_file, ours, file], (x[:1],), seconds=seconds)} if seconds else {})
+    return row | ({"ms": latency([float_file, ours, file], (x[:1],), seconds=seconds)} if seconds else {})
 
 
 def times(name: str, folder: Path, seconds: float) -> dict[str, Any]:
     """Milliseconds of the three files: fp32, ours, onnxruntime's."""
     x, files = example(name, 32), files_of(name, folder)
     return {
-        "ms": ck.latency(files, (x[:1],), seconds=seconds),
-        "ms_2_threads": ck.latency(files, (x[:1],), threads=2, seconds=seconds / 2),
-        "ms_batch_32": ck.latency(files, (x,), seconds=seconds / 2, rounds=3),
+        "ms": latency(files, (x[:1],), seconds=seconds),
+        "ms_2_threads": latency(files, (x[:1],), threads=2, seconds=seconds / 2),
+        "ms_batch_32": latency(files, (x,), seconds=seconds / 2, rounds=3),
     }
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
+from compresskit.base.progress import Progress
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
@@ -66,7 +67,7 @@ def time_share(seconds: float) -> dict[str, Any]:
             raise KeyboardInterrupt
 
     with tempfile.TemporaryDirectory() as folder:
-        task = ck.Task(train=train, val=train, progress=ck.Progress(folder=Path(folder) / "progress", key="resume cost"))
+        task = ck.Task(train=train, val=train, progress=Progress(folder=Path(folder) / "progress", key="resume cost"))
         how = ck.Train(epochs=1000, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), precision=ck.mixed.MASTER_BF16)
         begin = time.perf_counter()
         with contextlib.suppress(KeyboardInterrupt):
@@ -109,7 +110,7 @@ def memory(width: int = 4096, layers: int = 4) -> dict[str, Any]:
     run.step()
     parameters = sum(p.numel() for p in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
-        training = ck.Progress(folder=Path(folder) / "progress", key="memory").training("memory")
+        training = Progress(folder=Path(folder) / "progress", key="memory").training("memory")
         peak = Peak()
         peak.start()
         training.save({"run": run.state_dict(copy=False)}, 1)

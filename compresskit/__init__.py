@@ -19,14 +19,13 @@ from compresskit.base.errors import (
     TrainingError,
 )
 from compresskit.base.objective import Objective
-from compresskit.base.progress import Every, Progress
+from compresskit.base.progress import Every
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, accuracy
 from compresskit.base.version import __version__ as __version__
 from compresskit.distill import Distill, imitate
 from compresskit.export import audit, export_onnx, verify_onnx
-from compresskit.graph.capture import capture
-from compresskit.measure import count_macs, count_nonzero, count_parameters, evaluate, latency
+from compresskit.measure import count_macs, count_parameters, evaluate
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result, load, save
@@ -48,7 +47,6 @@ __all__ = [
     "LotteryTicket",
     "ModelError",
     "Objective",
-    "Progress",
     "Prune",
     "Recipe",
     "Result",
@@ -63,9 +61,7 @@ __all__ = [
     "WeightQuant",
     "accuracy",
     "audit",
-    "capture",
     "count_macs",
-    "count_nonzero",
     "count_parameters",
     "distill",
     "evaluate",
@@ -74,7 +70,6 @@ __all__ = [
     "fit_",
     "imitate",
     "keep",
-    "latency",
     "load",
     "lr",
     "mixed",

@@ -1,4 +1,4 @@
-"""The command line, for what is not training: `compresskit verify|audit|bench FILE...`, `compresskit report FOLDER`."""
+"""The command line: `compresskit verify|audit|bench FILE...` for ONNX files, `compresskit report FOLDER` for finished runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,22 @@ from compresskit.recipe.report import read_stage_report, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 where all is well, 1 where a file does not agree, 2 where it cannot be read."""
-    parser = argparse.ArgumentParser(prog="compresskit", description="Look at ONNX files and at finished runs.")
+    """Run one command.
+
+    Args:
+        arguments: of the command line; None reads `sys.argv`.
+
+    Returns:
+        The exit code: 0 for success, 1 if a file does not agree with its reference, 2 if a file cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="compresskit", description="Verify, audit and benchmark ONNX files; print the report of a finished run."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
-        ("verify", "run a file at every optimization level and compare; or two files, the first being the reference"),
-        ("audit", "which operators ONNX Runtime executes in integers, and what the file says of itself"),
-        ("bench", "median latencies, all files measured in turn; ratios to the first"),
+        ("verify", "run a file at every optimization level and compare the outputs; of two files, the first is the reference"),
+        ("audit", "which operators ONNX Runtime runs in integers, and the metadata of the file"),
+        ("bench", "median latency of each file, measured in turn, and its ratio to the first"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("files", nargs="+", metavar="FILE", help="ONNX file")
@@ -47,68 +56,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
-        return {"verify": _verify, "audit": _audit, "bench": _bench, "report": _report}[options.command](options)
+        return COMMANDS[options.command](options)
     except CompressError as error:
         sys.stderr.write(f"compresskit: {error}\n")
         return 2
 
 
-def _show(options: argparse.Namespace, record: Any, text: str) -> None:
+def _print(options: argparse.Namespace, record: Any, text: str) -> None:
     sys.stdout.write((json.dumps(record, indent=1) if options.json else text) + "\n")
 
 
 def _inputs(path: str, options: argparse.Namespace) -> Inputs:
     """Inputs by name: from the npz file, or random."""
-    wanted = random_inputs(path, batch=options.batch, size=options.size)
+    defaults = random_inputs(path, batch=options.batch, size=options.size)
     if not options.inputs:
-        return dict(wanted)
+        return dict(defaults)
     try:
         given = dict(np.load(options.inputs, allow_pickle=False))
     except (OSError, ValueError) as error:
         raise DataError(f"{options.inputs}: not an npz file of arrays ({error})") from None
-    if missing := sorted(set(wanted) - set(given)):
-        raise DataError(f"{options.inputs}: no array {missing[0]!r}; the file wants {sorted(wanted)}")
-    return {name: torch.from_numpy(given[name]) for name in wanted}
+    if missing := sorted(set(defaults) - set(given)):
+        raise DataError(f"{options.inputs}: no array {missing[0]!r}; the file wants {sorted(defaults)}")
+    return {name: torch.from_numpy(given[name]) for name in defaults}
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify_command(options: argparse.Namespace) -> int:
     if len(options.files) > 2:
         raise SettingError(f"verify: wanted one file, or a reference and a file, got {len(options.files)}")
     reference = options.files[0] if len(options.files) == 2 else None
-    found = verify_levels(options.files[-1], _inputs(options.files[0], options), reference=reference)
-    _show(options, {"file": options.files[-1]} | found.to_json(), f"{options.files[-1]}: {found}")
-    return 0 if found.passed else 1
+    result = verify_levels(options.files[-1], _inputs(options.files[0], options), reference=reference)
+    _print(options, {"file": options.files[-1]} | result.to_json(), f"{options.files[-1]}: {result}")
+    return 0 if result.passed else 1
 
 
-def _audit(options: argparse.Namespace) -> int:
+def _audit_command(options: argparse.Namespace) -> int:
     records, texts = {}, []
     for path in options.files:
-        found, about = audit(path), read_metadata(path)
-        records[path] = asdict(found) | {"share": found.share, "about": about}
-        said = [f"  {key:<24} {value if isinstance(value, str) else json.dumps(value)}" for key, value in about.items() if value]
-        texts.append("\n".join([f"{path}: {found}", *said]))
-    _show(options, records, "\n".join(texts))
+        result, metadata = audit(path), read_metadata(path)
+        records[path] = asdict(result) | {"share": result.share, "about": metadata}
+        entries = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if value}
+        texts.append("\n".join([f"{path}: {result}", *(f"  {key:<24} {value}" for key, value in entries.items())]))
+    _print(options, records, "\n".join(texts))
     return 0
 
 
-def _bench(options: argparse.Namespace) -> int:
+def _bench_command(options: argparse.Namespace) -> int:
     inputs = _inputs(options.files[0], options)
-    found = benchmark(options.files, inputs, threads=options.threads, seconds=options.seconds)
+    timings = benchmark(options.files, inputs, threads=options.threads, seconds=options.seconds)
     width = max(map(len, options.files))
     rows = [f"{'file':<{width}}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
-    rows += [f"{t.path:<{width}}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in found]
-    _show(options, [asdict(t) for t in found], "\n".join(rows))
+    rows += [f"{t.path:<{width}}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings]
+    _print(options, [asdict(t) for t in timings], "\n".join(rows))
     return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report_command(options: argparse.Namespace) -> int:
     for folder in options.files:
         path = Path(folder) / "report.json"
         record = read_json(path, "the report of a run")
         rows = [read_stage_report(row, path) for row in record.get("rows", [])]
-        _show(options, record, table(rows) if rows else f"{path}: no stage is finished")
+        _print(options, record, table(rows) if rows else f"{path}: no stage is finished")
     return 0
 
+
+COMMANDS = {"verify": _verify_command, "audit": _audit_command, "bench": _bench_command, "report": _report_command}
 
 if __name__ == "__main__":
     sys.exit(main())

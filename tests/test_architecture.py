@@ -40,6 +40,7 @@ QUANT_LAYERS = [
     {"calibration"},
     {"build"},
     {"latency_search", "static", "dynamic", "weight_only"},
+    {"accuracy_target"},
     {"qat", "serialize"},
     {"__init__"},
 ]

@@ -1,17 +1,17 @@
-"""ONNX files: written, proved against their model, audited for what runs in integers, timed against one another."""
+"""ONNX files: write one, verify it against its model, audit which operators run in integers, benchmark files."""
 
 from compresskit.export.check.audit import Audit, audit
 from compresskit.export.check.benchmark import Timing, benchmark
-from compresskit.export.check.levels import Levels, verify_levels
-from compresskit.export.check.verify import Level, Verification, verify_onnx
+from compresskit.export.check.levels import LevelVerification, verify_levels
+from compresskit.export.check.verify import Agreement, Verification, verify_onnx
 from compresskit.export.files import annotate, read_metadata
 from compresskit.export.onnx import export_onnx
 from compresskit.export.rewrite.sparse import compressed_bytes, store_sparse
 
 __all__ = [
+    "Agreement",
     "Audit",
-    "Level",
-    "Levels",
+    "LevelVerification",
     "Timing",
     "Verification",
     "annotate",

@@ -1,8 +1,7 @@
-"""ONNX files as files: written whole or not at all, weights past 2 GB beside them, read without leaving their folder; and what
-a file says of itself.
+"""Read and write ONNX files: atomically, with weights past 2 GB in a second file, and with metadata as JSON.
 
-    model.onnx          the graph; metadata_props["compresskit"] is a JSON object (versions, model, stage, metric, verification)
-    model.onnx.data     the weights, where they do not fit into the file; named in it without any folder
+model.onnx          the graph; metadata_props["compresskit"] is a JSON object (versions, model, stage, metric, verification)
+model.onnx.data     the weights, where they do not fit into the file; named in it without any folder
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ KEY = "compresskit"  # of the JSON object among a file's key-value pairs
 
 
 def data_path(path: str | Path) -> Path:
-    """Where the weights of a file lie that do not fit into it."""
+    """Path of the external data: the weights that do not fit into the file."""
     path = Path(path)
     return path.with_name(f"{path.name}.data")
 
@@ -33,7 +32,7 @@ def file_bytes(path: str | Path) -> int:
 
 
 def write_model(model: Any, path: Path) -> None:
-    """Write an onnx-ir model; what was there before is replaced only once the new file is complete."""
+    """Write an onnx-ir model. An existing file is replaced only once the new one is complete."""
     import onnx_ir as ir  # heavy, and only exporting needs it
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
@@ -64,9 +63,9 @@ def copy_model(source: Path, to: Path) -> None:
 
 
 def read_proto(path: str | Path) -> Any:
-    """The graph of a file; weights that lie outside it are not read, and must lie in its own folder.
+    """Read a file as a protobuf, without its external data.
 
-    Raises ExportError where the file is no ONNX file, or names a place outside its folder.
+    Raises ExportError where it is not an ONNX file, or where its external data is missing or lies outside its folder.
     """
     import onnx  # heavy, and only exporting needs it
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -75,7 +74,7 @@ def read_proto(path: str | Path) -> Any:
         proto = onnx.load(path, load_external_data=False)
     except (DecodeError, OSError) as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: not an ONNX file ({error})") from error
-    for name, place in _places(proto):
+    for name, place in _external_locations(proto):
         outside = PurePosixPath(place).is_absolute() or PureWindowsPath(place).is_absolute() or PureWindowsPath(place).drive
         if outside or ".." in PureWindowsPath(place).parts:
             raise ExportError(f"{path}: the weight {name!r} lies at {place!r}, outside the folder of the file; it is not read")
@@ -87,12 +86,12 @@ def read_proto(path: str | Path) -> Any:
     return proto
 
 
-def _places(proto: Any) -> Iterator[tuple[str, str]]:
-    for tensor in _tensors(proto.graph):
+def _external_locations(proto: Any) -> Iterator[tuple[str, str]]:
+    for tensor in _stored_tensors(proto.graph):
         yield from ((tensor.name, entry.value) for entry in tensor.external_data if entry.key == "location")
 
 
-def _tensors(graph: Any) -> Iterator[Any]:
+def _stored_tensors(graph: Any) -> Iterator[Any]:
     """Every stored tensor of a graph and of the graphs inside its operators."""
     yield from graph.initializer
     for node in graph.node:
@@ -100,15 +99,18 @@ def _tensors(graph: Any) -> Iterator[Any]:
             yield from (attribute.t, *attribute.tensors)
             for inner in (attribute.g, *attribute.graphs):
                 if inner.node or inner.initializer:
-                    yield from _tensors(inner)
+                    yield from _stored_tensors(inner)
 
 
 def annotate(path: str | Path, **entries: Any) -> None:
-    """Add JSON-ready entries to what a file says of itself; one of a name that is there already takes its place."""
+    """Add JSON-ready entries to the metadata of a file; an entry of an existing name replaces it.
+
+    Raises ExportError where the file is not an ONNX file.
+    """
     import onnx
 
     proto = read_proto(path)
-    record = _decoded(proto) | entries
+    record = _metadata_record(proto) | entries
     kept = {p.key: p.value for p in proto.metadata_props} | {KEY: json.dumps(record, allow_nan=False)}
     del proto.metadata_props[:]
     proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in kept.items())
@@ -117,18 +119,21 @@ def annotate(path: str | Path, **entries: Any) -> None:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """What a file says of itself: the entries that this library wrote, and any others as text.
+    """Read the metadata of a file.
 
-    versions: of the libraries it was written with. model: class. target: of a quantized model. stage, metric, verification: of a
-    file of a recipe.
+    Returns:
+        `producer`, `opset`; the entries that this library wrote: `versions` of the libraries, `model` (class), `target` of a
+        quantized model, and for a file of a recipe `stage`, `metric` and `verification`; other entries as text.
+
+    Raises ExportError where the file is not an ONNX file.
     """
     proto = read_proto(path)
     others = {p.key: p.value for p in proto.metadata_props if p.key != KEY}
     opset = next((i.version for i in proto.opset_import if i.domain in ("", "ai.onnx")), None)
-    return {"producer": proto.producer_name, "opset": opset, **_decoded(proto), **others}
+    return {"producer": proto.producer_name, "opset": opset, **_metadata_record(proto), **others}
 
 
-def _decoded(proto: Any) -> dict[str, Any]:
+def _metadata_record(proto: Any) -> dict[str, Any]:
     text = next((p.value for p in proto.metadata_props if p.key == KEY), "{}")
     try:
         record = json.loads(text)

@@ -1,4 +1,4 @@
-"""Write a model as an ONNX file: dynamic batch, weights as they are stored, nothing half-written."""
+"""Write a model as an ONNX file: capture, torch's exporter, graph rewrites, metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
-from compresskit.export.rewrite.dtypes import coarsest, store_bf16_, widened
+from compresskit.export.rewrite.dtypes import least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import mode
@@ -39,23 +39,32 @@ def export_onnx(
     inside: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a model to an ONNX file with the modern exporter.
+    """Write a model to an ONNX file with torch's exporter (`dynamo=True`).
 
     Args:
-        model: a float module, or a quantized one of this library, whose weights are stored as int8; or a module with quantized
-            submodules. Of a bf16 model the weights are stored in bf16, inputs and outputs are fp32; fp16 stays fp16.
-        path: of the file; it is replaced only once the new one is complete. Past 2 GB the weights go to `<path>.data`.
-        example: inputs, a tuple or a dict; they name the inputs of the file.
-        opset: version of the standard operators; that of the target for a quantized model, else 20.
+        model: a float module, a quantized one of this library, or a module with quantized submodules; weights are stored as they
+            are quantized. A bf16 model is written with bf16 weights and computes in fp32; an fp16 model stays fp16.
+        path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
+            `<path>.data`.
+        example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.
+        opset: version of ONNX's operators; None takes that of a quantized model's target, else 20.
         dynamic: dimensions of the inputs that may vary: `(0, 2, 3)` for batch, height and width of every input, or names for
-            those of each, `{"x": {0: "batch", 2: "height"}}`; `()` for none. The batch where nothing is given, and for a
-            quantized model what it was quantized with.
+            those of each, `{"x": {0: "batch", 2: "height"}}`; `()` for none. None takes the batch; for a quantized model, the
+            dimensions that it was quantized with.
         inside: dotted name of a submodule; it alone is exported, with the inputs that it receives when the model runs.
-        metadata: key-value pairs kept inside the file, beside what `read_metadata` gives back.
+        metadata: key-value pairs to store in the file, beside the entries of this library; see `read_metadata`.
 
-    Raises ModelError where the model cannot be captured, ExportError where an operator has no translation or the file
-    cannot be written.
+    Returns:
+        The path of the file.
+
+    Raises SettingError for a bad opset or swapped arguments, ModelError where the model cannot be captured, ExportError where an
+    operator has no translation or the file cannot be written.
     """
+    if not isinstance(path, str | Path):
+        raise SettingError(
+            f"export_onnx: wanted a path as the second argument, got {type(path).__name__}; torch.onnx.export takes the example"
+            " first, here it is export_onnx(model, path, example)"
+        )
     path, example = Path(path), as_inputs(example)
     if opset is not None and opset not in OPSETS:
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
@@ -66,12 +75,12 @@ def export_onnx(
             if inside:
                 with torch.no_grad(), mode(model, training=False):
                     model, example = inputs_inside(model, example, inside)
-            dynamic = _dynamic_of(model) if dynamic is None else dynamic
+            dynamic = _varying_dimensions(model) if dynamic is None else dynamic
             program = to_program(model, example, opset=opset, dynamic=dynamic)
         except ExportError as error:
             raise ExportError(f"{path.name}: {error}") from error.__cause__
         bar.update()
-        file = _finished(program.model, model, dynamic, metadata or {})
+        file = _optimized_file(program.model, model, dynamic, metadata or {})
         bar.update()
         try:
             write_model(file, path)
@@ -81,27 +90,27 @@ def export_onnx(
     return path
 
 
-def _finished(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
-    """The file as the runtime likes it, with what it is written into it."""
+def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
+    """The onnx-ir model after all rewrites, with named dimensions and metadata."""
     # They load onnx_ir, which only exporting needs.
     from compresskit.export.ops.blocks import pack_nibbles
-    from compresskit.export.rewrite.attention import whole_masks
+    from compresskit.export.rewrite.attention import expand_attention_masks
     from compresskit.export.rewrite.common import optimize_
-    from compresskit.export.rewrite.onnxruntime import TUNED
+    from compresskit.export.rewrite.onnxruntime import X86_REWRITES
 
     tuned = any(part.tuned for part in quantized_parts(model).values())
-    optimize_(file, [*TUNED, whole_masks] if tuned else [whole_masks])
+    optimize_(file, [*X86_REWRITES, expand_attention_masks] if tuned else [expand_attention_masks])
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
-    if coarsest(model) is torch.bfloat16:
+    if least_precise_dtype(model) is torch.bfloat16:
         store_bf16_(file)
     file.producer_name, file.producer_version = "compresskit", __version__
-    file.metadata_props.update({KEY: json.dumps(_about(model)), **metadata})
+    file.metadata_props.update({KEY: json.dumps(_model_record(model)), **metadata})
     return file
 
 
-def _about(model: nn.Module) -> dict[str, Any]:
-    """What a file says of the model in it."""
+def _model_record(model: nn.Module) -> dict[str, Any]:
+    """Metadata of the model: versions, class, target."""
     about: dict[str, Any] = {"versions": {"compresskit": __version__, "torch": torch.__version__}}
     about["model"] = model.float_class if is_quantized(model) else type(model).__name__
     if targets := sorted({part.target_name for part in quantized_parts(model).values()}):
@@ -112,13 +121,13 @@ def _about(model: nn.Module) -> dict[str, Any]:
 def to_program(
     model: nn.Module, example: Inputs, *, opset: int | None = None, dynamic: Dynamic | None = None
 ) -> torch.onnx.ONNXProgram:
-    """What torch's exporter makes of a model: the ONNX graph, not yet rewritten, and the program it was made from."""
-    dynamic = _dynamic_of(model) if dynamic is None else dynamic
+    """Run torch's exporter: the ONNX graph before this library's rewrites, and the exported program it was made from."""
+    dynamic = _varying_dimensions(model) if dynamic is None else dynamic
     if opset is None:
         opset = max([part.opset for part in quantized_parts(model).values()], default=20)
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
-        module, example = widened(deployed(model), example)
+        module, example = widen_to_fp32(deployed(model), example)
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
@@ -147,13 +156,13 @@ def to_program(
     return result
 
 
-def _dynamic_of(model: nn.Module) -> Dynamic:
-    """The dimensions that a quantized model was captured with; the batch of any other."""
+def _varying_dimensions(model: nn.Module) -> Dynamic:
+    """The dimensions that a quantized model was captured with; the batch for any other model."""
     return model.dynamic if is_quantized(model) else (0,)
 
 
 def deployed(model: nn.Module) -> nn.Module:
-    """The form that is exported: a quantized model, or each quantized submodule, in ONNX's terms; a float model as it is."""
+    """The module to export: quantized models and submodules made of ONNX's operators; a float model as it is."""
     parts = quantized_parts(model)
     if "" in parts:
         return parts[""].deployed()

@@ -53,7 +53,7 @@ def normalize_(module: fx.GraphModule) -> None:
         elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _slices_nothing(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif is_inplace(node) and (functional := _functional(node.target)) is not None:
+        elif is_inplace(node) and (functional := functional_form(node.target)) is not None:
             node.target = functional
         elif node.target in _PADDED_BY_NAME:
             _pad_by_numbers(graph, node)
@@ -71,7 +71,8 @@ def normalize_(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _functional(target: Any) -> Callable[..., Any] | None:
+def functional_form(target: Any) -> Callable[..., Any] | None:
+    """The operator that computes what an in-place operator writes: `add` for `add_`; None where there is none."""
     packet, overload = target.overloadpacket.__name__, target._overloadname
     other = getattr(aten, packet.removesuffix("_"), None)
     return getattr(other, overload, None) if packet.endswith("_") and other is not None else None

@@ -1,97 +1,55 @@
-"""Quantization on the captured graph: placed for a target, simulated as its runtime computes, trainable, exportable."""
+"""Quantization of captured models: simulated as the target runtime computes, trainable, exported with integers stored.
 
-from compresskit.quant.calibration.adaround import adaround_, correct_bias_
-from compresskit.quant.calibration.diagnose import Diagnosis, diagnose
+Observers are in `quant.observers`, everything about targets in `quant.targets`.
+"""
+
+from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
+from compresskit.quant.calibration.adaround import adaround_
+from compresskit.quant.calibration.bias_correction import correct_bias_
+from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_
-from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.block_grid import Blocks, Rounding, Rows, nearest
-from compresskit.quant.numerics.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Observer, Percentile
-from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize, to_integers
-from compresskit.quant.numerics.targets import (
-    ARM,
-    FBGEMM,
-    OPENVINO,
-    QNNPACK,
-    TENSORRT,
-    X86,
-    X86_NO_VNNI,
-    Support,
-    Target,
-    saturating_matmul,
-)
-from compresskit.quant.passes.coverage import Coverage
-from compresskit.quant.passes.placement import Placement, QuantizationPoint, place_quantizers
-from compresskit.quant.qat.objective import Faithful, faithfulness
+from compresskit.quant.numerics import observers, targets
+from compresskit.quant.numerics.block_grid import BlockScheme, round_to_nearest
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.numerics.targets import ARM, OPENVINO, TENSORRT, X86, X86_NO_VNNI, Target
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.weight_only.accuracy_target import Met, meet_floor
 from compresskit.quant.weight_only.gptq import gptq
-from compresskit.quant.weight_only.per_matrix import MatrixForm, Mixed
 from compresskit.quant.weight_only.quantize_weights import WeightQuant, quantize_weights
-from compresskit.quant.weight_only.storage import DECODED, NBITS, NBITS_INT8, Form
-from compresskit.quant.weight_only.weight_model import WeightQuantized
-from compresskit.quant.weight_only.weight_plan import WeightPlan
+from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, MATMUL_NBITS, MATMUL_NBITS_INT8
 
 __all__ = [
     "ARM",
-    "DECODED",
-    "FBGEMM",
-    "NBITS",
-    "NBITS_INT8",
-    "OBSERVERS",
+    "DEQUANTIZE_LINEAR",
+    "MATMUL_NBITS",
+    "MATMUL_NBITS_INT8",
     "OPENVINO",
     "QAT",
-    "QNNPACK",
     "TENSORRT",
     "X86",
     "X86_NO_VNNI",
-    "Blocks",
-    "Coverage",
-    "Diagnosis",
+    "BlockScheme",
     "DynamicQuant",
-    "DynamicallyQuantized",
-    "Entropy",
-    "Faithful",
-    "Form",
-    "HistogramMSE",
-    "MatrixForm",
-    "Met",
-    "MinMax",
-    "Mixed",
-    "MovingAverage",
-    "Observer",
-    "Percentile",
-    "Placement",
-    "QuantizationPoint",
     "Quantized",
-    "Rounding",
-    "Rows",
     "Scheme",
     "StaticQuant",
-    "Support",
     "Target",
-    "WeightPlan",
     "WeightQuant",
-    "WeightQuantized",
     "adaround_",
-    "affine",
     "correct_bias_",
     "diagnose",
     "equalize_",
-    "faithfulness",
-    "fake_quantize",
     "gptq",
-    "meet_floor",
-    "nearest",
-    "place_quantizers",
+    "observers",
     "prepare_qat",
     "quantize_dynamic",
     "quantize_static",
+    "quantize_to_accuracy",
     "quantize_weights",
-    "saturating_matmul",
+    "round_to_nearest",
     "smooth_",
-    "to_integers",
+    "targets",
 ]

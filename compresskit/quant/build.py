@@ -13,7 +13,7 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic, module_path
-from compresskit.quant.calibration.float_ends import sensitive_ends
+from compresskit.quant.calibration.sensitive_ends import sensitive_ends
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer

@@ -15,13 +15,13 @@ from compresskit.base.errors import CheckpointError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import restructure_
+from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.build import build_quantized
 from compresskit.quant.dynamic.insert_dynamic import build_dynamic
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
-from compresskit.quant.weight_only.per_matrix import rebuild_mixed
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
 #: Inputs may be of these types; names from a file are only ever looked up here.

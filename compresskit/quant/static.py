@@ -20,8 +20,8 @@ from compresskit.graph.surgery import mode
 from compresskit.quant.build import build_quantized
 from compresskit.quant.latency_search import slower_in_integers
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.observers import Observer
-from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.numerics.observers import Observer, check_observer
+from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 
@@ -96,6 +96,8 @@ def quantize_static(
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
     nothing that runs in integers.
     """
+    check_target(target, "quantize_static")
+    check_observer(observer, "quantize_static")
     check_choose(choose, "quantize_static")
     part, example, everything = part_of(model, batches, inside, "quantize_static")
     floating = slower_in_integers(part, example, target, skip=skip, dynamic=dynamic) if choose == "measure" else {}
@@ -163,6 +165,8 @@ class StaticQuant(Stage):
 
     def __post_init__(self) -> None:
         check_kinds(self)
+        check_target(self.target, "StaticQuant")
+        check_observer(self.observer, "StaticQuant")
         check_choose(self.choose, "StaticQuant")
         if self.samples < 1:
             raise SettingError(f"StaticQuant(samples=...): wanted a whole number >= 1, got {self.samples}")

@@ -38,7 +38,7 @@ from compresskit.measure import latency
 from compresskit.recipe.folder import (
     PROGRESS,
     ROW,
-    Step,
+    RunStep,
     check_folder,
     clear_stage_folder,
     delete_checkpoints,
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunSettings:
     """What all steps of one run share.
 
     Attributes:
@@ -72,7 +72,7 @@ class Run:
     record: dict[str, Any]
 
 
-def run_steps(run: Run, steps: list[Step], model: nn.Module, task: Task) -> tuple[nn.Module, list[StageReport]]:
+def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Task) -> tuple[nn.Module, list[StageReport]]:
     """Run or read all steps, and write the report.
 
     `Task.reference` becomes the first trained float model, unless the task has one.
@@ -100,7 +100,7 @@ def run_steps(run: Run, steps: list[Step], model: nn.Module, task: Task) -> tupl
 
 
 def run_or_read_step(
-    run: Run, step: Step, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
+    run: RunSettings, step: RunStep, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
 ) -> tuple[nn.Module, StageReport]:
     """The model and the report of one step, from disk where it is finished.
 
@@ -115,7 +115,7 @@ def run_or_read_step(
 
 
 def read_step(
-    step: Step, folder: Path, record: dict[str, Any], model: nn.Module, task: Task, snapshots: Snapshots | None
+    step: RunStep, folder: Path, record: dict[str, Any], model: nn.Module, task: Task, snapshots: Snapshots | None
 ) -> tuple[nn.Module, StageReport]:
     """The model and the report of a finished step, read from its folder."""
     skeleton = model if step.stage is None else step.stage.skeleton(model)
@@ -127,7 +127,7 @@ def read_step(
 
 
 def run_step(
-    run: Run, step: Step, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
+    run: RunSettings, step: RunStep, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
 ) -> tuple[nn.Module, StageReport]:
     """Run one step from its beginning, or from its trainings' last checkpoints, and write everything it leaves on disk."""
     folder = run.out / step.name
@@ -203,7 +203,7 @@ def seed_generators(seed: int, task: Task) -> None:
             reseed_(generator, seed)
 
 
-def finish_run(run: Run, steps: list[Step], reports: list[StageReport], task: Task) -> list[StageReport]:
+def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:
     """Measure the latency of all ONNX files in turn, write report.json, and copy the last step's file to model.onnx."""
     files = [run.out / step.name / "model.onnx" for step in steps]
     exported = [i for i, file in enumerate(files) if file.exists()]

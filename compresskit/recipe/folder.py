@@ -42,7 +42,7 @@ _LOCK_FILES: set[Any] = set()  # that this process has open
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RunStep:
     """One folder of a run.
 
     Attributes:
@@ -107,7 +107,7 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_release_in_child)
 
 
-def read_finished_stage(folder: Path, step: Step) -> dict[str, Any] | None:
+def read_finished_stage(folder: Path, step: RunStep) -> dict[str, Any] | None:
     """The contents of row.json if the stage is finished, after its files were compared with their digests; else None.
 
     Raises CheckpointError where a file has changed.
@@ -227,7 +227,7 @@ class RunPlan:
         return "\n".join(f"{stage.name:<{width}}  {stage.action:<6}  {stage.why}" for stage in self.stages)
 
 
-def plan_run(out: Path, steps: Sequence[Step], record: dict[str, Any]) -> RunPlan:
+def plan_run(out: Path, steps: Sequence[RunStep], record: dict[str, Any]) -> RunPlan:
     """What a run would do in a folder, which is only read.
 
     record: of the recipe, as `check_folder` writes it. Raises CheckpointError where a file is damaged.
@@ -263,7 +263,7 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
     return "interrupted, or the data, the loss, the metric or the weights it starts from have changed"
 
 
-def check_folder(out: Path, model: nn.Module, steps: Sequence[Step], record: dict[str, Any]) -> None:
+def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> None:
     """Write recipe.json into a new or empty folder, or check that the one there is of the same recipe and model.
 
     Raises CheckpointError where the folder belongs to another recipe, holds other files, or cannot be written. If the recipe

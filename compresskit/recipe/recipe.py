@@ -27,8 +27,8 @@ from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
-from compresskit.recipe.engine import Run, run_steps
-from compresskit.recipe.folder import RunPlan, Step, locked, plan_run, stage_keys, structure_hash, versions
+from compresskit.recipe.engine import RunSettings, run_steps
+from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run, stage_keys, structure_hash, versions
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, table
 from compresskit.train.train import Train
@@ -184,7 +184,7 @@ class Recipe:
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy.deepcopy(model).to(task.device)
             distributed.broadcast_model_(model)
-            run = Run(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=self._record())
+            run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=self._record())
             model, rows = run_steps(run, self._steps(model, task), model, task)
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
 
@@ -209,16 +209,16 @@ class Recipe:
                 f"the model carries masks, and {type(stage).__name__} needs a dense model; put Densify before it, or leave it out"
             )
 
-    def _steps(self, model: nn.Module, task: Task) -> list[Step]:
+    def _steps(self, model: nn.Module, task: Task) -> list[RunStep]:
         """One step per folder of the run; step 0 is the incoming model, if the first stage starts from a trained one."""
         reports_start = self.stages[0].starts_from_trained
         keys = stage_keys(model, task, self.describe(), self._settings(), trained=reports_start)
         steps = []
         if reports_start:  # the row that all others are compared with
-            steps.append(Step(name="0-start", key=f"{keys[0]}-start", stage=None, export=True))
+            steps.append(RunStep(name="0-start", key=f"{keys[0]}-start", stage=None, export=True))
         for i, (stage, key) in enumerate(zip(self.stages, keys, strict=True)):
             steps.append(
-                Step(
+                RunStep(
                     name=f"{i + 1}-{type(stage).__name__.lower()}",
                     key=key,
                     stage=stage,

@@ -11,7 +11,7 @@ from typing import Any
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import write_json
 
-COLUMNS = ("stage", "metric", "params", "MACs", "file", "smaller", "latency", "faster", "verified")
+TABLE_HEAD = ("stage", "metric", "params", "MACs", "file", "smaller", "latency", "faster", "verified")
 #: Types of a field in a file, by its annotation.
 FIELD_TYPES: dict[str, Any] = {
     "str": str,
@@ -69,7 +69,7 @@ def table(rows: Sequence[StageReport]) -> str:
     in a zip.
     """
     sparse = any(row.removed is not None for row in rows)
-    lines = [COLUMNS + MASK_COLUMNS * sparse, *(_measurements(row, rows[0]) + _sparsity(row) * sparse for row in rows)]
+    lines = [TABLE_HEAD + MASK_COLUMNS * sparse, *(_measurements(row, rows[0]) + _sparsity(row) * sparse for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:

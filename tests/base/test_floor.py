@@ -22,6 +22,7 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.task import first_tensor
 from compresskit.graph import surgery
 from compresskit.graph.capture import capture
+from compresskit.measure import count_nonzero, latency
 
 # -- task
 
@@ -64,7 +65,7 @@ def test_one_tensor_stands_for_the_inputs(tmp_path) -> None:
     assert ck.quant.quantize_weights(model, [x], rounding=ck.quant.gptq)(x).shape == (8, 10)
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
     assert ck.verify_onnx(path, quantized, [x]).passed
-    assert len(ck.latency([path], x, seconds=0.01)) == 1
+    assert len(latency([path], x, seconds=0.01)) == 1
     torch.testing.assert_close(capture(model, x).module(x), model(x))
     ck.quant.correct_bias_(quantized, [x])
     ck.quant.diagnose(quantized, [x])
@@ -248,7 +249,7 @@ def test_counts_from_first_principles() -> None:
     assert ck.count_parameters(net) == 104_400 - 1044
     with torch.no_grad():
         net[0].weight[0] = 0
-    assert ck.count_nonzero(net) == 104_400 - 1044 - 1024
+    assert count_nonzero(net) == 104_400 - 1044 - 1024
 
 
 def test_macs_of_convolutions() -> None:
@@ -262,10 +263,10 @@ def test_latency_tells_large_from_small(tmp_path) -> None:
     for width in (8, 256):
         model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3))
         paths.append(ck.export_onnx(model, tmp_path / f"{width}.onnx", image(2)))
-    small, large = ck.latency(paths, image(1), seconds=0.2)
+    small, large = latency(paths, image(1), seconds=0.2)
     assert 0 < small < large / 3
     with pytest.raises(SettingError, match="rounds >= 1"):
-        ck.latency(paths, image(1), rounds=0)
+        latency(paths, image(1), rounds=0)
 
 
 # -- train

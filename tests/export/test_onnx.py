@@ -13,7 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ExportError, ModelError, SettingError
-from compresskit.export.rewrite.common import MOVES
+from compresskit.export.rewrite.common import DATA_MOVEMENT
 from compresskit.measure import session
 
 
@@ -40,6 +40,13 @@ def test_training_mode_is_left_alone(tmp_path) -> None:
     model = build(networks.Chain).train()
     ck.export_onnx(model, tmp_path / "f.onnx", image(1))
     assert model.training
+
+
+def test_the_argument_order_of_torch_is_refused(tmp_path) -> None:
+    message = r"wanted a path as the second argument, got tuple; .*here it is export_onnx\(model, path, example\)"
+    with pytest.raises(SettingError, match=message):
+        ck.export_onnx(build(networks.Chain), image(1), tmp_path / "f.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def damaged(path, out, name):
@@ -139,7 +146,7 @@ def test_moves_run_on_integers(tmp_path) -> None:
     quantized = ck.quant.quantize_static(Mover().eval(), [image(16)])
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
     audit = ck.audit(path)
-    kinds = set(audit.operators) & MOVES
+    kinds = set(audit.operators) & DATA_MOVEMENT
     assert {"MaxPool", "Concat", "Transpose", "Slice"} <= kinds
     assert all(audit.operators[k][0] == audit.operators[k][1] for k in kinds), audit
     assert ck.verify_onnx(path, quantized, [image(16)]).passed

@@ -20,7 +20,8 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import X86, Quantized, Support, Target, prepare_qat, quantize_static
+from compresskit.quant import X86, Quantized, Target, prepare_qat, quantize_static
+from compresskit.quant.numerics.targets import Support
 from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 
@@ -35,7 +36,7 @@ def test_exported_equals_simulated(kind, tmp_path) -> None:
     assert proof.plain.largest <= 2.5
     with torch.no_grad():
         wanted, got = model(*x), quantized(*x)
-    noise = 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum())
+    noise = oracles.sqnr(wanted, got)
     assert noise > 20, f"only {noise:.1f} dB"
 
 

@@ -17,6 +17,7 @@ import compresskit as ck
 from compresskit import cli
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import SAFETENSORS_DTYPES, read_json, read_tensors, write_json, write_tensors
+from compresskit.base.progress import Progress
 from compresskit.recipe import folder
 from compresskit.recipe.report import read_stage_report
 from compresskit.recipe.store import load_snapshots_
@@ -43,7 +44,7 @@ def run(tmp_path_factory):
         if step == 5:
             raise KeyboardInterrupt
 
-    progress = ck.Progress(folder=out / "1-train" / "progress", key="interrupted", every=ck.Every(seconds=None, steps=2))
+    progress = Progress(folder=out / "1-train" / "progress", key="interrupted", every=ck.Every(seconds=None, steps=2))
     waiting = ck.Task(train=task.train, val=task.val, progress=progress)
     ck.fit_(chains.Net(), waiting, ck.Train(epochs=1), label="first")
     with pytest.raises(KeyboardInterrupt):
@@ -55,7 +56,7 @@ def test_a_checkpoint_under_the_name_of_another_step(run, tmp_path) -> None:
     shutil.copytree(run, tmp_path / "out")
     folder = tmp_path / "out" / "1-train" / "progress"
     shutil.copy(folder / "2-2.safetensors", folder / "2-4.safetensors")
-    progress = ck.Progress(folder=folder, key="interrupted", writes=False)
+    progress = Progress(folder=folder, key="interrupted", writes=False)
     progress.training("first")
     with pytest.raises(CheckpointError, match=r"2-4\.safetensors: a checkpoint of another step; delete it"):
         progress.training("second")._read(folder / "2-4.safetensors")
@@ -65,7 +66,7 @@ def what_it_loads(path: Path, out: Path):
     """What the library makes of the file, as something that can be compared; it raises what the library raises."""
     name, stage = path.name, path.parent
     if stage.name == "progress":
-        progress = ck.Progress(folder=stage, key="interrupted", writes=False)
+        progress = Progress(folder=stage, key="interrupted", writes=False)
         first, second = progress.training("first"), progress.training("second")
         return first.finished() if name == "1-end.safetensors" else second._read(path)
     if name in ("model.safetensors", "structure.json", "masks.safetensors"):
@@ -216,7 +217,7 @@ def test_checkpoints_of_somebody_who_knows_the_format(run, tmp_path) -> None:
         write_json(tmp_path / "p" / "stage.json", {"key": "interrupted"})
         write_tensors(tmp_path / "p" / "1-4.safetensors", changes, record | {"number": 1})
         task = chains.task()
-        progress = ck.Progress(folder=tmp_path / "p", key="interrupted", every=ck.Every(seconds=None))
+        progress = Progress(folder=tmp_path / "p", key="interrupted", every=ck.Every(seconds=None))
         task = ck.Task(train=task.train, val=task.val, progress=progress)
         with pytest.raises(CompressError):
             ck.fit_(chains.Net(), task, ck.Train(epochs=1), label="second")
@@ -228,7 +229,7 @@ def test_the_checkpoint_before_a_damaged_one(run, caplog) -> None:
     whole = newest.read_bytes(), older.read_bytes()
 
     def latest():
-        progress = ck.Progress(folder=where, key="interrupted", writes=False)
+        progress = Progress(folder=where, key="interrupted", writes=False)
         progress.training("first")
         return progress.training("second").latest()
 

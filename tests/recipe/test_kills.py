@@ -12,7 +12,7 @@ import torch
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, Interrupted
-from compresskit.base.progress import stoppable
+from compresskit.base.progress import Progress, stoppable
 from compresskit.recipe.folder import locked
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
@@ -84,7 +84,7 @@ def test_loaders_with_workers(settings, tmp_path) -> None:
             return real(self, closure)
 
         loader = torch.utils.data.DataLoader(chains.Augmented(), 16, shuffle=True, **settings)
-        task = ck.Task(train=loader, val=loader, progress=ck.Progress(folder=folder, key="workers"))
+        task = ck.Task(train=loader, val=loader, progress=Progress(folder=folder, key="workers"))
         model = chains.Net()
         with pytest.MonkeyPatch.context() as patch, stoppable(folder) as task.progress.stop:
             patch.setattr(ck.mixed.Run, "step", step)
@@ -117,7 +117,7 @@ def test_a_loader_that_cannot_be_replayed_is_told(tmp_path) -> None:
                 raise KeyboardInterrupt
 
         loader = Own()
-        progress = ck.Progress(folder=tmp_path / "p", key="own", every=ck.Every(seconds=None, steps=2))
+        progress = Progress(folder=tmp_path / "p", key="own", every=ck.Every(seconds=None, steps=2))
         task = ck.Task(train=loader, val=loader, progress=progress)
         ck.fit_(chains.Net(), task, ck.Train(epochs=1), after_step=[stop])
 

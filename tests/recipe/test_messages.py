@@ -30,6 +30,8 @@ from compresskit.base.errors import (
     StageOrderError,
     TrainingError,
 )
+from compresskit.graph.capture import capture
+from compresskit.measure import latency
 
 NET = build(networks.Chain)
 TRAIN = ck.Train(epochs=1)
@@ -186,8 +188,8 @@ BAD = {
         DataError,
         "the metric is nan on the validation set",
     ),
-    "images of another size": (lambda: ck.capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
-    "latency of no rounds": (lambda: ck.latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
+    "images of another size": (lambda: capture(NET, (torch.zeros(2, 5, 8, 8),)), ModelError, "does not run on the example"),
+    "latency of no rounds": (lambda: latency([], image(1), rounds=0), SettingError, "wanted rounds >= 1 and seconds > 0"),
     "prune to nothing": (
         lambda: ck.Prune(budget=ck.keep(macs=0.0)),
         SettingError,
@@ -272,7 +274,7 @@ BAD = {
         SettingError,
         r"StaticQuant\(samples=...\): wanted a whole number, got 'all'",
     ),
-    "momentum of zero": (lambda: quant.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
+    "momentum of zero": (lambda: quant.observers.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
     "a half model": (
         lambda: mixed.prepare(build(networks.Chain).half(), torch.optim.SGD(NET.parameters(), lr=1)),
         CompressError,

@@ -17,6 +17,8 @@ from compresskit.base.progress import Every
 from compresskit.distill import Term, indexed_loader, mutual, pseudo_label
 from compresskit.distill.losses import CRDLoss, projection_heads
 from compresskit.distill.models.teacher import EMA
+from compresskit.measure import latency
+from compresskit.recipe import engine
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.003)
@@ -98,7 +100,7 @@ def taught(*, save=None, export="last"):
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.KAHAN_BF16, objective=pseudo_label(teacher, unlabelled, threshold=0.1)),
         ck.Prune(budget=ck.keep(macs=0.6), round_to=2,
                  learn=ck.Train(epochs=1, optimizer=sgd, objective=prune.group_lasso(strength=1e-4))),
-        ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.HistogramMSE, 8), freeze=0.8),
+        ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.observers.HistogramMSE, 8), freeze=0.8),
         save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
 
@@ -114,6 +116,7 @@ def short(*, save=None, export="last"):
 
 def run(name, out, **settings):
     torch.set_num_threads(1)
+    engine.latency = partial(latency, seconds=0.02)  # of a second for each file
     torch.manual_seed(0)
     if name == "taught":
         return taught(**settings).run(Net(), task(loader=indexed_loader), out)

@@ -29,6 +29,12 @@ def quantize(x, scale, zero_point, low, high):
     return np.clip(np.rint(x / scale) + np.asarray(zero_point), low, high)
 
 
+def sqnr(exact, rounded):
+    """Signal-to-quantization-noise ratio in dB."""
+    exact, rounded = (np.asarray(v, dtype=np.float64) for v in (exact, rounded))
+    return float(10 * np.log10((exact**2).sum() / ((exact - rounded) ** 2).sum()))
+
+
 def masked_forward(model: nn.Module, inputs, readers: dict[str, tuple[int, list[int]]]):
     """The model's output when the named layers read zeros in the given channels (dim 1, or the last for a linear layer)."""
     handles = []

@@ -1,4 +1,4 @@
-"""Which operators of a file really run in integers: read off the graph that ONNX Runtime makes of it."""
+"""Audit an ONNX file: which operators ONNX Runtime runs in integers, read from its optimized graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from compresskit.base.errors import ExportError
 from compresskit.export.files import read_proto
 
-#: What ONNX Runtime calls its integer kernels, by the operator they stand for.
+#: ONNX Runtime's integer kernels, and the operator that each replaces.
 INTEGER_KERNELS = {
     "QLinearConv": "Conv",
     "ConvInteger": "Conv",
@@ -31,9 +31,9 @@ INTEGER_KERNELS = {
     "QLinearSoftmax": "Softmax",
     "DynamicQuantizeLSTM": "LSTM",
 }
-#: Operators whose kernels take integers as they are; they count as integer where what they read is 8 bits wide.
+#: Operators that run on any type; they count as integer where their input is 8 bits wide.
 ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize".split())
-#: Where the weight stands among the inputs, of float and of integer kernels.
+#: Index of the weight among the inputs, for float and integer kernels.
 WEIGHT = {
     "DynamicQuantizeMatMul": 1,
     "Conv": 1,
@@ -45,17 +45,21 @@ WEIGHT = {
     "ConvTranspose": 1,
 }
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
-RECURRENT = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
+RECURRENT_OPERATORS = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
 FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
 SHOWN = 8  # names of float layers that are printed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """operators: kind -> (in integers, in all). floating: names of operators with weights that stayed float.
+    """Which operators of a file run in integers; prints as a table.
 
-    macs_integer, macs: multiply-accumulates for one sample, of the convolutions and matrix products with constant weights.
-    conversions: QuantizeLinear and DequantizeLinear nodes that are left.
+    Attributes:
+        operators: operator type -> (number in integers, number in all).
+        floating: names of operators with weights that run in float.
+        macs_integer, macs: multiply-accumulates for one sample, in integers and in all, of convolutions and matrix products with
+            constant weights.
+        conversions: QuantizeLinear and DequantizeLinear nodes in the optimized graph.
     """
 
     operators: dict[str, tuple[int, int]]
@@ -66,7 +70,7 @@ class Audit:
 
     @property
     def share(self) -> float:
-        """Share of the MACs that run in integers."""
+        """Fraction of the MACs that run in integers, in [0, 1]."""
         return self.macs_integer / self.macs if self.macs else 0.0
 
     def __str__(self) -> str:
@@ -79,17 +83,21 @@ class Audit:
 
 
 def audit(path: str | Path, *, size: int = 64) -> Audit:
-    """Load a file, let ONNX Runtime optimize it, and count; raises ExportError where it does not load.
+    """Count the operators of a file that ONNX Runtime runs in integers, after all its fusions.
 
-    size: what dimensions of the inputs that may vary, the batch aside, are taken for when MACs are counted.
+    Args:
+        path: of the file.
+        size: of input dimensions that vary, except the batch, for counting MACs.
+
+    Raises ExportError where the file does not load.
     """
     import onnx  # heavy, and only auditing needs it
 
     proto = read_proto(path)
     graph = optimized_graph(path)
-    varies = _settle(proto.graph, size)
-    shapes = _shapes(onnx.shape_inference.infer_shapes(proto, data_prop=varies).graph)
-    weights = _constants(graph)
+    varies = _fix_dimensions_(proto.graph, size)
+    shapes = _value_shapes(onnx.shape_inference.infer_shapes(proto, data_prop=varies).graph)
+    weights = _constant_shapes(graph)
     narrow = _narrow_values(graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
     every: Counter[str] = Counter()
@@ -102,7 +110,7 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
         integer = node.op_type in INTEGER_KERNELS or (kind in ANY_TYPE and node.input[0] in narrow)
         every[kind] += 1
         done[kind] += integer
-        cost = _macs(node, weights, shapes, size)
+        cost = _node_macs(node, weights, shapes, size)
         macs += cost
         macs_integer += cost if integer else 0
         if cost and not integer:
@@ -117,7 +125,7 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
 
 
 def optimized_graph(path: str | Path) -> Any:
-    """The graph that ONNX Runtime makes of a file, after all fusions but before the memory layout of one machine."""
+    """The graph of a file after ONNX Runtime's fusions, before it chooses memory layouts for this machine."""
     import onnx
     import onnxruntime as ort
 
@@ -145,8 +153,8 @@ def _narrow_values(graph: Any, types: tuple[int, ...]) -> set[str]:
     return names
 
 
-def _settle(graph: Any, size: int) -> bool:
-    """Numbers for the dimensions that may vary, where others than the batch do; whether there were any."""
+def _fix_dimensions_(graph: Any, size: int) -> bool:
+    """Set dimensions that vary to numbers, if others than the batch vary; return whether any did."""
     stored = {tensor.name for tensor in graph.initializer}
     dims = [list(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in stored]
     if all(d.HasField("dim_value") for own in dims for d in own[1:]):
@@ -161,13 +169,13 @@ def _settle(graph: Any, size: int) -> bool:
     return True
 
 
-def _shapes(graph: Any) -> dict[str, list[int]]:
+def _value_shapes(graph: Any) -> dict[str, list[int]]:
     values = (*graph.value_info, *graph.output)
     return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
 
 
-def _constants(graph: Any) -> dict[str, list[int]]:
-    """Shapes of all constants, seen through DequantizeLinear and Transpose."""
+def _constant_shapes(graph: Any) -> dict[str, list[int]]:
+    """Shapes of all constants, also behind DequantizeLinear and Transpose."""
     shapes = {i.name: list(i.dims) for i in graph.initializer}
     for node in graph.node:
         shape = shapes.get(node.input[0]) if node.input else None
@@ -181,12 +189,12 @@ def _constants(graph: Any) -> dict[str, list[int]]:
     return shapes
 
 
-def _macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]], size: int) -> int:
+def _node_macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]], size: int) -> int:
     """Multiply-accumulates for one sample of a convolution or matrix product by a constant, else 0."""
     if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
         sizes = {a.name: a.i for a in node.attribute}
         return sizes["K"] * sizes["N"] * math.prod(shapes.get(node.output[0], [0])[1:-1])
-    if node.op_type in RECURRENT:  # every matrix once for each step
+    if node.op_type in RECURRENT_OPERATORS:  # every matrix once for each step
         steps = (shapes.get(node.input[0]) or [0])[0] or size
         return steps * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
     place = WEIGHT.get(node.op_type)

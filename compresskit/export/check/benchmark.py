@@ -1,4 +1,4 @@
-"""How long files take, measured in turn; and inputs for a file of which nothing but the file is known."""
+"""Benchmark ONNX files against one another, and make random inputs for a file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from compresskit.base.task import Inputs
 from compresskit.export.files import file_bytes, read_proto
 from compresskit.measure import latency, session
 
-#: What ONNX Runtime calls the types of inputs.
-TYPES = {
+#: Input types by the name that ONNX Runtime gives them.
+NUMPY_TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(double)": np.float64,
@@ -30,7 +30,7 @@ TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One file of a comparison. milliseconds: median of a run. ratio: to the first file. bytes: with external data."""
+    """Latency of one file. milliseconds: median. ratio: to the first file. bytes: of the file with its external data."""
 
     path: str
     milliseconds: float
@@ -51,8 +51,12 @@ def benchmark(
 
     Args:
         paths: of ONNX files that take the same inputs.
-        inputs: a tuple or a dict; random numbers where nothing is given, see `random_inputs`.
-        threads: of ONNX Runtime. seconds: spent on each file.
+        inputs: a tuple or a dict; random numbers if None, see `random_inputs`.
+        batch, size: of random inputs: rows, and the size of other dimensions that vary.
+        threads: of ONNX Runtime.
+        seconds: time to measure each file.
+
+    Raises ExportError where a file does not load.
     """
     for path in paths:
         open_session(path)
@@ -65,7 +69,7 @@ def benchmark(
 
 
 def open_session(path: str | Path, *, threads: int = 1, optimize: bool | str = True) -> Any:
-    """A session on a file whose weights lie in its own folder; ExportError where it does not load."""
+    """An ONNX Runtime session; ExportError where the file does not load or names weights outside its folder."""
     read_proto(path)
     try:
         return session(path, threads=threads, optimize=optimize)
@@ -74,19 +78,19 @@ def open_session(path: str | Path, *, threads: int = 1, optimize: bool | str = T
 
 
 def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[str, torch.Tensor]:
-    """Inputs for a file: seeded normal numbers, zeros where it wants integers.
+    """Random inputs for a file, by name: seeded normal numbers, and zeros for integer inputs.
 
-    A first dimension without a number becomes `batch`, any other one `size`.
+    batch, size: size of dimensions that vary: the first, and all others.
     """
     if batch < 1 or size < 1:
         raise SettingError(f"random inputs: wanted batch >= 1 and size >= 1, got {batch} and {size}")
     generator = torch.Generator().manual_seed(0)
     inputs = {}
     for entry in open_session(path).get_inputs():
-        if entry.type not in TYPES:
+        if entry.type not in NUMPY_TYPES:
             raise ExportError(f"{path}: input {entry.name!r} is {entry.type}; give inputs of your own")
         shape = [s if isinstance(s, int) else (size if i else batch) for i, s in enumerate(entry.shape)]
-        kind = np.dtype(TYPES[entry.type])
+        kind = np.dtype(NUMPY_TYPES[entry.type])
         values = torch.randn(shape, generator=generator) if kind.kind == "f" else torch.zeros(shape)
         inputs[entry.name] = torch.from_numpy(values.numpy().astype(kind))
     return inputs

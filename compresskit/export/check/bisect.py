@@ -1,4 +1,4 @@
-"""Find the first layer at which an ONNX file and its model part ways."""
+"""Find the first layer whose value in an ONNX file differs from the model's."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from torch.utils import _pytree as pytree
 from compresskit.base.task import Inputs
 from compresskit.export.files import read_proto
 from compresskit.export.onnx import to_program
-from compresskit.export.rewrite.dtypes import widened
+from compresskit.export.rewrite.dtypes import widen_to_fp32
 from compresskit.graph.capture import module_path
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node
 from compresskit.measure import numpy_inputs, session
 
-FAR = 0.02  # of a value's range: rounding ties stay far below it
+LARGEST_MEAN_ERROR = 0.02  # mean error, as a fraction of a value's range; rounding ties stay far below it
 
 
-def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> str | None:
-    """The first operator, in the order of execution, whose value in the file is not what the model computes.
+def first_layer_that_differs(path: str | Path, model: nn.Module, inputs: Inputs) -> str | None:
+    """Name the first operator, in the order of execution, whose value in the file differs from the model's.
 
-    Values are matched by the names that torch's exporter gives to both. Returns a line that names the operator and the user's
-    module, or None where all values that can be matched agree (mean error within 2 % of the range).
+    Values are matched by the names that torch's exporter gives to both.
+
+    Returns:
+        A line that names the operator and the user's module, or None where all values that can be matched agree (mean error
+        within 2 % of the range).
     """
     import onnx  # heavy, and only looking for an error needs it
 
     program = to_program(model, inputs)
     assert program.exported_program is not None
     module = program.exported_program.module()
-    inputs = widened(model, inputs)[1]
+    inputs = widen_to_fp32(model, inputs)[1]
     values: dict[str, np.ndarray] = {}
 
     def keep(node: Node, value: Any) -> None:
@@ -57,6 +60,6 @@ def first_disagreement(path: str | Path, model: nn.Module, inputs: Inputs) -> st
     for name in names:
         wanted = values[name]
         span = float(wanted.max() - wanted.min()) or 1.0
-        if wanted.shape != got[name].shape or not float(np.abs(wanted - got[name]).mean()) <= FAR * span:
+        if wanted.shape != got[name].shape or not float(np.abs(wanted - got[name]).mean()) <= LARGEST_MEAN_ERROR * span:
             return f"the first layer that differs is {module_path(nodes[name]) or 'the model itself'} (value {name!r})"
     return None

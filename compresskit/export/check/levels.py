@@ -1,4 +1,4 @@
-"""A file without its model: does it compute the same however far the runtime optimizes it, and the same as another file?"""
+"""Verify an ONNX file without its model: at every optimization level, against the file as written or another file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import numpy as np
 from compresskit.base.errors import ExportError
 from compresskit.base.task import Inputs
 from compresskit.export.check.benchmark import open_session, random_inputs
-from compresskit.export.check.verify import FLOAT_STEPS, QUANTIZED_WITHIN, Level, compare
+from compresskit.export.check.verify import FLOAT_STEPS, QUANTIZED_WITHIN, Agreement, compare
 from compresskit.export.files import read_proto
 from compresskit.measure import numpy_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Levels:
-    """Agreement of each optimization level with the reference, by its name; prints as a table.
+class LevelVerification:
+    """Agreement of each optimization level of ONNX Runtime with a reference; prints as a table.
 
-    reference: what they are compared with. quantized: whether the file holds integers, which may round apart by a step.
+    Attributes:
+        reference: what the levels are compared with, in words.
+        quantized: whether the file has quantized weights or activations.
+        levels: name of each level -> its agreement.
     """
 
     reference: str
     quantized: bool
-    levels: dict[str, Level]
+    levels: dict[str, Agreement]
 
     @property
     def passed(self) -> bool:
-        """97 % of the values within two steps at every level; of a float file, all within a tenth of a step."""
+        """Whether, at every level, 97 % of the values lie within two steps; for a float file, all within a tenth of a step."""
         if self.quantized:
             return all(level.within_two >= QUANTIZED_WITHIN for level in self.levels.values())
         return all(level.largest <= FLOAT_STEPS for level in self.levels.values())
@@ -53,29 +56,30 @@ class Levels:
 
 def verify_levels(
     path: str | Path, inputs: Inputs | None = None, *, reference: str | Path | None = None, batch: int = 8, size: int = 64
-) -> Levels:
+) -> LevelVerification:
     """Run a file at every optimization level of ONNX Runtime and compare with the file as it is written, or with another.
 
     Args:
         path: of the file.
-        inputs: a tuple or a dict; random numbers where nothing is given, see `bench.random_inputs`.
-        reference: another file that takes the same inputs, run with all optimizations, such as the fp32 original.
+        inputs: a tuple or a dict; random numbers if None, see `random_inputs`.
+        reference: another file that takes the same inputs, such as the fp32 original; it is run with all optimizations.
+        batch, size: of random inputs: rows, and the size of other dimensions that vary.
 
     Raises ExportError where a file does not load or run.
     """
     inputs = random_inputs(reference or path, batch=batch, size=size) if inputs is None else inputs
-    wanted = _run(path, inputs, optimize=False) if reference is None else _run(reference, inputs, optimize=True)
+    wanted = _run_file(path, inputs, optimize=False) if reference is None else _run_file(reference, inputs, optimize=True)
     names: dict[str, bool | str] = {"none": False, "basic": "basic", "extended": "extended", "all": True}
     if reference is None:
         del names["none"]
-    return Levels(
+    return LevelVerification(
         reference="the file as it is written" if reference is None else str(reference),
         quantized=any(node.op_type == "DequantizeLinear" for node in read_proto(path).graph.node),
-        levels={name: compare(wanted, _run(path, inputs, optimize=level)) for name, level in names.items()},
+        levels={name: compare(wanted, _run_file(path, inputs, optimize=level)) for name, level in names.items()},
     )
 
 
-def _run(path: str | Path, inputs: Inputs, *, optimize: bool | str) -> list[np.ndarray]:
+def _run_file(path: str | Path, inputs: Inputs, *, optimize: bool | str) -> list[np.ndarray]:
     runtime = open_session(path, optimize=optimize)
     feed = numpy_inputs(runtime, inputs)
     try:

@@ -1,4 +1,4 @@
-"""Prove that an ONNX file does what its model does: run it on real batches at two optimization levels and compare.
+"""Verify an ONNX file: run it and its model on real batches, at two optimization levels of ONNX Runtime, and compare.
 
 Errors are counted in *steps*: 1/255 of the range of the reference output, which is what one step of an 8-bit grid over
 it would be. Fused integer kernels may fall to the other side of a rounding tie (onnxruntime#32132), and a step that
@@ -27,29 +27,34 @@ from tqdm import tqdm
 from compresskit.base.errors import DataError, ExportError
 from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.task import Inputs, batch_size, call, call_checked
-from compresskit.export.check.bisect import first_disagreement
+from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.files import read_proto
-from compresskit.export.rewrite.dtypes import coarsest
+from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import mode
 from compresskit.measure import numpy_inputs, session
 
-#: What a file must reach. A float file: its largest error in steps. A quantized one: share of samples whose largest class
-#: agrees and share of values within two steps; or its error as a share of the error that quantization makes; or its distance
-#: from the unrounded model as a share of the simulation's.
+#: Limits for a file to pass. FLOAT_STEPS: largest error of a float file, in steps. QUANTIZED_AGREEMENT and QUANTIZED_WITHIN:
+#: fraction of samples whose largest class agrees, and of values within two steps. Or QUANTIZED_NOISE: error as a fraction of the
+#: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
-    """Agreement of the file with its model at one optimization level of ONNX Runtime.
+class Agreement:
+    """How far the outputs of a file agree with a reference, at one optimization level of ONNX Runtime.
 
-    agreement: share of samples with the same largest class; None where the output has no classes.
-    within_one, within_two: shares of output values at most that many steps off. largest: largest error, in steps.
-    noise: root mean square of the error, as a share of that of quantization itself; None for a float model.
-    excess: root mean square distance of the file from the unrounded model, as a share of the simulation's; None likewise.
+    A step is 1/255 of the range of the reference output.
+
+    Attributes:
+        agreement: fraction of samples with the same largest class; None where the output has no classes.
+        within_one, within_two: fraction of output values that are at most one or two steps off.
+        largest: largest error, in steps.
+        noise: root mean square error, as a fraction of the quantization error; None for a float model.
+        excess: root mean square distance of the file from the unrounded model, as a fraction of the simulation's distance; None
+            for a float model.
     """
 
     agreement: float | None
@@ -62,17 +67,24 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What `verify_onnx` found; prints as two lines. `reason` is empty where the file passed."""
+    """Result of `verify_onnx`; prints as one line and one per optimization level.
+
+    Attributes:
+        samples: number of samples that were compared.
+        quantized: whether the model, or a part of it, is quantized.
+        plain, optimized: agreement of the file as it is written, and with all optimizations of ONNX Runtime.
+        reason: why the file does not pass; empty where it passes.
+    """
 
     samples: int
     quantized: bool
-    plain: Level
-    optimized: Level
+    plain: Agreement
+    optimized: Agreement
     reason: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether the file may be handed over."""
+        """Whether the file agrees with its model."""
         return not self.reason
 
     def to_json(self) -> dict[str, Any]:
@@ -93,13 +105,17 @@ class Verification:
 def verify_onnx(
     path: str | Path, model: nn.Module, batches: Iterable[AnyInputs], *, inside: str | None = None, label: str = "verify"
 ) -> Verification:
-    """Run a file and its model on the same inputs and compare all outputs.
+    """Run an ONNX file and its model on the same inputs and compare all outputs.
 
     Args:
         path: of the ONNX file.
         model: the PyTorch model it was written from, float or quantized.
-        batches: inputs (tuples or dicts), real data.
+        batches: real data: an iterable of inputs, each a tuple or a dict.
         inside: dotted name of the submodule that the file was written from; `batches` are still those of the whole model.
+        label: of the progress bar.
+
+    Returns:
+        The agreement with all optimizations and without, and why the file does not pass, if it does not.
 
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
@@ -111,20 +127,20 @@ def verify_onnx(
     except Exception as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
     if inside:
-        model, batches = _inside(model, batches, inside)
+        model, batches = _batches_inside(model, batches, inside)
     parts = quantized_parts(model).values()
     quantized = bool(parts)
     exact_parts = all(part.exact for part in parts)  # only weights are rounded
-    kept: list[list[list[np.ndarray]]] = [[], [], []]
-    rounding: list[list[np.ndarray]] = []  # what the outputs are without it
+    outputs: list[list[list[np.ndarray]]] = [[], [], []]
+    unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first = 0, None
     with torch.no_grad(), mode(model, training=False):
         for inputs in tqdm(batches, total=total, desc=label, disable=None, leave=False, unit="batch"):
             first = inputs if first is None else first
-            kept[0].append(_arrays(call_checked(model, inputs, "verification data")))
+            outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
             if quantized:
-                rounding.append(_unrounded(model, inputs))
-            for store, run in zip(kept[1:], sessions, strict=True):
+                unrounded.append(_unrounded(model, inputs))
+            for store, run in zip(outputs[1:], sessions, strict=True):
                 try:
                     store.append([np.atleast_1d(v) for v in run.run(None, numpy_inputs(run, inputs))])
                 except DataError:
@@ -134,18 +150,20 @@ def verify_onnx(
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
-    wanted, written, fast = map(_joined, kept)
-    heads = len({batch[0].shape[1:] for batch in kept[0]})
-    exact = _joined(rounding) if quantized else None
+    wanted, written, fast = map(_concatenated_outputs, outputs)
+    heads = len({batch[0].shape[1:] for batch in outputs[0]})
+    exact = _concatenated_outputs(unrounded) if quantized else None
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
-    reason = _verdict(plain, optimized, quantized, steps_allowed(coarsest(model)), as_written=quantized and not exact_parts)
-    if reason and (where := first_disagreement(path, model, first)):
+    reason = _reason_to_reject(
+        plain, optimized, quantized, steps_allowed(least_precise_dtype(model)), as_written=quantized and not exact_parts
+    )
+    if reason and (where := first_layer_that_differs(path, model, first)):
         reason = f"{reason}; {where}"
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
 
 
-def _inside(model: nn.Module, batches: Iterable[Inputs], inside: str) -> tuple[nn.Module, Iterable[Inputs]]:
-    """A submodule and, for each batch of the model, what it receives."""
+def _batches_inside(model: nn.Module, batches: Iterable[Inputs], inside: str) -> tuple[nn.Module, Iterable[Inputs]]:
+    """A submodule, and the inputs that it receives for each batch of the whole model."""
 
     def received() -> Iterator[Inputs]:
         for inputs in batches:
@@ -166,8 +184,8 @@ def _arrays(output: Any) -> list[np.ndarray]:
     return [np.atleast_1d(v.detach().float().cpu().numpy()) for v in tensors]
 
 
-def _joined(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """Each output over all batches; one array for each shape that it has, where batches come in several sizes."""
+def _concatenated_outputs(batches: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Concatenate each output over all batches; one array per shape, where an output has several."""
     joined: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
     for batch in batches:
         for i, output in enumerate(batch):
@@ -189,8 +207,8 @@ def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
 
 def compare(
     reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray] | None = None, *, heads: int = 1
-) -> Level:
-    """Agreement of a file's outputs with the model's, over all samples at once.
+) -> Agreement:
+    """Compare outputs with reference outputs, over all samples at once.
 
     exact: outputs of a quantized model without rounding. heads: how many of the arrays, from the first, are predictions.
     """
@@ -211,18 +229,18 @@ def compare(
     errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
     classes = all(v.ndim > 1 and v.shape[1] > 1 for v in reference[:heads])
     same = [(a.argmax(1) == b.argmax(1)).ravel() for a, b in zip(reference[:heads], outputs, strict=False)] if classes else []
-    return Level(
+    return Agreement(
         agreement=float(np.concatenate(same).mean()) if classes else None,
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
-        noise=None if exact is None else _distance(reference, outputs) / max(_distance(reference, exact), 1e-30),
-        excess=None if exact is None else _distance(outputs, exact) / max(_distance(reference, exact), 1e-30),
+        noise=None if exact is None else _error_norm(reference, outputs) / max(_error_norm(reference, exact), 1e-30),
+        excess=None if exact is None else _error_norm(outputs, exact) / max(_error_norm(reference, exact), 1e-30),
     )
 
 
-def _distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    """Root of the sum of squares of all differences."""
+def _error_norm(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    """Root of the sum of all squared differences; entries that are not finite are left out."""
     total = 0.0
     for x, y in zip(a, b, strict=True):
         finite = np.isfinite(x) & np.isfinite(y)
@@ -235,7 +253,7 @@ def steps_allowed(dtype: torch.dtype) -> float:
     return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
 
 
-def _verdict(plain: Level, optimized: Level, quantized: bool, allowed: float, *, as_written: bool) -> str:
+def _reason_to_reject(plain: Agreement, optimized: Agreement, quantized: bool, allowed: float, *, as_written: bool) -> str:
     for name, level, integers in (("as written", plain, as_written), ("optimized", optimized, quantized)):
         if not integers and level.largest > allowed:
             return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"

@@ -1,4 +1,4 @@
-"""Weights in blocks as operators of torch, how ONNX writes them, and the packing of 4-bit integers in a file.
+"""Torch operators for block-wise quantized weights, their translation to ONNX, and the packing of 4-bit integers.
 
 dequantize_blocks   DequantizeLinear with a block size (opset 21)
 gather_rows         Gather of integers and of their scales, then DequantizeLinear: only the rows that are asked for are decoded
@@ -20,8 +20,8 @@ from torch import Tensor
 NARROW = "int4"  # how the name of a 4-bit buffer ends, with a `u` before it or without
 
 
-def spread(values: Tensor, axis: int, block: int, size: int) -> Tensor:
-    """One value for each block as one for each index of `axis`, of which there are `size`."""
+def repeat_blocks(values: Tensor, axis: int, block: int, size: int) -> Tensor:
+    """Repeat values `block` times along `axis`, and cut the result to `size`: one value per block to one per index."""
     return values.repeat_interleave(block, axis).narrow(axis, 0, size)
 
 
@@ -31,12 +31,12 @@ def dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis:
     shorter.
     """
     size = q.shape[axis]
-    shift = 0 if zero_point is None else spread(zero_point.to(torch.int32), axis, block, size)
-    return (q.to(torch.int32) - shift).float() * spread(scale, axis, block, size)
+    shift = 0 if zero_point is None else repeat_blocks(zero_point.to(torch.int32), axis, block, size)
+    return (q.to(torch.int32) - shift).float() * repeat_blocks(scale, axis, block, size)
 
 
 @dequantize_blocks.register_fake
-def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
+def _dequantize_blocks_shape(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
@@ -48,17 +48,17 @@ def gather_rows(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor
 
 
 @gather_rows.register_fake
-def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, block: int) -> Tensor:
+def _gather_rows_shape(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, block: int) -> Tensor:
     return torch.empty((*ids.shape, q.shape[1]), dtype=torch.float32, device=q.device)
 
 
-def unpacked(packed: Tensor, bits: int) -> Tensor:
+def unpack_bits(pack_bits: Tensor, bits: int) -> Tensor:
     """Bytes (..., n) to integers (..., n * 8 / bits), the lowest bits first."""
-    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    parts = [(pack_bits >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, -1).flatten(-2)
 
 
-def packed(integers: Tensor, bits: int) -> Tensor:
+def pack_bits(integers: Tensor, bits: int) -> Tensor:
     """The reverse of `unpacked`; the last byte is filled up with zeros."""
     many = 8 // bits
     integers = F.pad(integers, (0, -integers.shape[-1] % many)).unflatten(-1, (-1, many)).to(torch.int32)
@@ -72,18 +72,18 @@ def matmul_nbits(
 ) -> Tensor:
     """X (..., inputs) times a weight of (channels, inputs), stored as q (channels, blocks, bytes of a block).
 
-    scale: (channels, blocks). zero_point: (channels, bytes of all blocks), packed as q; None for the middle of the grid.
+    scale: (channels, blocks). zero_point: (channels, bytes of all blocks), pack_bits as q; None for the middle of the grid.
     accuracy: 4 where the runtime may round x to int8, each block of it to its own scale; see `rounded_blocks`.
     """
-    whole = unpacked(q, bits).int()
+    whole = unpack_bits(q, bits).int()
     middle = 2 ** (bits - 1)
-    shift = middle if zero_point is None else unpacked(zero_point, bits)[:, : q.shape[1], None].int()
+    shift = middle if zero_point is None else unpack_bits(zero_point, bits)[:, : q.shape[1], None].int()
     weight = ((whole - shift).float() * scale[..., None]).flatten(1)[:, :inputs]
     return (rounded_blocks(x, block) if accuracy == 4 else x) @ weight.T
 
 
 @matmul_nbits.register_fake
-def _(
+def _matmul_nbits_shape(
     x: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, inputs: int, bits: int, block: int, accuracy: int
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], q.shape[0]))
@@ -103,22 +103,22 @@ def rounded_blocks(x: Tensor, block: int) -> Tensor:
 
 @torch.library.custom_op("compresskit::gather_nbits", mutates_args=())
 def gather_nbits(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, bits: int, block: int) -> Tensor:
-    """Rows `ids` of a table stored as packed bytes (words, width * bits / 8), as fp32; `zero_point` is packed, too."""
-    whole = unpacked(F.embedding(ids, q), bits).int()
+    """Rows `ids` of a table stored as pack_bits bytes (words, width * bits / 8), as fp32; `zero_point` is pack_bits, too."""
+    whole = unpack_bits(F.embedding(ids, q), bits).int()
     width, count = whole.shape[-1], scale.shape[1]
     shift: Any = 2 ** (bits - 1)
     if zero_point is not None:
-        shift = spread(unpacked(F.embedding(ids, zero_point), bits)[..., :count].int(), ids.ndim, block, width)
-    return (whole - shift).float() * spread(F.embedding(ids, scale), ids.ndim, block, width)
+        shift = repeat_blocks(unpack_bits(F.embedding(ids, zero_point), bits)[..., :count].int(), ids.ndim, block, width)
+    return (whole - shift).float() * repeat_blocks(F.embedding(ids, scale), ids.ndim, block, width)
 
 
 @gather_nbits.register_fake
-def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, bits: int, block: int) -> Tensor:
+def _gather_nbits_shape(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, bits: int, block: int) -> Tensor:
     return torch.empty((*ids.shape, q.shape[1] * 8 // bits), dtype=torch.float32, device=q.device)
 
 
 def block_translations() -> dict[Any, Any]:
-    """How the ONNX exporter writes them."""
+    """Translations of these operators for torch's ONNX exporter."""
     from onnxscript import opset21 as op  # heavy, and only exporting needs it
 
     product = _runtime_operator("MatMulNBits", ("A", "B", "scales"), ("K", "N", "bits", "block_size", "accuracy_level"))

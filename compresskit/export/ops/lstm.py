@@ -1,4 +1,4 @@
-"""An LSTM as ONNX Runtime's `DynamicQuantizeLSTM` computes it, as an operator of torch.
+"""A torch operator that computes an LSTM as ONNX Runtime's `DynamicQuantizeLSTM` does.
 
 Both matrices of a cell are int8. The inputs of all steps are rounded at once, the state before every step, each with the range
 that it has just then (`ops.round_dynamically`); sums, gates and states are fp32.
@@ -19,7 +19,7 @@ def unprojected(state: Tensor, projection: Tensor | None) -> Tensor:
     return state if projection is None else state @ torch.linalg.pinv(projection).T
 
 
-def simulate(
+def simulate_dynamic_lstm(
     x: Tensor,
     state: list[Tensor],
     weights: list[Tensor],
@@ -29,7 +29,7 @@ def simulate(
     batch_first: bool,
     enabled: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, last states and last cell states; gradients pass straight through the rounding.
+    """Outputs, last hidden states and last cell states of an LSTM; gradients pass straight through the rounding.
 
     weights: as torch's operator takes them, rounded already; the recurrent ones of a projected LSTM times the projection,
     (4 H, H), as the file has them. enabled: whether activations are rounded.
@@ -41,7 +41,7 @@ def simulate(
         outputs = []
         for direction, cell in enumerate(layer):
             place = i * len(layer) + direction
-            y, h, c = _run(given, state[0][place], state[1][place], cell, backward=direction == 1, enabled=enabled)
+            y, h, c = _direction(given, state[0][place], state[1][place], cell, backward=direction == 1, enabled=enabled)
             outputs.append(y)
             last_h.append(h)
             last_c.append(c)
@@ -49,7 +49,7 @@ def simulate(
     return (x.transpose(0, 1) if batch_first else x), torch.stack(last_h), torch.stack(last_c)
 
 
-def _run(x: Tensor, h: Tensor, c: Tensor, cell: Cell, *, backward: bool, enabled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _direction(x: Tensor, h: Tensor, c: Tensor, cell: Cell, *, backward: bool, enabled: bool) -> tuple[Tensor, Tensor, Tensor]:
     h = unprojected(h, cell.projection)
     inputs = F.linear(x, cell.input, cell.biases[0] + cell.biases[1] if cell.biases else None)
     states: list[Tensor] = []
@@ -69,12 +69,12 @@ def dynamic_lstm(
     x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`simulate` as one operator, which becomes `DynamicQuantizeLSTM` in a file."""
-    y, h, c = simulate(x, state, weights, has_biases, layers, bidirectional, batch_first)
+    y, h, c = simulate_dynamic_lstm(x, state, weights, has_biases, layers, bidirectional, batch_first)
     return y.contiguous(), h, c
 
 
 @dynamic_lstm.register_fake
-def _(
+def _dynamic_lstm_shape(
     x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = state[0].shape[-1] * (2 if bidirectional else 1)

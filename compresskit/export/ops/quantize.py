@@ -1,4 +1,4 @@
-"""Operators of ONNX and ONNX Runtime as operators of torch, so that a captured graph can hold them.
+"""Torch operators that compute what ONNX's quantization operators do, so that a captured graph can contain them.
 
 torch's own `fake_quantize_*` cannot be translated to ONNX with a dynamic batch (pytorch#167063); these can, and they keep
 weights as integers in the file. Their arithmetic is ONNX's: round half to even, saturate.
@@ -21,7 +21,7 @@ def quantize_linear(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 
 
 @quantize_linear.register_fake
-def _(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+def _quantize_linear_shape(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return torch.empty_like(x, dtype=zero_point.dtype)
 
 
@@ -34,14 +34,14 @@ def dequantize_linear(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis:
 
 
 @dequantize_linear.register_fake
-def _(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
+def _dequantize_linear_shape(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
-def dynamic_numbers(x: Tensor) -> tuple[Tensor, Tensor]:
+def dynamic_qparams(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero point, both fp32 scalars, of the uint8 grid over the range that x has now and zero: DynamicQuantizeLinear.
 
-    >>> scale, zero_point = dynamic_numbers(torch.tensor([-1.0, 0.5, 1.55]))
+    >>> scale, zero_point = dynamic_qparams(torch.tensor([-1.0, 0.5, 1.55]))
     >>> round(scale.item(), 6), zero_point.item()
     (0.01, 100.0)
     """
@@ -54,7 +54,7 @@ def dynamic_numbers(x: Tensor) -> tuple[Tensor, Tensor]:
 class _RoundDynamically(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        scale, zero_point = dynamic_numbers(x)
+        scale, zero_point = dynamic_qparams(x)
         y = torch.round(x.float() / scale).add_(zero_point).clamp_(0.0, 255.0).sub_(zero_point).mul_(scale)
         return y.to(x.dtype)
 
@@ -71,12 +71,12 @@ def round_dynamically(x: Tensor) -> Tensor:
 @torch.library.custom_op("compresskit::dynamic_quantize", mutates_args=())
 def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """DynamicQuantizeLinear: uint8 values of x's shape, scale, zero point (uint8)."""
-    scale, zero_point = dynamic_numbers(x)
+    scale, zero_point = dynamic_qparams(x)
     return (torch.round(x / scale) + zero_point).clamp(0, 255).to(torch.uint8), scale, zero_point.to(torch.uint8)
 
 
 @dynamic_quantize.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _dynamic_quantize_shape(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), x.new_empty(()), x.new_empty((), dtype=torch.uint8)
 
 
@@ -89,7 +89,7 @@ def matmul_integer(a: Tensor, b: Tensor, zero_point: Tensor, b_zero_point: Tenso
 
 
 @matmul_integer.register_fake
-def _(a: Tensor, b: Tensor, zero_point: Tensor, b_zero_point: Tensor | None) -> Tensor:
+def _matmul_integer_shape(a: Tensor, b: Tensor, zero_point: Tensor, b_zero_point: Tensor | None) -> Tensor:
     return a.new_empty([*a.shape[:-1], b.shape[1]], dtype=torch.int32)
 
 
@@ -103,7 +103,7 @@ def conv_integer(
 
 
 @conv_integer.register_fake
-def _(
+def _conv_integer_shape(
     x: Tensor, weight: Tensor, zero_point: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
     conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.ndim]

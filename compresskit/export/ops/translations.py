@@ -1,4 +1,4 @@
-"""How torch's ONNX exporter writes the operators of this library."""
+"""Translations of this library's torch operators for torch's ONNX exporter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import compresskit.export.ops.lstm
 import compresskit.export.ops.quantize  # noqa: F401  these two make the operators
 
-DOMAIN = "compresskit"  # of operators that stand in a file only until `export.recurrent` has written them out
+DOMAIN = "compresskit"  # of operators that `rewrite.recurrent` replaces before the file is written
 
 
 def translations() -> dict[Any, Any]:
-    """How the ONNX exporter writes them."""
+    """Operator -> function that writes it with onnxscript."""
     from onnxscript import opset20 as op  # heavy, and only exporting needs it
     from onnxscript.values import Opset
 

@@ -1,4 +1,4 @@
-"""Rewrites of a transformer's ONNX graph (onnx-ir) for the kernels that ONNX Runtime has on a CPU; they change nothing in it.
+"""Rewrites of a transformer's ONNX graph (onnx-ir) for ONNX Runtime's CPU kernels; they do not change what it computes.
 
     a mask with one row for all queries                          -> expanded: the kernel knows no other
     Transpose(Reshape(x)) -> Attention -> Transpose -> Reshape   -> Attention on (rows, steps, heads * width)
@@ -18,7 +18,7 @@ from compresskit.export.rewrite.common import replace
 TURNED = [0, 2, 1, 3]
 
 
-def whole_masks(model: ir.Model) -> None:
+def expand_attention_masks(model: ir.Model) -> None:
     """Give every Attention a mask with a row for each query, in place."""
     for node in list(model.graph):
         if node.op_type != "Attention" or node.domain or len(node.inputs) < 4 or node.inputs[0] is None:
@@ -39,15 +39,15 @@ def whole_masks(model: ir.Model) -> None:
 
 
 def _constant(graph: ir.Graph, name: str, size: int) -> ir.Value:
-    """As many ones."""
+    """A constant vector of `size` ones."""
     tensor = ir.tensor(np.ones(size, dtype=np.int64), name=name)
     value = ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.initializers[name] = value
     return value
 
 
-def flat_attention(model: ir.Model) -> None:
-    """Let Attention split the heads itself, in place; it spares four transposes."""
+def merge_attention_heads(model: ir.Model) -> None:
+    """Let Attention split and merge the heads itself, in place; that saves four transposes."""
     for node in list(model.graph):
         if node.op_type == "Attention" and node.domain == "" and len(node.outputs) == 1:
             _flatten(model.graph, node)
@@ -56,8 +56,8 @@ def flat_attention(model: ir.Model) -> None:
 def _flatten(graph: ir.Graph, node: ir.Node) -> None:
     if any(v is not None for v in node.inputs[4:]) or len(node.inputs) < 3:
         return
-    sources = [_unsplit(v) for v in node.inputs[:3]]
-    joined = _joined(node.outputs[0])
+    sources = [_source_of_heads(v) for v in node.inputs[:3]]
+    joined = _head_merge(node.outputs[0])
     heads = [None if v is None or v.shape is None else v.shape[1] for v in node.inputs[:2]]
     if joined is None or any(s is None for s in sources) or not all(isinstance(h, int) for h in heads):
         return
@@ -69,7 +69,7 @@ def _flatten(graph: ir.Graph, node: ir.Node) -> None:
     replace(graph, joined, [flat], flat.outputs[0])
 
 
-def _unsplit(value: ir.Value | None) -> ir.Value | None:
+def _source_of_heads(value: ir.Value | None) -> ir.Value | None:
     """X of `Transpose(Reshape(x, (rows, steps, heads, width)))`, (rows, steps, heads * width)."""
     turn = None if value is None else value.producer()
     if turn is None or turn.op_type != "Transpose" or list(turn.attributes.get_ints("perm", [])) != TURNED:
@@ -85,7 +85,7 @@ def _unsplit(value: ir.Value | None) -> ir.Value | None:
     return x
 
 
-def _joined(value: ir.Value) -> ir.Node | None:
+def _head_merge(value: ir.Value) -> ir.Node | None:
     """The Reshape of `Reshape(Transpose(value))` to (rows, steps, heads * width), where nothing else reads either."""
     turn = _only_reader(value)
     if turn is None or turn.op_type != "Transpose" or list(turn.attributes.get_ints("perm", [])) != TURNED:
@@ -100,8 +100,8 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
     return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
 
 
-def apart_from_norms(model: ir.Model) -> None:
-    """Keep sums apart from the LayerNormalization that reads them, in place."""
+def avoid_skip_layernorm(model: ir.Model) -> None:
+    """Write the Add before a LayerNormalization as Sum, in place, so that ONNX Runtime does not fuse the two."""
     for node in list(model.graph):
         source = node.inputs[0].producer() if node.op_type == "LayerNormalization" and node.inputs[0] is not None else None
         if source is None or source.op_type != "Add" or any(v is None or v.const_value is not None for v in source.inputs):

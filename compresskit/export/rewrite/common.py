@@ -1,4 +1,4 @@
-"""Rewrites of an ONNX graph (onnx-ir) that let a runtime keep more of it in integers, and make the file smaller.
+"""Rewrites of an ONNX graph (onnx-ir) for all runtimes: more operators run in integers, and the file is smaller.
 
     ReduceMean over all spatial axes       -> GlobalAveragePool, for which runtimes have an integer kernel
     move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q stands directly behind its operator
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-MOVES = frozenset(
+DATA_MOVEMENT = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Slice Split Expand Tile Gather Identity MaxPool Pad Concat DepthToSpace"
     " SpaceToDepth".split()
 )
@@ -33,15 +33,15 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
         if node.op_type == "QuantizeLinear":
             _hoist_quantize(model.graph, node)
     for node in list(model.graph):
-        if node.op_type in MOVES:
+        if node.op_type in DATA_MOVEMENT:
             _sink_dequantize(model.graph, node)
     for node in list(model.graph):
         if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
-            _shield(model.graph, node)
+            _keep_layer_float(model.graph, node)
     for rewrite in rewrites:
         rewrite(model)
-    _remove_dead(model.graph)
-    _forget_origins(model)
+    _remove_unused(model.graph)
+    _drop_exporter_metadata(model)
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
@@ -108,7 +108,7 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
     count = len(move.inputs) if move.op_type == "Concat" else 1
     sources = [_dequantize_before(value) for value in move.inputs[:count]]
     first = sources[0]
-    if first is None or any(s is None or not _same_numbers(first, s) for s in sources):
+    if first is None or any(s is None or not _same_qparams(first, s) for s in sources):
         return
     scale, zero_point = first.inputs[1], first.inputs[2] if len(first.inputs) > 2 else None
     if scale is None or zero_point is None or (len(move.outputs) > 1 and move.op_type != "Split"):
@@ -127,7 +127,7 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
     ir.convenience.replace_nodes_and_values(graph, move, [move], [early, *late], list(move.outputs), results)
 
 
-def _shield(graph: ir.Graph, layer: ir.Node) -> None:
+def _keep_layer_float(graph: ir.Graph, layer: ir.Node) -> None:
     """ONNX Runtime rounds the float weight of a layer between DQ and Q by itself (WeightBiasQuantization), whatever the user
     decided; it does not look through a Clip.
     """
@@ -151,14 +151,14 @@ def _pad_with(graph: ir.Graph, pad: ir.Node, others: list[ir.Value | None], zero
     return True
 
 
-def _same_numbers(a: ir.Node, b: ir.Node) -> bool:
+def _same_qparams(a: ir.Node, b: ir.Node) -> bool:
     return all(
         x is y or (constant(x) is not None and np.array_equal(constant(x), constant(y)))  # type: ignore[arg-type]
         for x, y in zip(a.inputs[1:], b.inputs[1:], strict=False)
     )
 
 
-def _remove_dead(graph: ir.Graph) -> None:
+def _remove_unused(graph: ir.Graph) -> None:
     for node in reversed(list(graph)):
         if all(not list(o.uses()) and not o.is_graph_output() for o in node.outputs):
             graph.remove(node, safe=True)
@@ -167,7 +167,7 @@ def _remove_dead(graph: ir.Graph) -> None:
             del graph.initializers[name]
 
 
-def _forget_origins(model: ir.Model) -> None:
+def _drop_exporter_metadata(model: ir.Model) -> None:
     """Drop what the exporter notes about where each node came from: in a small model it outweighs the weights."""
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     for node in model.graph:

@@ -1,7 +1,7 @@
-"""Models in half precision as files.
+"""Half-precision models in ONNX files.
 
 fp16 is written as it is: every runtime executes it (on a CPU, ONNX Runtime converts). bf16 has no kernels there, and a file that
-cannot run cannot be proved: such a model is written with its weights stored in bf16, half the bytes, and computes in fp32.
+does not run cannot be verified: a bf16 model is written with its weights stored in bf16, half the bytes, and computes in fp32.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.utils import _pytree as pytree
 from compresskit.base.task import Inputs
 
 
-def coarsest(model: nn.Module) -> torch.dtype:
-    """The floating point type with the fewest digits among parameters and buffers."""
+def least_precise_dtype(model: nn.Module) -> torch.dtype:
+    """The floating point dtype with the fewest significant bits among parameters and buffers."""
     found = {v.dtype for v in (*model.parameters(), *model.buffers()) if v.is_floating_point()}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def widened(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]:
-    """A bf16 model and its inputs in fp32; any other as it is."""
-    if coarsest(model) is not torch.bfloat16:
+def widen_to_fp32(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]:
+    """A copy of a bf16 model, and its inputs, in fp32; any other model and its inputs as they are."""
+    if least_precise_dtype(model) is not torch.bfloat16:
         return model, example
 
     def wide(value: Any) -> Any:

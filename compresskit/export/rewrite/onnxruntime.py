@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.attention import apart_from_norms, flat_attention
+from compresskit.export.rewrite.attention import avoid_skip_layernorm, merge_attention_heads
 from compresskit.export.rewrite.common import constant, replace
 
 LANES = 4  # input channels that one VNNI instruction multiplies and sums
@@ -23,10 +23,10 @@ def pad_input_channels(model: ir.Model) -> None:
     """Give convolutions that read the quantized input of the model a multiple of four channels, the new ones zero."""
     for node in list(model.graph):
         if node.op_type == "Conv" and node.attributes.get_int("group", 1) == 1:
-            _widen(model.graph, node)
+            _pad_channels(model.graph, node)
 
 
-def _widen(graph: ir.Graph, conv: ir.Node) -> None:
+def _pad_channels(graph: ir.Graph, conv: ir.Node) -> None:
     x, weight = conv.inputs[0], conv.inputs[1]
     wide, kernel = _dequantize(x), _dequantize(weight)
     integers = None if kernel is None else constant(kernel.inputs[0])
@@ -37,8 +37,8 @@ def _widen(graph: ir.Graph, conv: ir.Node) -> None:
     channels = integers.shape[1]
     if channels % LANES == 0 or integers.shape[2] > 7:
         return
-    if _folds(conv, integers, x):
-        moved, integers = _fold(conv, wide, integers)
+    if _can_fold(conv, integers, x):
+        moved, integers = _fold_pixels(conv, wide, integers)
     else:
         extra = -channels % LANES
         pads = ir.tensor(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), name=f"{conv.name}_pads")
@@ -57,7 +57,7 @@ def _widen(graph: ir.Graph, conv: ir.Node) -> None:
     conv.replace_input_with(1, turned.outputs[0])
 
 
-def _folds(conv: ir.Node, integers: np.ndarray, x: ir.Value) -> bool:
+def _can_fold(conv: ir.Node, integers: np.ndarray, x: ir.Value) -> bool:
     """Whether 2x2 neighbours may become channels, and pay: kernels of 5 and more at stride 2 on an even number of positions."""
     plain = conv.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
     plain = plain and list(conv.attributes.get_ints("dilations", [1, 1])) == [1, 1]
@@ -67,7 +67,7 @@ def _folds(conv: ir.Node, integers: np.ndarray, x: ir.Value) -> bool:
     return bool(plain and strided and even and min(integers.shape[2:]) >= 5)
 
 
-def _fold(conv: ir.Node, wide: ir.Node, integers: np.ndarray) -> tuple[ir.Node, np.ndarray]:
+def _fold_pixels(conv: ir.Node, wide: ir.Node, integers: np.ndarray) -> tuple[ir.Node, np.ndarray]:
     """SpaceToDepth of the input, and the kernel in its terms: tap d of a row, counted from the window's middle pixel 2 o, is tap
     d // 2 of the folded row and pixel d % 2 of its four.
     """
@@ -99,10 +99,10 @@ def pool_as_convolution(model: ir.Model) -> None:
     """Average in a depthwise convolution: every weight is 1 step of a scale of 1 / positions, so the sum is exact."""
     for node in list(model.graph):
         if node.op_type == "AveragePool" and _dequantize(node.inputs[0]) is not None:
-            _convolve(model.graph, node)
+            _pool_to_convolution(model.graph, node)
 
 
-def _convolve(graph: ir.Graph, pool: ir.Node) -> None:
+def _pool_to_convolution(graph: ir.Graph, pool: ir.Node) -> None:
     x, kernel = pool.inputs[0], list(pool.attributes.get_ints("kernel_shape", []))
     pads = list(pool.attributes.get_ints("pads", [0] * 2 * len(kernel)))
     whole = pool.attributes.get_int("count_include_pad", 0) == 1 or not any(pads)
@@ -143,5 +143,5 @@ def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
-#: What files for ONNX Runtime on x86 go through.
-TUNED = (pad_input_channels, pool_as_convolution, flat_attention, apart_from_norms)
+#: Rewrites for files that ONNX Runtime runs on x86.
+X86_REWRITES = (pad_input_channels, pool_as_convolution, merge_attention_heads, avoid_skip_layernorm)

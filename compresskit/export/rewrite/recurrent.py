@@ -24,7 +24,7 @@ from compresskit.export.ops.translations import DOMAIN
 from compresskit.graph.recurrent import GATES, Cell, cells
 
 ORDER = {"lstm": [0, 3, 1, 2], "gru": [1, 0, 2], "rnn_tanh": [0], "rnn_relu": [0]}
-TYPES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
+ONNX_OPERATORS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
 RUNTIME = "com.microsoft"
 
 
@@ -99,7 +99,7 @@ class _Writer:
             self.model.opset_imports[RUNTIME] = 1
             return self._add_many("DynamicQuantizeLSTM", inputs, 3, RUNTIME, attributes)
         inputs = [x, self._decoded(direct), self._decoded(back), biases, None, *states]
-        return self._add_many(TYPES[self.kind], inputs, 3 if self.kind == "lstm" else 2, "", attributes)
+        return self._add_many(ONNX_OPERATORS[self.kind], inputs, 3 if self.kind == "lstm" else 2, "", attributes)
 
     def _recurrent(self, cell: Cell) -> Matrix:
         found = self._matrix(cell.recurrent)
@@ -119,10 +119,10 @@ class _Writer:
         """What is stored behind a value, looking through DequantizeLinear."""
         producer = None if value is None else value.producer()
         if producer is not None and producer.op_type == "DequantizeLinear":
-            q, scale, zero_point = (_stored(v) for v in producer.inputs[:3])
+            q, scale, zero_point = (_constant_array(v) for v in producer.inputs[:3])
             if q is not None and scale is not None:
                 return Matrix(values=q, scale=scale, zero_point=zero_point)
-        values = _stored(value)
+        values = _constant_array(value)
         if values is None:
             raise ExportError(
                 f"a weight of a recurrent layer ({self.kind}) is computed while the model runs, which ONNX's operators do not"
@@ -204,7 +204,7 @@ class _Writer:
         return list(node.outputs)
 
 
-def _stored(value: ir.Value | None) -> np.ndarray | None:
+def _constant_array(value: ir.Value | None) -> np.ndarray | None:
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
@@ -217,5 +217,5 @@ def _is_zero(value: ir.Value | None) -> bool:
             attribute = producer.attributes.get("value")
             return attribute is None or not attribute.as_tensor().numpy().any()
         value = producer.inputs[0]
-    array = _stored(value)
+    array = _constant_array(value)
     return array is not None and not array.any()

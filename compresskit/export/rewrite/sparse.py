@@ -1,4 +1,4 @@
-"""What zeros buy in a file: its size when compressed, and ONNX's own sparse encoding of weights."""
+"""Sparse models in files: size after compression, and ONNX's sparse encoding of weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ OVERHEAD = 100  # bytes of a second name, type and shape in the file
 
 
 def compressed_bytes(path: str | Path) -> dict[str, int | None]:
-    """Bytes of a file in a zip (deflate, level 9), and under zstd level 19 (None where no zstd module is installed).
+    """Size of a file after compression, with its external data: what a download or an app bundle weighs.
 
-    Its external data counts. What a download or an app bundle weighs; in memory the weights are dense again.
+    Returns:
+        Bytes: "zip" with deflate at level 9, "zstd" at level 19 (None where no zstd module is installed).
     """
     whole = b"".join(p.read_bytes() for p in (Path(path), data_path(path)) if p.exists())
     zstd = _zstd()
@@ -37,7 +38,7 @@ def _zstd() -> Any:
 
 
 def store_sparse(path: str | Path, out: str | Path) -> Path:
-    """A copy of an ONNX file whose weights are `sparse_initializer`s wherever that is smaller.
+    """Copy an ONNX file, with weights stored as `sparse_initializer` wherever that is smaller. Returns the path of the copy.
 
     The standard stores a sparse tensor as values and 8-byte positions, so that fp32 weights gain from two thirds of zeros on, and
     int8 weights from eight ninths. The copy computes the same: it is loaded in ONNX Runtime, which makes the weights dense again.

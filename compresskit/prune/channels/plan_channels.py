@@ -80,7 +80,7 @@ def plan_channels(
         failure = search.prove(plan, found)
         if failure is None:
             return plan
-        found = search.repair(failure, found, plan)
+        found = search.repair(failure, found)
 
 
 def find(

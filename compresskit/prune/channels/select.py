@@ -149,4 +149,4 @@ def plan_of(found: ChannelAnalysis, total: int, prefix: str) -> Plan:
         others = tuple(dict.fromkeys(prefix + a for a in along if a != group.layer))
         lines.append(PlanLine(layer=prefix + group.layer, size=group.size, keep=group.size - count, dependents=others))
     settings = {"lines": tuple(lines), "macs": round(widths.macs()), "macs_before": total, "locked": found.locked}
-    return assemble_plan(found, chosen, prefix, **settings)
+    return assemble_plan(found, chosen, **settings)

@@ -1,4 +1,4 @@
-"""Turn the channels chosen in every group into a plan, with all that changes beside the tensors."""
+"""Assemble a plan from the channels chosen in every group, with the attributes and query scales that change with them."""
 
 from __future__ import annotations
 
@@ -7,73 +7,83 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from compresskit.prune.structure.channel_sets import varying
+from compresskit.prune.structure.channel_sets import varying_dims
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan
 
 
-def assemble_plan(found: ChannelAnalysis, chosen: Sequence[torch.Tensor], prefix: str, **settings: Any) -> Plan:
-    """The plan that removes these units, (removed,) int64 for each group, and all that goes or changes with them."""
+def assemble_plan(analysis: ChannelAnalysis, chosen: Sequence[Tensor], **settings: Any) -> Plan:
+    """The plan that removes these channels, (removed,) int64 for each group, and all that goes or changes with them.
+
+    settings: the fields of `Plan` that do not follow from the channels (lines, macs, ...).
+    """
     remove: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     roots: set[int] = set()
-    for group, units in zip(found.groups, chosen, strict=True):
-        roots.update(group.roots[units].tolist())
-        for (tensor, dim, _), indices in group.indices.items() if len(units) else ():
-            remove[prefix + tensor][dim].update(indices[units].flatten().tolist())
-    attributes, scales = consequences(found, roots, prefix)
+    for group, channels in zip(analysis.groups, chosen, strict=True):
+        roots.update(group.roots[channels].tolist())
+        for (tensor, dim, _), indices in group.indices.items() if len(channels) else ():
+            remove[tensor][dim].update(indices[channels].flatten().tolist())
+    removed, prefix = torch.tensor(sorted(roots), dtype=torch.long), analysis.prefix
     return Plan(
-        remove={n: {d: tuple(sorted(i)) for d, i in sorted(dims.items())} for n, dims in remove.items()},
-        sizes={n: found.shapes[n.removeprefix(prefix)] for n in remove},
-        attributes=attributes,
-        scales=scales,
+        remove={prefix + n: {d: tuple(sorted(i)) for d, i in sorted(dims.items())} for n, dims in remove.items()},
+        sizes={prefix + n: analysis.shapes[n] for n in remove},
+        attributes=_changed_attributes(analysis, removed),
+        scales=_query_scales(analysis, removed),
         **settings,
     )
 
 
-def consequences(
-    found: ChannelAnalysis, roots: set[int], prefix: str
-) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[float, tuple[int, ...]]]]:
-    """What else changes when these units go: numbers that repeat a width, and queries that are scaled by one."""
-    units, walk = found.resolved.units, found.propagation
-    removed = torch.tensor(sorted(roots), dtype=torch.long)
+def _remaining_size(analysis: ChannelAnalysis, removed: Tensor, labels: Tensor, dim: int) -> int:
+    """How many indices of a dimension keep at least one entry when the sets with these roots go."""
+    kept = ~torch.isin(analysis.resolved.sets.roots(labels), removed)
+    return int(kept.movedim(dim, 0).reshape(kept.shape[dim], -1).any(1).sum())
 
-    def stays(labels: torch.Tensor, dim: int) -> int:
-        """How many indices of a dimension keep at least one entry."""
-        kept = ~torch.isin(units.roots(labels), removed)
-        return int(kept.movedim(dim, 0).reshape(kept.shape[dim], -1).any(1).sum())
 
-    attributes: dict[str, tuple[Any, Any]] = {}
+def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str, tuple[Any, Any]]:
+    """Attributes that repeat a width: dotted path -> (before, after)."""
+    propagation = analysis.propagation
+    module_at = propagation.trace.module.get_submodule
+    changed: dict[str, tuple[Any, Any]] = {}
 
-    def follow(path: str, name: str, after: int, position: int | None = None) -> None:
-        key = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-        now = getattr(walk.recorded.module.get_submodule(path), name)
-        old, new = attributes.get(key, (now, now))
+    def change(path: str, name: str, after: int, position: int | None = None) -> None:
+        key = analysis.prefix + (f"{path}.{name}" if path else name)
+        now = getattr(module_at(path), name)
+        old, new = changed.get(key, (now, now))
         new = after if position is None else (*new[:position], after, *new[position + 1 :])
         if new != old:
-            attributes[key] = (old, new)
+            changed[key] = (old, new)
 
-    for suspect in walk.suspects:
-        for path, name in found.assumptions.attributes:
-            size = getattr(walk.recorded.module.get_submodule(path), name) if path == suspect.path else None
-            for d in varying(suspect.labels):
-                if size == suspect.shape[d]:
-                    follow(path, name, stays(suspect.labels, d))
-    for mirror in walk.mirrors:
-        follow(mirror.path, mirror.attribute, stays(mirror.labels, 0), mirror.position)
-    for split in walk.splits:
-        module = walk.recorded.module.get_submodule(split.path)
-        if isinstance(module, nn.MultiheadAttention) and split.path in found.assumptions.whole_heads:
-            heads, all_heads = stays(split.labels, varying(split.labels)[-2]), split.labels.shape[varying(split.labels)[-2]]
-            follow(split.path, "num_heads", module.num_heads * heads // all_heads)
+    for size in propagation.hard_coded_sizes:
+        for path, name in analysis.assumptions.attributes:
+            value = getattr(module_at(path), name) if path == size.path else None
+            for d in varying_dims(size.labels):
+                if value == size.shape[d]:
+                    change(path, name, _remaining_size(analysis, removed, size.labels, d))
+    for attribute in propagation.size_attributes:
+        after = _remaining_size(analysis, removed, attribute.labels, 0)
+        change(attribute.path, attribute.attribute, after, attribute.position)
+    for split in propagation.splits:
+        module = module_at(split.path)
+        if isinstance(module, nn.MultiheadAttention) and split.path in analysis.assumptions.whole_heads:
+            dim = varying_dims(split.labels)[-2]
+            heads = _remaining_size(analysis, removed, split.labels, dim)
+            change(split.path, "num_heads", module.num_heads * heads // split.labels.shape[dim])
+    return changed
+
+
+def _query_scales(analysis: ChannelAnalysis, removed: Tensor) -> dict[str, tuple[float, tuple[int, ...]]]:
+    """Factors that make up for 1 / sqrt(width) of widths that shrink: tensor -> (factor, rows)."""
     scales: dict[str, tuple[float, tuple[int, ...]]] = {}
-    for scaling in walk.scalings if found.assumptions.rescaled else ():
-        before, after = scaling.labels.shape[scaling.dim], stays(scaling.labels, scaling.dim)
+    for scaling in analysis.propagation.width_scalings if analysis.assumptions.rescaled else ():
+        before = scaling.labels.shape[scaling.dim]
+        after = _remaining_size(analysis, removed, scaling.labels, scaling.dim)
         if after == before:
             continue
-        for member in units.members:
-            rows = torch.isin(member.labels, scaling.labels[scaling.labels > 0]).nonzero().flatten()
-            if member.dim == 0 and member.role != "in" and len(rows):
-                scales[prefix + member.tensor] = ((after / before) ** (0.25 if scaling.shared else 0.5), tuple(rows.tolist()))
-    return attributes, scales
+        factor = (after / before) ** (0.25 if scaling.shared else 0.5)
+        for axis in analysis.resolved.sets.axes:
+            rows = torch.isin(axis.labels, scaling.labels[scaling.labels > 0]).nonzero().flatten()
+            if axis.dim == 0 and axis.role != "in" and len(rows):
+                scales[analysis.prefix + axis.tensor] = (factor, tuple(rows.tolist()))
+    return scales

@@ -1,4 +1,7 @@
-"""What a walk notes for later: decisions that need the whole graph, and what a cut must change beside tensors."""
+"""Constraints that rules record while channels are propagated, and `resolve.py` applies once the whole graph has been seen.
+
+The first three restrict which channel sets can be removed. The others say what has to change beside the tensors when channels go.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """A dimension of channels seen as several, such as (heads, width): all but one of them are numbers that stay."""
+class AxisSplit:
+    """A dimension of channels that is viewed as several, such as (heads, width); the sizes of all but one of them must stay.
+
+    path: the module whose code does it. labels: of the view.
+    """
 
     path: str
     labels: Tensor
@@ -18,17 +24,23 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Total:
-    """Something that vanishes where all the labels it was made of do: (rows with size 1 where totals stand for many)."""
+class DependsOnAll:
+    """Values that can be removed only where all values that they were computed from can be.
 
-    rows: Tensor
-    totals: Tensor
+    results: labels, with size 1 along the dimensions that were reduced. parts: labels that broadcast against them.
+    """
+
+    parts: Tensor
+    results: Tensor
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspect:
-    """Code that may break once a width has changed, since a size in it may be a constant or an attribute."""
+class HardCodedSize:
+    """An operator that is given a size of a dimension with channels; the size may be a constant in the code or an attribute.
+
+    path: the module whose code gives it. shape: of the result, with these labels.
+    """
 
     path: str
     labels: Tensor
@@ -37,21 +49,20 @@ class Suspect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """Values (queries) multiplied by 1 / sqrt(size of `dim`), a size that shrinks with a cut.
+class WidthScaling:
+    """Values (attention queries) multiplied by 1 / sqrt(size of `dim`), a size that shrinks when channels go.
 
-    shared: the other factor of the product comes from the same channels, so that a factor on them counts twice.
+    shared: the other factor of the product comes from the same channels, so that a correction of them counts twice.
     """
 
-    path: str
     labels: Tensor
     dim: int
     shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistic:
-    """An operator whose statistics run over channels: the nth call of `target`; labels of dimension `dim`."""
+class ChannelStatistic:
+    """An operator that takes a statistic over channels, such as LayerNorm: the nth call of `target`, over dimension `dim`."""
 
     target: Any
     nth: int
@@ -60,8 +71,8 @@ class Statistic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirror:
-    """A number of a module that is the size of labels; of a tuple, the entry at `position`."""
+class SizeAttribute:
+    """An attribute of a module that repeats the size of `labels`; where it is a tuple, its entry at `position`."""
 
     path: str
     attribute: str

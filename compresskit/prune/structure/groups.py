@@ -1,4 +1,8 @@
-"""Groups of channels that may be cut, what the layers cost, and how wide everything still is."""
+"""Groups of channels that can be removed, what the layers cost, and what the model costs while channels go.
+
+A group holds all channel sets that touch the same dimensions of the same tensors, so that they can be ranked against one another:
+the channels of a convolution, or those of a residual stream with every layer on it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from compresskit.base.errors import SettingError
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.prune.criteria import Slices
 from compresskit.prune.evidence import Evidence, values_of
-from compresskit.prune.structure.propagate import Walk
-from compresskit.prune.structure.resolve import Choices, Settled, settle
+from compresskit.prune.structure.channel_sets import ChannelSets
+from compresskit.prune.structure.resolve import Assumptions, ResolvedChannels, resolve_constraints
+from compresskit.prune.structure.rules.base import ChannelPropagation
 
 #: Layers whose factors say how strong a channel is.
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -24,12 +29,14 @@ NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 @dataclass(kw_only=True)
 class ChannelGroup:
-    """Units that touch the same dimensions of the same tensors, and so can be ranked against one another.
+    """Channel sets that touch the same dimensions of the same tensors; each is one "channel" of the group.
 
-    indices: (tensor, dim, role) -> (units, k) the k indices that vanish with each unit.
-    scores: of the units, larger = keep. sorted_scores: the same, sorted. remaining[n]: their sum once the n lowest are gone.
-    pooled_scores: scores of all groups of the same kind, sorted.
-    roots: (units,) the number of each unit. costs: how many entries of each width that MACs depend on vanish with a unit.
+    indices: (tensor, dim, role) -> (channels, k): the k indices of that dimension that are removed with each channel.
+    shapes: of the tensors in `indices`. roots: (channels,) root label of each channel set.
+    costs: number of a width that MACs depend on -> how many of its entries go with one channel; see `ChannelAnalysis`.
+    scores: (channels,), larger = keep. sorted_scores: the same, ascending. pooled_scores: sorted scores of all groups of the same
+        architecture. remaining: remaining[n] is the sum of scores once the n lowest are removed.
+    removed: how many channels, the lowest scores first, are removed so far while a plan is made.
     """
 
     indices: dict[tuple[str, int, str], Tensor]
@@ -44,53 +51,55 @@ class ChannelGroup:
 
     @cached_property
     def size(self) -> int:
-        """Number of units."""
+        """Number of channels."""
         return len(next(iter(self.indices.values())))
 
     @cached_property
     def layers(self) -> int:
-        """Number of dimensions of matrices and filters that get narrower with each unit."""
+        """Number of dimensions of matrices and filters that get narrower with each channel."""
         return sum(len(shape) > 1 for shape in self.shapes)
 
     @property
     def layer(self) -> str:
-        """The layer that makes the channels."""
+        """The layer that makes the channels, by dotted name; the first of several."""
         return (self.producers or [tensor.rpartition(".")[0] for tensor, _, _ in self.indices])[0]
 
     @property
     def producers(self) -> list[str]:
-        """The layers that make the channels."""
+        """All layers that make the channels."""
         return [tensor.rpartition(".")[0] for tensor, _, role in self.indices if role == "out"]
 
     @property
     def architecture(self) -> tuple[tuple[str, int, int], ...]:
-        """What the group is built of, whatever its size: kinds of tensors, each in its role."""
-        places = zip(self.indices, self.shapes, strict=True)
-        return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in places))
+        """What the group is made of, whatever its size: (role, dimension, rank) of its tensors."""
+        axes = zip(self.indices, self.shapes, strict=True)
+        return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in axes))
 
     def slices(self, model: nn.Module, prefix: str, evidence: Evidence | None = None) -> Slices:
-        """Every weight of a matrix or a filter that vanishes with each unit, in rows, and what data showed of the units."""
+        """Every weight of a matrix or filter that is removed with each channel, in rows, and what data showed of the channels."""
         evidence = evidence or Evidence()
         rows: list[Tensor] = []
         grads: list[Tensor] = []
         sample_grads: list[Tensor] = []
         reads: list[Tensor] = []
         scales: list[Tensor] = []
-        for (name, dim, role), indices in self.indices.items():
-            tensor, index = get_tensor(model, prefix + name), indices.to(get_tensor(model, prefix + name).device)
+        for (tensor_name, dim, role), indices in self.indices.items():
+            name = prefix + tensor_name
+            tensor = get_tensor(model, name)
             if not isinstance(tensor, nn.Parameter):
                 continue
+            indices = indices.to(tensor.device)
             if tensor.ndim < 2:
-                module, leaf = owner(model, prefix + name)
+                module, leaf = owner(model, name)
                 if leaf == "weight" and isinstance(module, NORM_LAYERS):
-                    scales.append(tensor.detach().float()[index])
+                    scales.append(tensor.detach().float()[indices])
                 continue
-            rows.append(tensor.detach().float().movedim(dim, 0)[index].reshape(self.size, -1))
+            rows.append(tensor.detach().float().movedim(dim, 0)[indices].reshape(self.size, -1))
             reads.append(torch.full((rows[-1].shape[1],), role == "in", device=rows[-1].device))
             if evidence.grads is not None:
-                grads.append(evidence.grads[prefix + name].float().movedim(dim, 0)[index].reshape(self.size, -1))
+                grads.append(evidence.grads[name].float().movedim(dim, 0)[indices].reshape(self.size, -1))
             if evidence.sample_grads is not None:
-                each = evidence.sample_grads[prefix + name].float().movedim(dim + 1, 1)[:, index]
+                each = evidence.sample_grads[name].float().movedim(dim + 1, 1)[:, indices]
                 sample_grads.append(each.reshape(len(each), self.size, -1))
         counts = torch.tensor([r.shape[1] for r in rows])
         return Slices(
@@ -107,59 +116,67 @@ class ChannelGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelAnalysis:
-    """What the walk found: groups that may be cut, why others may not, and what the layers cost.
+    """The result of the analysis of a model: groups that can be pruned, why other channels cannot, and what the layers cost.
 
-    costs: MACs of an operator, and the widths that they are a product of, by number. sizes: of those widths.
-    fixed: MACs that no width changes. shapes: of the tensors in groups.
+    locked: reason -> how many channels stay for it. shapes: of the tensors in groups.
+    costs: MACs of an operator, and the numbers of the widths that they are a product of. sizes: of those widths, by number.
+    fixed_macs: MACs that depend on no width.
+    propagation, resolved, assumptions: what the groups were made from.
     """
 
     groups: list[ChannelGroup]
     locked: dict[str, int]
     costs: list[tuple[float, list[int]]]
     sizes: list[int]
-    fixed: float
+    fixed_macs: float
     shapes: dict[str, tuple[int, ...]]
-    propagation: Walk
-    resolved: Settled
-    assumptions: Choices
+    propagation: ChannelPropagation
+    resolved: ResolvedChannels
+    assumptions: Assumptions
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of tensors in the user's model: "", or the path of the traced part with a dot."""
+        return self.propagation.trace.name_prefix
 
 
 def find_groups(
-    walk: Walk, model_macs: int, *, ignore: tuple[str, ...] = (), assumptions: Choices | None = None
+    propagation: ChannelPropagation, model_macs: int, *, ignore: tuple[str, ...] = (), assumptions: Assumptions | None = None
 ) -> ChannelAnalysis:
-    """Collect units into groups.
+    """Resolve the constraints and collect the channel sets into groups.
 
-    ignore: dotted paths of modules whose parameters are never cut. choices: what the graph leaves open.
+    Args:
+        propagation: of the model. model_macs: multiply-accumulates of one sample.
+        ignore: dotted paths of modules whose parameters are never cut; SettingError where one has no layer with channels.
+        assumptions: what the graph does not show.
     """
-    choices = assumptions or Choices()
-    prefix = f"{walk.recorded.prefix}." if walk.recorded.prefix else ""
-    settled = settle(walk, choices)
-    units, vectors = settled.units, settled.vectors
-    paths = {key: prefix + key[0] for key in vectors}
-    if unknown := [name for name in ignore if not any(path.startswith(f"{name}.") for path in paths.values())]:
-        raise SettingError(f"ignore={unknown}: no layer with channels stands in a module of that name")
-    for key, member in vectors.items():
-        if any(paths[key].startswith(f"{name}.") for name in ignore):
-            units.lock(member.labels, "ignored by the user")
-    of_unit: dict[int, dict[tuple[str, int, str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for (tensor, dim), member in vectors.items():
-        for index, root in enumerate(units.roots(member.labels).tolist()):
+    assumptions = assumptions or Assumptions()
+    resolved = resolve_constraints(propagation, assumptions)
+    _lock_ignored(propagation, resolved, ignore)
+    sets = resolved.sets
+    indices_of: dict[int, dict[tuple[str, int, str], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (tensor, dim), axis in resolved.axes.items():
+        for index, root in enumerate(sets.roots(axis.labels).tolist()):
             if root:
-                of_unit[root][(tensor, dim, member.role)].append(index)
-    costs, sizes, cost_of = _costs(walk, settled)
+                indices_of[root][(tensor, dim, axis.role)].append(index)
+    costs, sizes, costs_of = _costs(propagation, sets)
     locked: Counter[str] = Counter()
-    by_signature: dict[Any, list[int]] = defaultdict(list)
-    for root, places in of_unit.items():
-        if root in units.locks:
-            locked[units.locks[root]] += 1
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for root, indices in indices_of.items():
+        if root in sets.locks:
+            locked[sets.locks[root]] += 1
         else:
-            signature = tuple((key, len(indices)) for key, indices in places.items())
-            by_signature[signature, tuple(cost_of[root].items())].append(root)
+            counts = tuple((key, len(each)) for key, each in indices.items())
+            alike[counts, tuple(costs_of[root].items())].append(root)
+
+    def shape(tensor: str) -> tuple[int, ...]:
+        return tuple(get_tensor(propagation.trace.module, tensor).shape)
+
     groups = []
-    for same in by_signature.values():
-        indices = {key: torch.tensor([of_unit[root][key] for root in same]) for key in of_unit[same[0]]}
-        shapes = [_shape(walk, t) for t, _, _ in indices]
-        group = ChannelGroup(indices=indices, shapes=shapes, roots=torch.tensor(same), costs=dict(cost_of[same[0]]))
+    for roots in alike.values():
+        stacked = {key: torch.tensor([indices_of[root][key] for root in roots]) for key in indices_of[roots[0]]}
+        shapes = [shape(tensor) for tensor, _, _ in stacked]
+        group = ChannelGroup(indices=stacked, shapes=shapes, roots=torch.tensor(roots), costs=dict(costs_of[roots[0]]))
         if group.layers and group.size > 1:
             groups.append(group)
         elif group.layers:
@@ -169,80 +186,89 @@ def find_groups(
         locked=dict(locked.most_common()),
         costs=costs,
         sizes=sizes,
-        fixed=max(0, model_macs - sum(c for c, _ in costs)),
-        shapes={t: _shape(walk, t) for g in groups for t, _, _ in g.indices},
-        propagation=walk,
-        resolved=settled,
-        assumptions=choices,
+        fixed_macs=max(0, model_macs - sum(c for c, _ in costs)),
+        shapes={tensor: shape(tensor) for g in groups for tensor, _, _ in g.indices},
+        propagation=propagation,
+        resolved=resolved,
+        assumptions=assumptions,
     )
 
 
-def _shape(walk: Walk, tensor: str) -> tuple[int, ...]:
-    return tuple(get_tensor(walk.recorded.module, tensor).shape)
+def _lock_ignored(propagation: ChannelPropagation, resolved: ResolvedChannels, ignore: tuple[str, ...]) -> None:
+    paths = {key: propagation.trace.name_prefix + key[0] for key in resolved.axes}
+    if unknown := [name for name in ignore if not any(path.startswith(f"{name}.") for path in paths.values())]:
+        raise SettingError(f"ignore={unknown}: no layer with channels stands in a module of that name")
+    for key, axis in resolved.axes.items():
+        if any(paths[key].startswith(f"{name}.") for name in ignore):
+            resolved.sets.lock(axis.labels, "ignored by the user")
 
 
-def _costs(walk: Walk, settled: Settled) -> tuple[list[tuple[float, list[int]]], list[int], dict[int, dict[int, int]]]:
-    """MACs with the numbers of their widths, the sizes of those, and how many entries of each every unit has."""
+def _costs(
+    propagation: ChannelPropagation, sets: ChannelSets
+) -> tuple[list[tuple[float, list[int]]], list[int], dict[int, dict[int, int]]]:
+    """(MACs with the numbers of their widths, sizes of the widths, channel set -> width -> how many of its entries it has)."""
     numbers: dict[Any, int] = {}
     sizes: list[int] = []
-    of_unit: dict[int, dict[int, int]] = defaultdict(dict)
+    of_set: dict[int, dict[int, int]] = defaultdict(dict)
     costs = []
-    for macs, along in walk.costs:
-        keys = []
+    for macs, along in propagation.costs:
+        widths = []
         for labels in along:
-            roots, counts = torch.unique(settled.units.roots(labels.reshape(-1)), return_counts=True)
+            roots, counts = torch.unique(sets.roots(labels.reshape(-1)), return_counts=True)
             entries = tuple(zip(roots.tolist(), counts.tolist(), strict=True))
             if entries not in numbers:
                 numbers[entries] = number = len(sizes)
                 sizes.append(labels.numel())
                 for root, count in entries:
-                    of_unit[root][number] = count
-            keys.append(numbers[entries])
-        costs.append((macs, keys))
-    return costs, sizes, of_unit
+                    of_set[root][number] = count
+            widths.append(numbers[entries])
+        costs.append((macs, widths))
+    return costs, sizes, of_set
 
 
 class MacCounter:
-    """How wide every dimension of every tensor still is, and what the model then costs."""
+    """Counts the MACs of a model while channels go. A *width* is a dimension of channels that MACs are a product of."""
 
-    def __init__(self, found: ChannelAnalysis) -> None:
-        self.found = found
-        self.gone: dict[int, int] = defaultdict(int)
-        self.touching: dict[int, set[int]] = defaultdict(set)
-        self.costs = [cost for cost, _ in found.costs]
+    def __init__(self, analysis: ChannelAnalysis) -> None:
+        self.analysis = analysis
+        self.removed: dict[int, int] = defaultdict(int)
+        self.operators: dict[int, set[int]] = defaultdict(set)
+        self.costs = [cost for cost, _ in analysis.costs]
         self._of_group: dict[int, list[tuple[int, list[int]]]] = {}
-        for i, (_, keys) in enumerate(found.costs):
-            for key in keys:
-                self.touching[key].add(i)
+        for i, (_, widths) in enumerate(analysis.costs):
+            for width in widths:
+                self.operators[width].add(i)
 
-    def share(self, key: int, extra: int = 0) -> float:
-        """Share of a width that stays when `extra` more entries go."""
-        return 1 - (self.gone[key] + extra) / self.found.sizes[key]
+    def fraction(self, width: int, extra: int = 0) -> float:
+        """Fraction of a width that is left when `extra` more entries go."""
+        return 1 - (self.removed[width] + extra) / self.analysis.sizes[width]
 
     def macs(self) -> float:
         """MACs of one sample."""
-        return self.found.fixed + sum(self.costs)
+        return self.analysis.fixed_macs + sum(self.costs)
 
     def saving(self, group: ChannelGroup, count: int) -> float:
-        """MACs saved by `count` units fewer."""
-        stays = {}
-        for key, each in group.costs.items():
-            now = self.share(key)
-            stays[key] = self.share(key, each * count) / now if now else 0.0
-        return sum(self.costs[i] * (1 - math.prod([stays[key] for key in keys])) for i, keys in self._affected(group))
+        """MACs saved by removing `count` more channels of a group."""
+        left = {}
+        for width, each in group.costs.items():
+            now = self.fraction(width)
+            left[width] = self.fraction(width, each * count) / now if now else 0.0
+        return sum(self.costs[i] * (1 - math.prod([left[w] for w in widths])) for i, widths in self._affected(group))
 
     def _affected(self, group: ChannelGroup) -> list[tuple[int, list[int]]]:
         """The operators that get cheaper with a group, each with its widths that the group is in."""
         if id(group) not in self._of_group:
-            touched = {i for key in group.costs for i in self.touching.get(key, ())}
-            self._of_group[id(group)] = [(i, [k for k in self.found.costs[i][1] if k in group.costs]) for i in sorted(touched)]
+            operators = {i for width in group.costs for i in self.operators.get(width, ())}
+            self._of_group[id(group)] = [
+                (i, [w for w in self.analysis.costs[i][1] if w in group.costs]) for i in sorted(operators)
+            ]
         return self._of_group[id(group)]
 
     def cut(self, group: ChannelGroup, count: int) -> None:
-        """Note that `count` more units go."""
-        for key, each in group.costs.items():
-            self.gone[key] += each * count
+        """Remove `count` more channels of a group."""
+        for width, each in group.costs.items():
+            self.removed[width] += each * count
         for i, _ in self._affected(group):
-            cost, keys = self.found.costs[i]
-            self.costs[i] = cost * math.prod([self.share(key) for key in keys])
+            cost, widths = self.analysis.costs[i]
+            self.costs[i] = cost * math.prod([self.fraction(w) for w in widths])
         group.removed += count

@@ -1,4 +1,4 @@
-"""A plan: which indices of which tensors go. It prints, serializes, and replays on a fresh model of the same class."""
+"""A pruning plan: which indices of which tensors are removed. It prints, serializes, and applies to models of one class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from compresskit.graph.surgery import get_tensor, holders, owner, select_, sync_
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLine:
-    """What happens to one group: `layer` is the layer that makes its channels."""
+    """What a plan does to one group of channels.
+
+    layer: the layer that makes the channels. size, keep: how many there are, and how many stay.
+    dependents: the other layers that change with it; "[in]" marks those that read the channels.
+    """
 
     layer: str
     size: int
@@ -25,14 +29,14 @@ class PlanLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Channels to remove, not yet removed.
+    """Channels to remove, not yet removed; `print(plan)` lists them, `apply_(model, plan)` removes them.
 
-    remove: tensor name -> dimension -> indices that go, sorted. sizes: tensor name -> its shape before.
-    macs, macs_before: multiply-accumulates of one sample. locked: why groups of channels stay, reason -> how many.
-    note: what was measured of the exported file, where the target was one.
-    attributes: numbers of the model's own modules that repeat a width, dotted path -> (before, after).
-    scales: tensor name -> (factor, indices of dimension 0 that it multiplies): queries, where the code divides by the root of a
-        width that shrinks.
+    remove: tensor name -> dimension -> indices to remove, sorted. sizes: tensor name -> its shape before.
+    lines: the same by group of channels, for reading. macs, macs_before: multiply-accumulates of one sample.
+    locked: reason -> how many channels stay for it. note: what was measured of the exported file, where the budget is one.
+    attributes: attributes of the user's modules that repeat a width, dotted path -> (before, after).
+    scales: tensor name -> (factor, indices of dimension 0 that it multiplies): attention queries, where the code divides by the
+        square root of a width that shrinks.
     """
 
     remove: dict[str, dict[int, tuple[int, ...]]]
@@ -59,7 +63,7 @@ class Plan:
         return "\n".join([head, *rows, *follow, *kept])
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready record; `from_json` reads it."""
+        """The plan as plain data that `json.dumps` takes; `from_json` reads it."""
         return {
             "format": 1,
             "remove": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.remove.items()},
@@ -75,7 +79,7 @@ class Plan:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Plan:
-        """A plan from what `to_json` gave; CheckpointError where it is not that."""
+        """The plan that `to_json` wrote; CheckpointError where the record is something else."""
         try:
             return Plan(
                 remove={n: {int(d): tuple(map(int, i)) for d, i in dims.items()} for n, dims in record["remove"].items()},
@@ -85,29 +89,34 @@ class Plan:
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),
                 note=str(record.get("note", "")),
-                attributes={path: (_tupled(old), _tupled(new)) for path, (old, new) in record["attributes"].items()},
+                attributes={path: (_as_tuple(old), _as_tuple(new)) for path, (old, new) in record["attributes"].items()},
                 scales={n: (float(factor), tuple(map(int, rows))) for n, (factor, rows) in record["scales"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"not a pruning plan: {type(error).__name__} {error}") from None
 
     def keep(self, name: str) -> dict[int, Tensor]:
-        """Indices of a tensor that stay, by dimension."""
+        """The indices of a tensor that stay: dimension -> (kept,) int64."""
         kept = {}
-        for dim, gone in self.remove[name].items():
+        for dim, removed in self.remove[name].items():
             mask = torch.ones(self.sizes[name][dim], dtype=torch.bool)
-            mask[list(gone)] = False
+            mask[list(removed)] = False
             kept[dim] = mask.nonzero().flatten()
         return kept
 
 
 def apply_(model: nn.Module, plan: Plan) -> nn.Module:
-    """Remove the channels of a plan from a model, in place; the model is returned.
+    """Remove the channels of a plan from a model, in place, and return the model.
 
-    Parameters, buffers and the attributes that repeat their sizes change; device, dtype, requires_grad, ties, train or eval
-    mode and the class stay. Make the optimizer after it: an old one holds the old parameters.
+    Parameters, buffers and the attributes that repeat their sizes change; device, dtype, requires_grad, tied parameters, train or
+    eval mode and the class stay. Make the optimizer afterwards: an old one holds the old parameters.
 
-    Raises ModelError, the model untouched, where its tensors are not those that the plan was made for.
+    Args:
+        model: the model that the plan was made for, or another one of the same class and sizes.
+        plan: from `plan_channels` or `Plan.from_json`.
+
+    Raises:
+        ModelError: its tensors or attributes are not those that the plan was made for; nothing was changed.
     """
     _check_model(model, plan)
     _keep_weight_norms_(model, plan)
@@ -124,13 +133,13 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         setattr(module, attribute, after)
     for module in model.modules():
         # A tied parameter also changed where another module holds it.
-        if any(id(t) in changed for t in _own_tensors(module)):
+        if any(id(t) in changed for t in _tensors_of(module)):
             sync_attributes_(module)
     return model
 
 
 def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
-    """Of g v / |v|, columns go: g takes what |v| loses, so that the weights that stay are what they were."""
+    """Scale g of a weight-normalised g v / |v| by what |v| loses with its columns, so that weights that stay do not change."""
     for name, dims in plan.remove.items():
         path, _, leaf = name.rpartition(".")
         other = {"original1": "original0", "weight_v": "weight_g"}.get(leaf)
@@ -139,15 +148,16 @@ def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
         v = get_tensor(model, name).detach()
         rows = [d for d in range(v.ndim) if g.ndim != v.ndim or g.shape[d] > 1]
         others = [d for d in range(v.ndim) if d not in rows]
-        left = v.clone()
-        for dim, gone in dims.items():
+        zeroed = v.clone()
+        for dim, removed in dims.items():
             if dim in others:
-                left.index_fill_(dim, torch.tensor(gone, device=v.device), 0)
+                zeroed.index_fill_(dim, torch.tensor(removed, device=v.device), 0)
         with torch.no_grad():
-            g *= torch.linalg.vector_norm(left, dim=others, keepdim=True) / torch.linalg.vector_norm(v, dim=others, keepdim=True)
+            after, before = (torch.linalg.vector_norm(values, dim=others, keepdim=True) for values in (zeroed, v))
+            g *= after / before
 
 
-def _own_tensors(module: nn.Module) -> list[Tensor | None]:
+def _tensors_of(module: nn.Module) -> list[Tensor | None]:
     """Parameters and buffers of a module itself, those under a parametrization included."""
     own = [*module._parameters.values(), *module._buffers.values()]
     parametrized = module._modules.get("parametrizations")
@@ -168,16 +178,16 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
             raise ModelError(f"{path}: the plan was made for {before}, this {type(model).__name__} has {got}; {advice}")
 
 
-def _tupled(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
 def zero_(model: nn.Module, plan: Plan) -> nn.Module:
-    """Set to zero, in place, every value that the plan would remove: what the pruned model must equal."""
+    """Set every value to zero that the plan would remove, in place, and return the model: the pruned model must equal it."""
     _keep_weight_norms_(model, plan)
     with torch.no_grad():
         for name, dims in plan.remove.items():
-            for dim, gone in dims.items():
+            for dim, removed in dims.items():
                 values = get_tensor(model, name)
-                values.index_fill_(dim, torch.tensor(gone, device=values.device), 0)
+                values.index_fill_(dim, torch.tensor(removed, device=values.device), 0)
     return model

@@ -1,8 +1,8 @@
-"""One eager run of a model, written down as a graph of ATen operators: what the pruning rules walk over.
+"""Trace one eager run of a model into a graph of ATen operators, on which the pruning rules work.
 
-`torch.export` sees the same operators, yet takes 20 seconds where this takes half of one (Swin), refuses code whose path depends
-on values (detection), and hides what only training runs (auxiliary heads). A cut needs no graph that holds for every input,
-since every plan is proved on the model itself before it is handed over.
+`torch.export` gives the same operators, but takes 20 seconds where this takes half a second (Swin), refuses code whose path
+depends on values (detection), and does not see what only training runs (auxiliary heads). Pruning needs no graph that holds for
+every input, because every plan is proved on the model itself before it is returned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,23 +22,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.capture import check_runs, inputs_inside
-from compresskit.graph.normalize import Node
+from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import mode
 
-aten = torch.ops.aten
-_FACTORS = {aten.mul, aten.div}
+_MULTIPLICATIONS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class Trace:
     """An eager run as a graph.
 
-    graph: `get_attr` nodes are parameters and buffers by dotted name (relative to `prefix`), `call_function` nodes ATen operators
-        in the order in which they ran; `meta["path"]` is the module in whose forward they stand.
-    module: the part of the user's model that was recorded. prefix: its dotted path, "" for the whole model.
-    example: the inputs. shapes: shape of every node whose value is a tensor. rows: samples in the example.
-    extra: a second run, in train mode, where some parameters are read in training only.
+    graph: `get_attr` nodes are parameters and buffers by dotted name (relative to `prefix`), `call_function` nodes are ATen
+        operators in the order in which they ran; `meta["path"]` is the module in whose forward they ran, `meta["parts"]` are the
+        shapes of the results of an operator with several.
+    module: the traced part of the user's model. prefix: its dotted path, "" for the whole model.
+    example: the inputs, two samples. shapes: shape of every node whose value is a tensor.
+    training_run: the same in train mode, where some parameters are read in training only.
     """
 
     graph: fx.Graph
@@ -46,7 +46,12 @@ class Recorded:
     prefix: str
     example: Inputs
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
-    extra: Recorded | None = None
+    training_run: Trace | None = None
+
+    @property
+    def name_prefix(self) -> str:
+        """`prefix` as it stands before names: with a dot, where there is one."""
+        return f"{self.prefix}." if self.prefix else ""
 
     @property
     def rows(self) -> int:
@@ -54,11 +59,11 @@ class Recorded:
         return batch_size(self.example)
 
 
-def record(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Recorded:
-    """Run a model, or its submodule `inside`, once and write down every operator; the model is left as it was.
+def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Trace:
+    """Run a model, or its submodule `inside`, once and record every operator; the model is not changed.
 
-    In eval mode; once more in train mode where parameters are left that eval mode does not read (auxiliary heads).
-    Raises ModelError where the model does not run on the example.
+    The run is in eval mode. Where parameters are left that eval mode does not read (auxiliary heads), a second run is in train
+    mode. Raises ModelError where the model does not run on the example.
     """
     whole, given = model, example
     try:
@@ -66,23 +71,22 @@ def record(model: nn.Module, example: Inputs, *, inside: str | None = None) -> R
             if inside is not None:
                 model, example = inputs_inside(model, example, inside)
             example = first_rows(example, 2)
-            main = _record(model, example, inside or "")
+            trace = _trace_run(model, example, inside or "")
     except Exception:
-        check_runs(whole, given)  # tells what is wrong with the example, where it is the example
+        check_runs(whole, given)  # explains what is wrong with the example, where it is the example
         raise
-    read = {str(n.target) for n in main.graph.nodes if n.op == "get_attr"}
+    read = {str(n.target) for n in trace.graph.nodes if n.op == "get_attr"}
     if all(name in read for name, _ in model.named_parameters()):
-        return main
-    with mode(model, training=True), _buffers_kept(model):
+        return trace
+    with mode(model, training=True), _buffers_restored(model):
         try:
-            extra = _record(model, twice(example), inside or "")
+            return replace(trace, training_run=_trace_run(model, repeat_rows(example), inside or ""))
         except Exception:
-            return main  # training needs more than the example, such as targets: what it reads is proved or locked later
-    return Recorded(**{**vars(main), "extra": extra})
+            return trace  # training needs more than the example, such as targets: what it reads is proved or locked later
 
 
-def twice(example: Inputs) -> Inputs:
-    """Every row two times; BatchNorm in train mode needs more than one value a channel."""
+def repeat_rows(example: Inputs) -> Inputs:
+    """Every sample twice; BatchNorm in train mode needs more than one value per channel."""
 
     def doubled(value: Any) -> Any:
         if isinstance(value, list):
@@ -92,31 +96,37 @@ def twice(example: Inputs) -> Inputs:
     return {k: doubled(v) for k, v in example.items()} if isinstance(example, dict) else tuple(doubled(v) for v in example)
 
 
-def _record(model: nn.Module, example: Inputs, prefix: str) -> Recorded:
-    recorder = Recorder(model)
+def _trace_run(model: nn.Module, example: Inputs, prefix: str) -> Trace:
+    recorder = OperatorRecorder(model)
     for value in pytree.tree_leaves(example):
         if isinstance(value, Tensor):
-            recorder.enter(value)
+            recorder.add_input(value)
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with plain_kernels(), torch.random.fork_rng(devices), torch.inference_mode(), following(model, recorder.paths), recorder:
+    with (
+        no_attention_fastpath(),
+        torch.random.fork_rng(devices),
+        torch.inference_mode(),
+        running_modules(model, recorder.paths),
+        recorder,
+    ):
         output = call(model, example)
-    recorder.leave(output)
-    return Recorded(graph=recorder.graph, module=model, prefix=prefix, example=example, shapes=recorder.shapes)
+    recorder.add_output(output)
+    return Trace(graph=recorder.graph, module=model, prefix=prefix, example=example, shapes=recorder.shapes)
 
 
 @contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Without the fast path of attention, which is one opaque operator."""
-    fused = torch.backends.mha.get_fastpath_enabled()
+def no_attention_fastpath() -> Iterator[None]:
+    """Turn off torch's fast path of attention, which is one opaque operator."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
+def _buffers_restored(model: nn.Module) -> Iterator[None]:
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -127,10 +137,10 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def following(model: nn.Module, paths: list[str]) -> Iterator[None]:
+def running_modules(model: nn.Module, paths: list[str]) -> Iterator[None]:
     """Keep in `paths` the dotted names of the modules whose forward is running, outermost first.
 
-    After an exception they are still there: that is where it happened.
+    After an exception they are left there: the last one is the module that failed.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -150,64 +160,63 @@ def following(model: nn.Module, paths: list[str]) -> Iterator[None]:
             handle.remove()
 
 
-class Recorder(TorchDispatchMode):
-    """Writes down every operator that runs. Under inference mode composite operators (linear, attention) arrive whole."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records every operator that runs. Under inference mode composite operators (linear, attention) arrive whole."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.paths = fx.Graph(), [""]
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.nodes: Any = WeakIdKeyDictionary()
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        self.named: Any = WeakIdKeyDictionary()
-        for name, tensor in reversed(tensors):
-            self.named[tensor] = name
+        self.names: Any = WeakIdKeyDictionary()
+        for name, tensor in reversed([*model.named_parameters(), *model.named_buffers()]):
+            self.names[tensor] = name
 
-    def enter(self, tensor: Tensor) -> None:
-        """An input of the model."""
-        self._note(tensor, self.graph.placeholder(f"input_{len(self.shapes)}"))
+    def add_input(self, tensor: Tensor) -> None:
+        """Record an input of the model."""
+        self._set_node(tensor, self.graph.placeholder(f"input_{len(self.shapes)}"))
 
-    def leave(self, output: Any) -> None:
-        """The outputs of the model."""
-        self.graph.output([self._of(v) for v in pytree.tree_leaves(output) if isinstance(v, Tensor)])
+    def add_output(self, output: Any) -> None:
+        """Record the outputs of the model."""
+        self.graph.output([self._node_of(v) for v in pytree.tree_leaves(output) if isinstance(v, Tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = pytree.tree_map_only(Tensor, self._of, (list(args), kwargs))
+        node_args, node_kwargs = pytree.tree_map_only(Tensor, self._node_of, (list(args), kwargs))
         target = args[0] if args and isinstance(args[0], Tensor) else None
         aliased = func._schema.is_mutable and target is not None and self._has_alias(target)
         result = func(*args, **kwargs)
-        node = self.graph.call_function(func, tuple(given[0]), given[1])
+        node = self.graph.call_function(func, tuple(node_args), node_kwargs)
         node.meta["path"] = self.paths[-1]
         node.meta["aliased"] = aliased
         if func in _LOOK_UPS:
-            # Where to look is part of the code: a table read at fixed places is followed place by place.
+            # The positions are part of the code: a table that is read at fixed positions is followed entry by entry.
             node.meta["indices"] = pytree.tree_map_only(Tensor, torch.clone, list(args[1:]))
-        if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _FACTORS:
-            node.meta["number"] = float(args[1])
+        if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _MULTIPLICATIONS:
+            node.meta["factor"] = float(args[1])
         if isinstance(result, Tensor):
-            self._note(result, node)
+            self._set_node(result, node)
         elif isinstance(result, list | tuple):
             node.meta["parts"] = [tuple(v.shape) for v in result if isinstance(v, Tensor)]
             for i, value in enumerate(result):
                 if isinstance(value, Tensor):
-                    self._note(value, self.graph.call_function(operator.getitem, (node, i)))
+                    self._set_node(value, self.graph.call_function(operator.getitem, (node, i)))
         return result
 
-    def _note(self, tensor: Tensor, node: Node) -> None:
+    def _set_node(self, tensor: Tensor, node: Node) -> None:
         self.nodes[tensor] = node
         self.shapes[node.name] = tuple(tensor.shape)
 
-    def _of(self, tensor: Tensor) -> Node:
+    def _node_of(self, tensor: Tensor) -> Node:
         node = self.nodes.get(tensor)
         if node is None:
-            name = self.named.get(tensor)
+            name = self.names.get(tensor)
             if name is None:  # made outside of the run: a constant
                 node = self.graph.call_function(aten.empty.memory_format, (list(tensor.shape),))
                 node.meta |= {"path": self.paths[-1], "constant": True}
             else:
                 node = self.graph.create_node("get_attr", name)
-            self._note(tensor, node)
+            self._set_node(tensor, node)
         return node
 
     def _has_alias(self, tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
-"""What the graph cannot know is found by trial: cut a little everywhere, run, and take back what the code does not stand.
+"""Trial repair: find by trial the constraints that are not visible in the graph, such as hard-coded sizes.
 
-A size written in the code breaks the forward of a pruned copy. The module in which it broke is asked, in this order: do numbers
-of its own follow the width; are its heads as wide together as its input; must whole heads go? What none of these mends stays.
+A slightly pruned copy of the model is run; where it fails, the module in which it failed is repaired by the first of these
+assumptions under which it runs: its own attributes follow the width; its heads are together as wide as its input; whole heads
+go. What none of them repairs is locked.
 """
 
 from __future__ import annotations
@@ -15,151 +16,158 @@ from torch import nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.prune.structure.assemble import assemble_plan
-from compresskit.prune.structure.channel_sets import varying
+from compresskit.prune.structure.channel_sets import varying_dims
 from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, find_groups
 from compresskit.prune.structure.plan import Plan
-from compresskit.prune.structure.propagate import Walk
-from compresskit.prune.structure.prove import Failure, examine, runs
-from compresskit.prune.structure.resolve import Choices
-from compresskit.prune.structure.trace import record
+from compresskit.prune.structure.propagate import propagate
+from compresskit.prune.structure.prove import Failure, check_plan, try_pruned_copy
+from compresskit.prune.structure.resolve import Assumptions
+from compresskit.prune.structure.trace import trace_model
 
-ROUNDS = 60  # trials after which a model is refused
+MAX_REPAIRS = 60  # after which a model is refused
 
 
 class TrialRepair:
-    """Finds the groups of a model whose cut the model's own code stands."""
+    """Finds the groups of a model that its own code allows to be cut, and repairs them when a plan fails.
+
+    model, example: the user's model and its inputs. inside: the submodule that is pruned, the whole model by default.
+    ignore: modules that are never cut. whole_heads: cut attention by whole heads. trace: of the model.
+    """
 
     def __init__(
         self, model: nn.Module, example: Inputs, *, inside: str | None, ignore: tuple[str, ...], whole_heads: bool = False
     ) -> None:
         self.model, self.example, self.ignore = model, example, ignore
-        self.trace = record(model, example, inside=inside)
-        self.walk = Walk(self.trace)
-        self.prefix = f"{inside}." if inside else ""
-        heads = frozenset(split.path for split in self.walk.splits) if whole_heads else frozenset()
-        self.choices = Choices(whole_heads=heads)
-        self._ways: dict[str, Iterator[Choices]] = {}
-        self._rounds = 0
-        self._flipped = False
+        self.trace = trace_model(model, example, inside=inside)
+        self.prefix = self.trace.name_prefix
+        self.propagation = propagate(self.trace)
+        heads = frozenset(split.path for split in self.propagation.splits) if whole_heads else frozenset()
+        self.assumptions = Assumptions(whole_heads=heads)
+        self._macs = 0
+        self._candidates: dict[str, Iterator[Assumptions]] = {}
+        self._repairs = 0
+        self._tried_without_rescaling = False
 
     def find_groups(self, macs: int) -> ChannelAnalysis:
-        """Groups, after trials on a copy where the model has code that gives sizes."""
-        self.macs = macs
-        found = self._find()
-        while self.walk.splits or self.walk.suspects:
-            plan = trial_plan(found, self.prefix)
-            failure = runs(self.model, plan, self.example) if plan.remove else None
+        """Groups of a model of so many MACs, after trials on a copy where its code gives sizes."""
+        self._macs = macs
+        analysis = self._analyse()
+        while self.propagation.splits or self.propagation.hard_coded_sizes:
+            plan = trial_plan(analysis)
+            failure = try_pruned_copy(self.model, plan, self.example) if plan.remove else None
             if failure is None:
                 break
-            found = self.repair(failure, found, plan)
-        return found
+            analysis = self.repair(failure, analysis)
+        return analysis
 
-    def prove(self, plan: Plan, found: ChannelAnalysis) -> Failure | None:
-        """The proof of a plan."""
-        return examine(self.model, plan, self.example, found)
+    def prove(self, plan: Plan, analysis: ChannelAnalysis) -> Failure | None:
+        """None where the pruned model equals the model with zeros, else what is wrong."""
+        return check_plan(self.model, plan, self.example, analysis)
 
-    def repair(self, failure: Failure, found: ChannelAnalysis, plan: Plan) -> ChannelAnalysis:
-        """Groups without what failed; ModelError where nothing is left to take back."""
-        self._rounds += 1
-        if self._rounds > ROUNDS:
-            raise ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
+    def repair(self, failure: Failure, analysis: ChannelAnalysis) -> ChannelAnalysis:
+        """Groups under new assumptions, after a plan failed; ModelError where there is nothing left to try."""
+        self._repairs += 1
+        if self._repairs > MAX_REPAIRS:
+            raise self._refusal(failure)
         path = failure.path.removeprefix(self.prefix) if failure.path is not None else None
-        if path is not None and (choices := self._next_way(self._culprit(path), failure)) is not None:
-            self.choices = choices
+        if path is not None and (assumptions := self._next_candidate(self._responsible_module(path), failure)) is not None:
+            self.assumptions = assumptions
         else:
-            self.choices = self._bisected(failure, found, plan)
-        return self._find()
+            self.assumptions = self._bisect(failure, analysis)
+        return self._analyse()
 
-    def _find(self) -> ChannelAnalysis:
-        return find_groups(self.walk, self.macs, ignore=self.ignore, assumptions=self.choices)
+    def _analyse(self) -> ChannelAnalysis:
+        return find_groups(self.propagation, self._macs, ignore=self.ignore, assumptions=self.assumptions)
+
+    def _refusal(self, failure: Failure) -> ModelError:
+        return ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
 
     # -- one module whose forward failed
 
-    def _culprit(self, path: str) -> str:
+    def _responsible_module(self, path: str) -> str:
         """The innermost module around `path` whose own code gives sizes."""
-        noted = {s.path for s in self.walk.suspects} | {s.path for s in self.walk.splits}
-        while path and (path not in noted or type(self.trace.module.get_submodule(path)) is nn.Sequential):
+        suspects = {s.path for s in self.propagation.hard_coded_sizes} | {s.path for s in self.propagation.splits}
+        while path and (path not in suspects or type(self.trace.module.get_submodule(path)) is nn.Sequential):
             path = path.rpartition(".")[0]
         return path
 
-    def _next_way(self, path: str, failure: Failure) -> Choices | None:
+    def _next_candidate(self, path: str, failure: Failure) -> Assumptions | None:
+        """The next assumptions to try for all modules of the type of the one at `path`."""
         kind = type(self.trace.module.get_submodule(path)).__qualname__
-        if kind not in self._ways:
-            alike = frozenset(n for n, m in self.trace.module.named_modules() if type(m).__qualname__ == kind)
-            self._ways[kind] = self._possible(alike, self.choices, failure.reason)
-        return next(self._ways[kind], None)
+        if kind not in self._candidates:
+            paths = frozenset(n for n, m in self.trace.module.named_modules() if type(m).__qualname__ == kind)
+            self._candidates[kind] = self._fixes(paths, self.assumptions, failure.reason)
+        return next(self._candidates[kind], None)
 
-    def _possible(self, paths: frozenset[str], before: Choices, reason: str) -> Iterator[Choices]:
-        """Ways to mend modules of one kind, the least loss first; the last one leaves them as they are."""
-        numbers = frozenset(self._numbers(paths))
-        split = frozenset(s.path for s in self.walk.splits if s.path in paths)
-        if numbers:
-            yield replace(self.choices, attributes=self.choices.attributes | numbers)
-        if split:
-            yield replace(self.choices, coupled=self.choices.coupled | split, attributes=before.attributes)
-            if numbers:
-                yield replace(self.choices, attributes=self.choices.attributes | numbers)
-            heads = self.choices.whole_heads ^ split
-            yield replace(self.choices, coupled=self.choices.coupled - split, whole_heads=heads)
-        noted = {s.path for s in self.walk.suspects if s.path in paths}
-        if noted - set(self.choices.locked):
+    def _fixes(self, paths: frozenset[str], before: Assumptions, reason: str) -> Iterator[Assumptions]:
+        """Yield candidate fixes for modules of one type, least restrictive first; the last one locks them."""
+        attributes = frozenset(self._size_attributes(paths))
+        splits = frozenset(s.path for s in self.propagation.splits if s.path in paths)
+        if attributes:
+            yield replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
+        if splits:
+            yield replace(self.assumptions, tied_heads=self.assumptions.tied_heads | splits, attributes=before.attributes)
+            if attributes:
+                yield replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
+            heads = self.assumptions.whole_heads ^ splits
+            yield replace(self.assumptions, tied_heads=self.assumptions.tied_heads - splits, whole_heads=heads)
+        sizes = {s.path for s in self.propagation.hard_coded_sizes if s.path in paths}
+        if sizes - set(self.assumptions.locked_modules):
             why = f"; a copy that was cut there did not run ({reason.partition(': ')[2]})"
             yield replace(
-                self.choices,
-                coupled=self.choices.coupled - split,
-                whole_heads=self.choices.whole_heads - split,
-                attributes=frozenset(a for a in self.choices.attributes if a not in numbers),
-                locked={**self.choices.locked, **dict.fromkeys(noted, why)},
+                self.assumptions,
+                tied_heads=self.assumptions.tied_heads - splits,
+                whole_heads=self.assumptions.whole_heads - splits,
+                attributes=self.assumptions.attributes - attributes,
+                locked_modules={**self.assumptions.locked_modules, **dict.fromkeys(sizes, why)},
             )
 
-    def _numbers(self, paths: frozenset[str]) -> Iterator[tuple[str, str]]:
-        for suspect in self.walk.suspects:
-            module = self.trace.module.get_submodule(suspect.path)
-            if suspect.path not in paths or type(module).__module__.startswith("torch."):
+    def _size_attributes(self, paths: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """Attributes of the user's modules, as (path, name), that equal a size which their code gives."""
+        for size in self.propagation.hard_coded_sizes:
+            module = self.trace.module.get_submodule(size.path)
+            if size.path not in paths or type(module).__module__.startswith("torch."):
                 continue  # torch's own layers are made to agree with their tensors
-            sizes = {suspect.shape[d] for d in varying(suspect.labels)}
+            values = {size.shape[d] for d in varying_dims(size.labels)}
             for name, value in vars(module).items():
-                if type(value) is int and value in sizes and not name.startswith("_"):
-                    yield suspect.path, name
+                if type(value) is int and value in values and not name.startswith("_"):
+                    yield size.path, name
 
     # -- values that differ, or code that fails far from where it was cut
 
-    def _bisected(self, failure: Failure, found: ChannelAnalysis, plan: Plan) -> Choices:
-        """Mend or keep every group that fails when it alone is cut; all of them where each alone is fine."""
-        if failure.path is None and self.walk.scalings and not self._flipped:
-            self._flipped = True
-            return replace(self.choices, rescaled=False)
-        self.choices = replace(self.choices, rescaled=True)
-        bad = self._failing(found.groups, found, failure) or found.groups
-        if not bad:
-            raise ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
-        roots = torch.cat([g.roots for g in bad])
-        for split in self.walk.splits:
-            if bool(torch.isin(found.resolved.units.roots(split.labels), roots).any()):
-                self._flipped = False
-                if (choices := self._next_way(split.path, failure)) is not None:
-                    return choices
+    def _bisect(self, failure: Failure, analysis: ChannelAnalysis) -> Assumptions:
+        """Repair or lock every group that fails when it alone is cut; all of them where each alone is fine."""
+        if failure.path is None and self.propagation.width_scalings and not self._tried_without_rescaling:
+            self._tried_without_rescaling = True
+            return replace(self.assumptions, rescaled=False)
+        self.assumptions = replace(self.assumptions, rescaled=True)
+        failing = self._failing_groups(analysis.groups, analysis, failure) or analysis.groups
+        if not failing:
+            raise self._refusal(failure)
+        roots = torch.cat([g.roots for g in failing])
+        for split in self.propagation.splits:
+            if bool(torch.isin(analysis.resolved.sets.roots(split.labels), roots).any()):
+                self._tried_without_rescaling = False
+                if (assumptions := self._next_candidate(split.path, failure)) is not None:
+                    return assumptions
         reason = f"a copy that was cut there failed its proof ({failure.reason})"
-        kept = {(tensor, dim): reason for g in bad for tensor, dim, _ in g.indices}
-        return replace(self.choices, kept={**self.choices.kept, **kept})
+        locked = {(tensor, dim): reason for g in failing for tensor, dim, _ in g.indices}
+        return replace(self.assumptions, locked_axes={**self.assumptions.locked_axes, **locked})
 
-    def _failing(self, groups: list[ChannelGroup], found: ChannelAnalysis, failure: Failure) -> list[ChannelGroup]:
+    def _failing_groups(self, groups: list[ChannelGroup], analysis: ChannelAnalysis, failure: Failure) -> list[ChannelGroup]:
         """The groups whose cut fails, found by halving; all of those that fail only together."""
-        plan = trial_plan(replace(found, groups=groups), self.prefix)
-        quick = runs(self.model, plan, self.example) if failure.path is not None else None
-        if not groups or (quick is None and examine(self.model, plan, self.example, found) is None):
+        plan = trial_plan(replace(analysis, groups=groups))
+        fails_to_run = failure.path is not None and try_pruned_copy(self.model, plan, self.example) is not None
+        if not groups or (not fails_to_run and check_plan(self.model, plan, self.example, analysis) is None):
             return []
         if len(groups) == 1:
             return groups
         half = len(groups) // 2
-        return [
-            *self._failing(groups[:half], found, failure),
-            *self._failing(groups[half:], found, failure),
-        ] or groups
+        halves = groups[:half], groups[half:]
+        return [group for part in halves for group in self._failing_groups(part, analysis, failure)] or groups
 
 
-def trial_plan(found: ChannelAnalysis, prefix: str) -> Plan:
+def trial_plan(analysis: ChannelAnalysis) -> Plan:
     """A plan that cuts a third of every group, whatever it is worth."""
-    return assemble_plan(
-        found, [torch.arange(max(1, group.size // 3)) for group in found.groups], prefix, lines=(), macs=1, macs_before=1
-    )
+    chosen = [torch.arange(max(1, group.size // 3)) for group in analysis.groups]
+    return assemble_plan(analysis, chosen, lines=(), macs=1, macs_before=1)

@@ -1,4 +1,4 @@
-"""Why is this layer float, and why did accuracy drop: how much noise each operator adds, and how much of the model is integer."""
+"""Diagnose a quantized model: the noise that each operator adds, why operators stay float, and how much runs in integers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.calibration.paired_run import Pair, rounding_of, run_pairs
+from compresskit.quant.calibration.paired_run import Pair, quantizer_of, run_float_and_quantized
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import to_integers
@@ -29,13 +30,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One operator. Noise in dB below the signal (SQNR), larger = better.
+class OperatorNoise:
+    """The quantization noise of one operator. Noise is a signal-to-quantization-noise ratio (SQNR) in dB; larger is better.
 
-    sqnr: of its result in the quantized model, all that came before included.
-    weights, activations: of its result if only its own weights (and bias), or only its own input, were rounded; None where it
-        has no weight or is not rounded.
-    saturated: share of its sums that int16 would spoil, on a target where products are added in pairs.
+    name: of its node. layer: dotted name of its module. runs: "integer", or "float: " and the reason.
+    parameters, macs: how many it has; 0 where it is no layer.
+    sqnr: of its result in the quantized model, with the noise of all operators before it.
+    weights: of its result if only its own weight and bias were rounded; None where it has none.
+    activations: of its result if only its own input was rounded; None where its input is not rounded.
+    saturated: fraction of its sums that overflow int16, on a target that adds products in pairs; None elsewhere.
     """
 
     name: str
@@ -51,16 +54,20 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found; prints as a table. sqnr: of the model's output, in dB."""
+    """The result of `diagnose`; prints as a table.
 
-    rows: tuple[Row, ...]
+    rows: the noise of each operator. coverage: how much of the model runs in integers.
+    sqnr: of the model's output, in dB. samples: how many rows it was measured on.
+    """
+
+    rows: tuple[OperatorNoise, ...]
     coverage: Coverage
     sqnr: float
     samples: int
 
     def __str__(self) -> str:
         head = ("operator", "layer", "runs", "params", "MACs", "SQNR dB", "weights", "activations", "saturated")
-        table = [head, *(_cells(row) for row in self.rows)]
+        table = [head, *(_table_cells(row) for row in self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
         lines = [
             "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
@@ -69,13 +76,13 @@ class Diagnosis:
         return "\n".join([f"output {self.sqnr:.1f} dB on {self.samples} samples; {self.coverage}", *lines])
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready record; an infinite SQNR, where nothing is lost, is None."""
+        """JSON-ready record; an infinite SQNR (no noise) becomes None."""
         rows = [{k: None if isinstance(v, float) and math.isinf(v) else v for k, v in asdict(r).items()} for r in self.rows]
         sqnr = None if math.isinf(self.sqnr) else self.sqnr
         return {"sqnr": sqnr, "samples": self.samples, "coverage": self.coverage.to_json(), "rows": rows}
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _table_cells(row: OperatorNoise) -> tuple[str, ...]:
     numbers = [row.sqnr, row.weights, row.activations]
     costs = [f"{n:,}" if n else "" for n in (row.parameters, row.macs)]
     saturated = "" if row.saturated is None else f"{row.saturated:.2%}"
@@ -83,53 +90,56 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def diagnose(quantized: Quantized, batches: Batches, *, model: nn.Module | None = None) -> Diagnosis:
-    """Compare a quantized model with the float one, operator by operator.
+    """Compare a quantized model with its float model, operator by operator.
 
-    batches: an iterable of inputs, or one batch.
-    model: the float model it came from; None takes the quantized model's own weights, unrounded. What training changed counts
-        among the weights. Not taken where `smooth_` moved weights on the way (`quantize_static` does so with transformers).
+    Args:
+        quantized: a calibrated or trained model.
+        batches: an iterable of inputs, or one batch.
+        model: the float model it was made from; None compares with the quantized model's own weights, unrounded. With `model`,
+            changes of the weights by training count as noise of the weights. It is ignored, with a warning, where smoothing moved
+            weights (`quantize_static` does so with transformers).
 
     Raises DataError where there is no batch; ModelError where `model` is another model.
     """
     quantized = quantized.converted()
-    first, every = first_and_all(batches, "diagnose")
-    weights = None
+    first, data = first_and_all(batches, "diagnose")
+    float_weights = None
     if model is not None and quantized.origin.smoothed:
         log.warning("diagnose: smoothing moved weights of this model; the comparison is with its own weights, unrounded")
     elif model is not None:
         captured, _, _ = prepare_graph(model, quantized.example, quantized.target, quantized.origin.skip)
-        weights = {name: value.detach() for name, value in captured.module.named_parameters()}
-    noise = _Noise(quantized)
+        float_weights = {name: value.detach() for name, value in captured.module.named_parameters()}
+    meter = _NoiseMeter(quantized)
     with mode(quantized, training=False):
-        samples = sum(noise.take(inputs, weights, saturation=inputs is first) for inputs in every)
-    return noise.report(samples)
+        samples = sum(meter.add(inputs, float_weights, saturation=inputs is first) for inputs in data)
+    return meter.report(samples)
 
 
-class _Noise:
+class _NoiseMeter:
     """Sums of squares of signal and noise, for each operator and source of noise."""
 
     def __init__(self, quantized: Quantized) -> None:
         self.quantized, self.body, self.placement = quantized, quantized.body, quantized.placement
         self.named = {**self.placement.integer, **self.placement.floating}
-        self.power: dict[tuple[str, str], list[float]] = {}
+        self.power: dict[tuple[str, str], list[float]] = {}  # (operator, source) -> [signal, noise]
         self.saturated: dict[str, float] = {}
 
-    def take(self, inputs: Inputs, weights: dict[str, Tensor] | None, *, saturation: bool = False) -> int:
-        """Run one batch; returns its rows."""
-        spoils = saturation and self.quantized.target.saturates and self.quantized.target.weights.bits == 8
+    def add(self, inputs: Inputs, float_weights: dict[str, Tensor] | None, *, saturation: bool) -> int:
+        """Run one batch; returns its number of rows. saturation: whether to count saturated sums on it."""
+        saturates = saturation and self.quantized.target.saturates and self.quantized.target.weights.bits == 8
 
-        def look(node: Node, pair: Pair, value: Callable[[Node], Pair]) -> None:
+        def visit(node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
             if node.op == "output":
-                for a, b in zip(*(torch.utils._pytree.tree_leaves(side) for side in pair), strict=True):
+                for a, b in zip(*(pytree.tree_leaves(side) for side in pair), strict=True):
                     self._add("", "all", a, b)
             elif node.name in self.named and isinstance(pair[0], Tensor):
                 self._add(node.name, "all", *pair)
                 if self.named[node.name] in ("conv", "linear"):
-                    self._split(node, pair, value)
-                    if spoils:
-                        self._saturation(node, value)
+                    self._add_sources(node, pair, pair_of)
+                    if saturates:
+                        self._count_saturated(node, pair_of)
 
-        run_pairs(self.body, inputs, look, weights)
+        run_float_and_quantized(self.body, inputs, visit, float_weights)
         return batch_size(inputs)
 
     def _add(self, name: str, source: str, clean: Tensor, noisy: Tensor) -> None:
@@ -137,35 +147,35 @@ class _Noise:
         total[0] += float(clean.double().square().sum())
         total[1] += float((clean.double() - noisy.double()).square().sum())
 
-    def _split(self, node: Node, pair: Pair, value: Callable[[Node], Pair]) -> None:
-        """The layer on clean inputs with its own weights rounded, and with its own input rounded."""
-        x, *parameters = (value(a) if isinstance(a, torch.fx.Node) else (a, a) for a in node.args[:3])
+    def _add_sources(self, node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
+        """Compute a layer on float inputs with only its weights rounded, and with only its input rounded."""
+        x, *parameters = (pair_of(a) if isinstance(a, fx.Node) else (a, a) for a in node.args[:3])
         rest = node.args[3:]
         rounded = [p[1] for p in parameters]
         self._add(node.name, "weights", pair[0], node.target(x[0], *rounded, *rest))
-        quantizer = rounding_of(self.body, node.args[0])
+        quantizer = quantizer_of(self.body, node.args[0])
         if quantizer is not None:
             self._add(node.name, "activations", pair[0], node.target(quantizer(x[0]), *(p[0] for p in parameters), *rest))
 
-    def _saturation(self, node: Node, value: Callable[[Node], Pair], rows: int = 512) -> None:
-        """The share of sums that come out wrong, on some positions of one sample."""
-        quantizer = rounding_of(self.body, node.args[0])
+    def _count_saturated(self, node: Node, pair_of: Callable[[Node], Pair], positions: int = 512) -> None:
+        """Find the fraction of sums that come out wrong, on some positions of one sample."""
+        quantizer = quantizer_of(self.body, node.args[0])
         rounding = self.body.get_submodule(node.args[1].target) if node.args[1].op == "call_module" else None
         grouped = node.target is not aten.linear.default and len(node.args) > 6 and node.args[6] != 1
         if not isinstance(quantizer, ActivationQuantizer) or not isinstance(rounding, WeightQuantizer) or grouped:
             return
-        columns = _columns(node, _integers(quantizer, value(node.args[0])[1][:1]), quantizer)
+        columns = _columns(node, _integers(quantizer, pair_of(node.args[0])[1][:1]), quantizer)
         if columns is None:
             return
         weight = get_tensor(self.body, str(parameter_name(node.args[1].args[0])))
         integers = to_integers(weight, *rounding.qparams(weight), rounding.scheme, rounding.axis)
         flat = integers if integers.ndim == 2 else integers.flatten(2).transpose(1, 2).flatten(1)
-        columns = columns[:rows]
+        columns = columns[:positions]
         exact = (columns.double() @ flat.double().T).long()
         self.saturated[node.name] = float((saturating_matmul(columns, flat).long() != exact).double().mean())
 
     def report(self, samples: int) -> Diagnosis:
-        """All of it in dB."""
+        """The noise of all operators in dB."""
         rows = []
         for node in self.body.graph.nodes:
             if (node.name, "all") not in self.power:
@@ -174,7 +184,7 @@ class _Noise:
             parts = {s: self._db(node.name, s) for s in ("weights", "activations") if (node.name, s) in self.power}
             in_integers = node.name in self.placement.integer
             rows.append(
-                Row(
+                OperatorNoise(
                     name=node.name,
                     layer=module_path(node),
                     runs="integer" if in_integers else f"float: {self.placement.floating[node.name]}",
@@ -199,7 +209,7 @@ def _integers(quantizer: ActivationQuantizer, x: Tensor) -> Tensor:
 
 
 def _columns(node: Node, x: Tensor, quantizer: ActivationQuantizer) -> Tensor | None:
-    """What a layer multiplies with its weights, (positions, K) uint8; as the runtime has it, channels of a position together."""
+    """The integers that a layer multiplies with its weights, (positions, K) uint8; in the runtime's order, channels last."""
     if x.dtype != torch.uint8:
         return None
     if node.target is aten.linear.default:

@@ -1,4 +1,4 @@
-"""Cross-layer equalization: the same function from weights that are easier to round (Nagel et al., 1906.04721, section 4.1)."""
+"""Cross-layer equalization: even out the ranges of channels between two layers (Nagel et al., 1906.04721, section 4.1)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS
 
-#: What scaling a channel by a positive number passes through unchanged.
-_PASSED = frozenset({aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default})
+#: Operators f with f(s x) = s f(x) for s > 0 and each channel.
+SCALE_EQUIVARIANT = frozenset(
+    {aten.relu.default, aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default}
+)
 
 
 @dataclass(frozen=True)
-class _Link:
-    """Names of the parameters of a layer, the BatchNorm behind it (or None), and the weight of the layer that alone reads it."""
+class _LayerPair:
+    """Parameter names of a layer, of the BatchNorm after it (or None), and of the next layer, which alone reads it.
+
+    norm: names of the BatchNorm's weight, bias and running variance, and its eps.
+    """
 
     weight: str
     bias: str | None
@@ -32,36 +37,43 @@ class _Link:
 
 
 def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
-    """Even out, in place, the ranges of a layer's output channels and of the next one's input channels; returns the pairs.
+    """Even out, in place, the ranges of a layer's output channels and of the next layer's input channels.
 
     Channel i of a layer is divided by s_i = sqrt(r1_i / r2_i) and multiplied again in the layer that alone reads it, through
-    BatchNorm, ReLU and pooling: r1_i is the largest |weight| of output channel i (BatchNorm folded in), r2_i that of input
-    channel i. The float model computes what it did. Worth most where a weight has one scale for all channels.
+    BatchNorm, ReLU and pooling. r1_i is the largest |weight| of output channel i (BatchNorm folded in), r2_i that of input
+    channel i. The float model computes the same function afterwards. It helps most where a weight has one scale for all channels.
+    Pairs with other operators between them (ReLU6, sums) are not changed.
 
-    Raises ModelError for a quantized model; what it does not find (ReLU6, sums) it leaves alone.
+    Args:
+        model: any float module.
+        batches: an iterable of inputs, or one batch; the first captures the model.
+        rounds: how often all pairs are equalized, at most.
+
+    Returns the number of pairs.
+    Raises DataError where there is no batch, ModelError for a quantized model.
     """
     if is_quantized(model):
         raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
-    links = _links(capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0]).module)
+    pairs = _layer_pairs(capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0]).module)
     with torch.no_grad():
         for _ in range(rounds):
-            change = max((_even(model, link) for link in links), default=0.0)
+            change = max((_equalize_pair_(model, pair) for pair in pairs), default=0.0)
             if change < 1e-3:
                 break
-    return len(links)
+    return len(pairs)
 
 
-def _links(module: fx.GraphModule) -> list[_Link]:
+def _layer_pairs(module: fx.GraphModule) -> list[_LayerPair]:
     reads: dict[str, int] = {}
     for node in module.graph.nodes:
         name = parameter_name(node)
         if name is not None:
             reads[name] = reads.get(name, 0) + len(node.users)
-    found = (_link(node) for node in module.graph.nodes if node.target in CONVS or node.target is aten.linear.default)
-    return [link for link in found if link is not None and max(reads[link.weight], reads[link.reader]) == 1]
+    candidates = (_layer_pair(node) for node in module.graph.nodes if node.target in CONVS or node.target is aten.linear.default)
+    return [pair for pair in candidates if pair is not None and max(reads[pair.weight], reads[pair.reader]) == 1]
 
 
-def _link(layer: Node) -> _Link | None:
+def _layer_pair(layer: Node) -> _LayerPair | None:
     weight, bias = parameter_name(layer.args[1]), parameter_name(layer.args[2]) if len(layer.args) > 2 else None
     norm, node = None, layer
     while True:
@@ -75,37 +87,37 @@ def _link(layer: Node) -> _Link | None:
             norm = (*names, node.args[7])
         elif node.target in CONVS or node.target is aten.linear.default:
             break
-        elif node.target not in _PASSED:
+        elif node.target not in SCALE_EQUIVARIANT:
             return None
     reader = parameter_name(node.args[1])
     groups = node.args[6] if node.target in CONVS and len(node.args) > 6 else 1
     same = (node.target in CONVS) == (layer.target in CONVS)
     if weight is None or reader is None or not same or (groups > 1 and groups != node.args[0].meta["val"].shape[1]):
         return None
-    return _Link(weight, bias, norm, reader, groups > 1)  # type: ignore[arg-type]
+    return _LayerPair(weight, bias, norm, reader, groups > 1)  # type: ignore[arg-type]
 
 
-def _even(model: nn.Module, link: _Link) -> float:
-    """One step of one pair; returns the largest |log s|."""
-    weight, reader = get_tensor(model, link.weight), get_tensor(model, link.reader)
+def _equalize_pair_(model: nn.Module, pair: _LayerPair) -> float:
+    """Equalize one pair; returns the largest |log s|."""
+    weight, reader = get_tensor(model, pair.weight), get_tensor(model, pair.reader)
     ranges = weight.abs().flatten(1).amax(1)
-    if link.norm is not None:
-        gamma, _, var, eps = link.norm
+    if pair.norm is not None:
+        gamma, _, var, eps = pair.norm
         ranges = ranges * get_tensor(model, gamma).abs() * torch.rsqrt(get_tensor(model, var) + eps)
-    channels = reader.movedim(0 if link.depthwise else 1, 0).abs().flatten(1).amax(1)
-    if link.depthwise:
+    channels = reader.movedim(0 if pair.depthwise else 1, 0).abs().flatten(1).amax(1)
+    if pair.depthwise:
         channels = channels.view(len(ranges), -1).amax(1)
-    alive = (ranges > 0) & (channels > 0)
-    s = torch.where(alive, (ranges / channels.clamp(min=1e-30)).sqrt().clamp(1e-3, 1e3), torch.ones_like(ranges))
-    if link.norm is not None:
-        for name in link.norm[:2]:
+    used = (ranges > 0) & (channels > 0)
+    s = torch.where(used, (ranges / channels.clamp(min=1e-30)).sqrt().clamp(1e-3, 1e3), torch.ones_like(ranges))
+    if pair.norm is not None:
+        for name in pair.norm[:2]:
             get_tensor(model, name).div_(s)
     else:
         weight.div_(_along(s, weight, 0))
-        if link.bias is not None:
-            get_tensor(model, link.bias).div_(s)
-    many = reader.shape[0] // len(s) if link.depthwise else 1
-    reader.mul_(_along(s.repeat_interleave(many), reader, 0 if link.depthwise else 1))
+        if pair.bias is not None:
+            get_tensor(model, pair.bias).div_(s)
+    many = reader.shape[0] // len(s) if pair.depthwise else 1
+    reader.mul_(_along(s.repeat_interleave(many), reader, 0 if pair.depthwise else 1))
     return float(s.log().abs().max())
 
 

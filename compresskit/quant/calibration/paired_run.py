@@ -1,4 +1,4 @@
-"""Run a quantized graph twice at once, rounded and unrounded, and look at both values of every operator as they pass."""
+"""Run the float and the quantized graph in lockstep, and look at both values of every operator."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.operators import moved
+from compresskit.quant.numerics.operators import moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
 
-Pair = tuple[Any, Any]  # (unrounded, rounded)
+Pair = tuple[Any, Any]  # (value in the float graph, value in the quantized graph)
+VisitPair = Callable[[Node, Pair, Callable[[Node], Pair]], object]
 
 
-def run_pairs(
+def run_float_and_quantized(
     body: fx.GraphModule,
     inputs: Inputs,
-    look: Callable[[Node, Pair, Callable[[Node], Pair]], None],
-    weights: Mapping[str, Tensor] | None = None,
+    visit: VisitPair,
+    float_weights: Mapping[str, Tensor] | None = None,
     *,
     until: Node | None = None,
 ) -> Pair:
-    """Run a batch; returns both outputs.
+    """Run one batch through a quantized graph twice at once, with quantizers off and on, and return both outputs.
 
-    look: called with (node, its values, the values of any of its arguments) after every operator.
-    weights: parameters that the unrounded run has in the place of the graph's own, by name.
-    until: the last node to run; nothing that it does not depend on is run.
+    Args:
+        body: the graph with quantizers.
+        inputs: of one batch.
+        visit: called after every operator with (node, its pair of values, a function from an argument's node to its pair).
+        float_weights: parameters that the float run uses instead of the graph's own, by name.
+        until: the last node to run, whose pair is returned; nothing that it does not depend on is run.
     """
 
     def compute(node: Node, value_of: ValueOf) -> Pair:
@@ -40,8 +44,8 @@ def run_pairs(
             value = value_of(source)
             return (value, value) if source.op == "placeholder" else value
 
-        pair = _both(body, node, pair_of, weights or {})
-        look(node, pair, pair_of)
+        pair = _compute_pair(body, node, pair_of, float_weights or {})
+        visit(node, pair, pair_of)
         return pair
 
     with torch.no_grad():
@@ -49,30 +53,29 @@ def run_pairs(
     return result
 
 
-def _both(body: fx.GraphModule, node: Node, pair_of: Callable[[Node], Pair], weights: Mapping[str, Tensor]) -> Pair:
-    """The unrounded and the rounded value of a node."""
+def _compute_pair(body: fx.GraphModule, node: Node, pair_of: Callable[[Node], Pair], float_weights: Mapping[str, Tensor]) -> Pair:
     if node.op == "get_attr":
-        own = get_tensor(body, node.target)
-        return weights.get(node.target, own), own
+        tensor = get_tensor(body, node.target)
+        return float_weights.get(node.target, tensor), tensor
 
-    def unrounded_of(source: Node) -> Any:
+    def float_of(source: Node) -> Any:
         return pair_of(source)[0]
 
-    def rounded_of(source: Node) -> Any:
+    def quantized_of(source: Node) -> Any:
         return pair_of(source)[1]
 
     module = body.get_submodule(node.target) if node.op == "call_module" else None
     if isinstance(module, Quantizer):
-        return module.unrounded(*fx.map_arg(node.args, unrounded_of)), execute(body, node, rounded_of)
-    return execute(body, node, unrounded_of), execute(body, node, rounded_of)
+        return module.unrounded(*fx.map_arg(node.args, float_of)), execute(body, node, quantized_of)
+    return execute(body, node, float_of), execute(body, node, quantized_of)
 
 
-def rounding_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | DynamicActivation | None:
-    """The quantizer whose numbers a value has, looking back through what only moves it."""
-    here: Node | None = value
-    while here is not None:
-        module = body.get_submodule(str(here.target)) if here.op == "call_module" else None
+def quantizer_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | DynamicActivation | None:
+    """The quantizer on whose grid a value lies, found through operators that only move values; None for a float value."""
+    node: Node | None = value
+    while node is not None:
+        module = body.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, ActivationQuantizer | DynamicActivation):
             return module
-        here = moved(here)
+        node = moved_input(node)
     return None

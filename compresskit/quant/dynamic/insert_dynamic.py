@@ -16,7 +16,7 @@ from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
-from compresskit.quant.dynamic.placement_dynamic import DEFAULT, layer_of, matrices, place_dynamic
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, layer_of, matrices, place_dynamic
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import WeightQuantizer
@@ -34,7 +34,7 @@ class DynamicOrigin(Origin):
     """
 
     weights: Scheme | None = None
-    operators: tuple[str, ...] = DEFAULT
+    operators: tuple[str, ...] = DEFAULT_OPERATORS
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
@@ -75,7 +75,7 @@ def build_dynamic(
     target: Target,
     *,
     weights: Scheme | None = None,
-    operators: tuple[str, ...] = DEFAULT,
+    operators: tuple[str, ...] = DEFAULT_OPERATORS,
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
     dynamic: Dynamic = (0,),
@@ -85,24 +85,18 @@ def build_dynamic(
     Raises ModelError where nothing of the model can be quantized; the message says why of each operator.
     """
     captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
-    origin = DynamicOrigin(
-        float_class=plain.float_class,
-        structure=plain.structure,
-        skip=plain.skip,
-        floating=dict(floating or {}),
-        weights=weights,
-        operators=tuple(operators),
-    )
+    fields = vars(plain) | {"floating": dict(floating or {})}
+    origin = DynamicOrigin(**fields, weights=weights, operators=tuple(operators))
     placement = place_dynamic(captured.module, target, operators=operators, skip=skip, floating=floating)
     if not placement.integer and not placement.carried:
         raise ModelError(f"{type(model).__name__}: nothing of it can be quantized dynamically:\n{placement}")
-    insert_dynamic_(captured, placement, target, weights)
+    insert_dynamic_quantizers_(captured, placement, target, weights)
     quantized = DynamicallyQuantized(captured, target, placement, origin).train(model.training)
     quantized.enable_()
     return quantized
 
 
-def insert_dynamic_(captured: Captured, placement: Placement, target: Target, weights: Scheme | None = None) -> None:
+def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target: Target, weights: Scheme | None = None) -> None:
     """Add what rounds to a captured graph: weights by the scheme, or as the target wants them."""
     body, scheme = captured.module, target.weights if weights is None else weights
     # A scale for each channel costs up to 5 % of the latency and gains at most 0.4 dB (benchmarks/quantize_dynamic.md).

@@ -40,7 +40,7 @@ DYNAMIC: dict[Any, str] = {
     **{target: kind.split("_")[0] for kind, target in OPERATORS.items()},
 }
 #: What is quantized where nothing is said; a convolution in dynamic integers is slower than in float (ONNX Runtime, AVX512-VNNI).
-DEFAULT = ("linear", "matmul", "embedding", "lstm", "gru", "rnn")
+DEFAULT_OPERATORS = ("linear", "matmul", "embedding", "lstm", "gru", "rnn")
 #: Kinds whose inputs are rounded at run time.
 ROUNDED = frozenset({"linear", "matmul", "conv", "lstm"})
 #: Why other operators with weights stay float.
@@ -84,7 +84,7 @@ def place_dynamic(
     module: fx.GraphModule,
     target: Target,
     *,
-    operators: tuple[str, ...] = DEFAULT,
+    operators: tuple[str, ...] = DEFAULT_OPERATORS,
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
 ) -> Placement:

@@ -1,7 +1,7 @@
-"""Weights in blocks: a scale, and a zero point, for each `block` neighbours along the inputs of every output channel.
+"""Grids of weight-only quantization: a scale, and a zero point, for each block of neighbouring inputs of an output channel.
 
-A weight is seen as *rows*, (channels, inputs), whatever its layer calls its dimensions; a row whose length is no multiple of the
-block ends in a shorter one, which is rounded as if it were filled up with zeros.
+All functions take a weight as a matrix of rows, (channels, inputs), whatever the order of its dimensions in the layer. A row
+whose length is no multiple of the block size ends in a shorter block, which is rounded as if it were padded with zeros.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,135 +21,148 @@ from compresskit.quant.numerics.scheme import Scheme, affine, round_to_grid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """How weights become integers.
+class BlockScheme:
+    """Number format of a weight: its bits, and how many neighbouring inputs share a scale.
 
-    bits: 2 to 8. block: neighbouring inputs that share a scale, a power of two from 16 up; None for all inputs of a channel.
-    symmetric: signed with zero point 0, else unsigned with a zero point for each block.
+    bits: 2 to 8.
+    block_size: neighbouring inputs of one output channel that share a scale, a power of two from 16 up; None for one scale per
+        output channel.
+    symmetric: signed integers with zero point 0; False for unsigned integers with a zero point per block.
     """
 
     bits: int = 4
-    block: int | None = 32
+    block_size: int | None = 32
     symmetric: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise SettingError(f"Blocks(bits=...): wanted 2..8, got {self.bits}")
-        if self.block is not None and (self.block < 16 or self.block & (self.block - 1)):
-            raise SettingError(f"Blocks(block=...): wanted 16, 32, 64, 128, ... or None for a whole row, got {self.block}")
+            raise SettingError(f"BlockScheme(bits=...): wanted 2..8, got {self.bits}")
+        size = self.block_size
+        if size is not None and (size < 16 or size & (size - 1)):
+            raise SettingError(f"BlockScheme(block_size=...): wanted 16, 32, 64, 128, ... or None for a whole row, got {size}")
 
     @property
-    def scheme(self) -> Scheme:
-        """The grid of one block."""
+    def grid(self) -> Scheme:
+        """The integer grid of one block."""
         return Scheme(bits=self.bits, signed=self.symmetric, symmetric=self.symmetric, per_channel=True, narrow=False)
 
     def width(self, inputs: int) -> int:
-        """Weights of a row that share a scale."""
-        return self.block or max(1, inputs)
+        """How many weights of a row of `inputs` share a scale."""
+        return self.block_size or max(1, inputs)
 
-    def cut(self, rows: Tensor) -> Tensor:
-        """(channels, inputs) to (channels, blocks, width), filled up with zeros."""
+    def split(self, rows: Tensor) -> Tensor:
+        """Split rows (channels, inputs) into blocks (channels, blocks, width), padded with zeros."""
         width = self.width(rows.shape[1])
         return F.pad(rows, (0, -rows.shape[1] % width)).unflatten(1, (-1, width))
 
     def __str__(self) -> str:
         kind = "" if self.symmetric else " asymmetric"
-        return f"{self.bits} bits{kind}, {'a scale a row' if self.block is None else f'blocks of {self.block}'}"
+        return f"{self.bits} bits{kind}, {'a scale a row' if self.block_size is None else f'blocks of {self.block_size}'}"
 
 
-def grid_of(rows: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """(scale fp32, zero_point int32) of rows (channels, inputs), each (channels, blocks), from the extremes of each block."""
-    low, high = torch.aminmax(blocks.cut(rows.detach().float()), dim=2)
-    return affine(low, high, blocks.scheme)
+def grid_of(rows: Tensor, scheme: BlockScheme) -> tuple[Tensor, Tensor]:
+    """Return scale (fp32) and zero point (int32), each (channels, blocks), from the extremes of each block of `rows`."""
+    low, high = torch.aminmax(scheme.split(rows.detach().float()), dim=2)
+    return affine(low, high, scheme.grid)
 
 
-def on_grid(rows: Tensor, scale: Tensor, zero_point: Tensor, blocks: Blocks) -> Tensor:
-    """Rows (channels, inputs) rounded to a grid (channels, blocks); gradients pass straight through."""
-    rounded = round_to_grid(blocks.cut(rows), scale[..., None], zero_point[..., None], blocks.scheme)
+def on_grid(rows: Tensor, scale: Tensor, zero_point: Tensor, scheme: BlockScheme) -> Tensor:
+    """Round rows (channels, inputs) to a grid (channels, blocks); gradients pass straight through."""
+    rounded = round_to_grid(scheme.split(rows), scale[..., None], zero_point[..., None], scheme.grid)
     return rounded.flatten(1)[:, : rows.shape[1]]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What a rounding is given.
+class WeightMatrix:
+    """A weight that is to be rounded: what a `Rounding` is given.
 
-    weight: (channels, inputs). blocks: how to round it. mask: True where a weight stays that is not pruned, or None.
-    moment: a function that looks at the calibration data and gives E[x x^T] of the layer's inputs x, (inputs, inputs) float64.
+    weight: (channels, inputs).
+    scheme: the number format it is rounded to.
+    mask: (channels, inputs) bool, False where the weight is pruned and must stay zero; None for a dense weight.
+    second_moment: runs the calibration data and returns E[x x^T] of the layer's inputs x, (inputs, inputs) float64.
     """
 
     weight: Tensor
-    blocks: Blocks
+    scheme: BlockScheme
     mask: Tensor | None
-    moment: Callable[[], Tensor]
+    second_moment: Callable[[], Tensor]
 
 
-#: What rounds a weight: `Rows` to (rounded rows, scale, zero_point). Write a function of this form to add another.
-Rounding = Callable[[Rows], tuple[Tensor, Tensor, Tensor]]
+class Rounding(Protocol):
+    """A way to round a weight: a function of this signature; `round_to_nearest` and `gptq` are two of them."""
+
+    def __call__(self, matrix: WeightMatrix, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rounded weight (channels, inputs), and scale and zero point of its grid, each (channels, blocks)."""
+        ...
 
 
-def nearest(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Round each weight to the nearest point of its block's grid; needs no data."""
-    scale, zero_point = grid_of(rows.weight, rows.blocks)
-    return on_grid(rows.weight, scale, zero_point, rows.blocks), scale, zero_point
+def round_to_nearest(matrix: WeightMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """Round each weight to the nearest point of its block's grid; needs no calibration data.
+
+    Returns the rounded weight, scale and zero point, as every `Rounding` does.
+    """
+    scale, zero_point = grid_of(matrix.weight, matrix.scheme)
+    return on_grid(matrix.weight, scale, zero_point, matrix.scheme), scale, zero_point
 
 
 class BlockQuantizer(Quantizer):
-    """Stands behind a weight and rounds it to a grid that is given once, so that a weight on the grid passes unchanged.
+    """Rounds a weight to a fixed grid, so that a weight on the grid passes unchanged.
 
+    scheme: its number format. shape: of the weight.
     axis: the dimension of the weight that holds the inputs; a convolution has all but the first.
     """
 
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, blocks: Blocks, shape: tuple[int, ...], axis: int) -> None:
+    def __init__(self, scheme: BlockScheme, shape: tuple[int, ...], axis: int) -> None:
         super().__init__()
-        self.blocks, self.shape, self.axis = blocks, shape, axis
+        self.scheme, self.shape, self.axis = scheme, shape, axis
         channels, inputs = self.rows(torch.empty(shape, device="meta")).shape
-        count = -(-inputs // blocks.width(inputs))
+        count = -(-inputs // scheme.width(inputs))
         self.register_buffer("scale", torch.ones(channels, count))
         self.register_buffer("zero_point", torch.zeros(channels, count, dtype=torch.int32))
 
     def rows(self, weight: Tensor) -> Tensor:
-        """The weight as (channels, inputs)."""
+        """The weight as rows, (channels, inputs)."""
         return weight.flatten(1) if weight.ndim > 2 else weight.movedim(self.axis, 1)
 
     def weight(self, rows: Tensor) -> Tensor:
-        """Rows in the weight's own shape."""
+        """Rows (channels, inputs) in the weight's own shape."""
         return rows.view(self.shape) if len(self.shape) > 2 else rows.movedim(1, self.axis)
 
-    def set_(self, scale: Tensor, zero_point: Tensor) -> None:
-        """The grid from now on."""
+    def set_grid_(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Set the grid."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
     def integers(self, weight: Tensor) -> Tensor:
         """The integers of the grid, (channels, inputs), int8 or uint8."""
-        scheme, rows = self.blocks.scheme, self.blocks.cut(self.rows(weight.detach()).float())
+        grid, rows = self.scheme.grid, self.scheme.split(self.rows(weight.detach()).float())
         steps = torch.round(rows / self.scale[..., None]) + self.zero_point[..., None]
-        whole = steps.clamp(scheme.low, scheme.high).to(scheme.dtype).flatten(1)
+        whole = steps.clamp(grid.low, grid.high).to(grid.dtype).flatten(1)
         return whole[:, : self.rows(weight).shape[1]]
 
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
-        """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
+        """Change, in place, each weight that `mask` keeps but the grid rounds to zero into one step of the grid."""
         rows, kept = self.rows(weight), self.rows(mask)
-        rounded = on_grid(rows, self.scale, self.zero_point, self.blocks)
-        step = self.scale.repeat_interleave(self.blocks.width(rows.shape[1]), 1)[:, : rows.shape[1]]
+        rounded = on_grid(rows, self.scale, self.zero_point, self.scheme)
+        step = self.scale.repeat_interleave(self.scheme.width(rows.shape[1]), 1)[:, : rows.shape[1]]
         # Where the grid ends at zero on one side, the step goes to the other.
-        low = (self.blocks.scheme.low - self.zero_point).repeat_interleave(self.blocks.width(rows.shape[1]), 1)
+        low = (self.scheme.grid.low - self.zero_point).repeat_interleave(self.scheme.width(rows.shape[1]), 1)
         one = torch.where((rows < 0) & (low[:, : rows.shape[1]] < 0), -step, step).to(weight.dtype)
         weight.copy_(self.weight(torch.where(kept & (rounded == 0), one, rows)))
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.enabled:
             return weight
-        return self.weight(on_grid(self.rows(weight), self.scale, self.zero_point, self.blocks))
+        return self.weight(on_grid(self.rows(weight), self.scale, self.zero_point, self.scheme))
 
     def extra_repr(self) -> str:
-        return str(self.blocks)
+        return str(self.scheme)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockQuantizer:
-        new = BlockQuantizer(self.blocks, self.shape, self.axis)
+        new = BlockQuantizer(self.scheme, self.shape, self.axis)
         new.scale, new.zero_point = copy.deepcopy(self.scale, memo), copy.deepcopy(self.zero_point, memo)
         new.enabled, new.training = self.enabled, self.training
         memo[id(self)] = new

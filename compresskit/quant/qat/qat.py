@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.task import Task
+from compresskit.distill.losses.logits import match_predictions
+from compresskit.distill.objectives.imitate import imitate
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.build import build_quantized
-from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer
-from compresskit.quant.numerics.targets import X86, Target
-from compresskit.quant.qat.objective import Faithful
+from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, check_observer
+from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.quant.static import calibrated_in, part_of
 from compresskit.train.train import Train, fit_
 
@@ -48,6 +49,8 @@ def prepare_qat(
     exporting alone does not. Under DistributedDataParallel ranges are joined over ranks. target, skip, dynamic, strict,
     inside: as in `quantize_static`.
     """
+    check_target(target, "prepare_qat")
+    check_observer(observer, "prepare_qat")
     part, example, everything = part_of(model, batches, inside, "prepare_qat")
     quantized = build_quantized(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)
     whole = calibrated_in(model, quantized, everything, inside)
@@ -103,6 +106,8 @@ class QAT(Train):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_target(self.target, "QAT")
+        check_observer(self.observer, "QAT")
         if not 0 <= self.freeze <= 1:
             raise SettingError(f"QAT(freeze=...): wanted a share of the training in [0, 1], got {self.freeze}")
         if self.samples < 1:
@@ -134,7 +139,9 @@ class QAT(Train):
                 quantized.freeze_statistics_()
 
         hold(0, 1)
-        objective = self.objective or Faithful(teacher=model)
+        # At temperature 1 this is the cross-entropy to labels half of which are the float model's predictions. With less of the
+        # task's loss a network that is trained further would stay where the float model was (benchmarks/quantize_cifar.md).
+        objective = self.objective or imitate(model, loss=match_predictions, weight=0.5, task_weight=0.5)
         with zeros_kept(whole):
             fit_(whole, goal, self, objective=objective, after_step=[hold], label="QAT")
         quantized.convert_()

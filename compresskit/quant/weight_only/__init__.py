@@ -1,1 +1,1 @@
-"""Weight-only quantization, and quantization with an accuracy target."""
+"""Weight-only quantization: matrices stored in 2 to 8 bits."""

@@ -1,9 +1,6 @@
-"""Weight-only quantization: matrices stored in 2 to 8 bits, products in float, or in blocks of int8 where the runtime does that.
+"""Weight-only quantization: weights stored in 2 to 8 bits, products in float (or in int8 where ONNX Runtime offers that).
 
-weights_of(graph)      which matrices there are, and how each is read
-scaling, divide_       AWQ: large inputs get finer weights
-rounding(Rows)         nearest, gptq, or a function of the user's
-BlockQuantizer         stands behind the weight, which is on its grid from now on
+capture -> weights_of -> for each weight: AWQ scaling -> rounding (round_to_nearest, gptq, or the user's) -> WeightQuantized
 """
 
 from __future__ import annotations
@@ -25,244 +22,259 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.calibration.statistics import Moments, moments
-from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks, Rounding, Rows, nearest
+from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments
+from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, Rounding, WeightMatrix, round_to_nearest
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
-from compresskit.quant.weight_only.awq import WORTH, scaling
-from compresskit.quant.weight_only.storage import DECODED, Form, insert_inputs_
+from compresskit.quant.weight_only.awq import MAX_RUNTIME_ERROR, awq_scaling
+from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, WeightStorage, insert_input_quantizers_
 from compresskit.quant.weight_only.weight_model import (
+    WeightOrigin,
     WeightQuantized,
-    insert_blocks_,
-    insert_factor_,
-    lower_weights,
-    weight_origin,
+    block_quantizers,
+    capture_for_weights,
+    insert_block_quantizers_,
+    insert_division_,
 )
-from compresskit.quant.weight_only.weight_plan import Weight, WeightPlan, WeightRow, sqnr, weights_of
+from compresskit.quant.weight_only.weight_plan import GraphWeight, WeightPlan, WeightRow, sqnr, weights_of
 
-TABLE = Blocks(bits=8, block=None)  # of embeddings
+EMBEDDING_SCHEME = BlockScheme(bits=8, block_size=None)
 
 
 def quantize_weights(
     model: nn.Module,
     batches: Batches,
     *,
-    blocks: Blocks = Blocks(),  # noqa: B008  a frozen value
-    rounding: Rounding = nearest,
+    scheme: BlockScheme = BlockScheme(),  # noqa: B008  a frozen value
+    rounding: Rounding = round_to_nearest,
     awq: bool = False,
-    embeddings: Blocks | None = TABLE,
-    convolutions: Blocks | None = None,
-    exceptions: Mapping[str, Blocks | None] | None = None,
-    form: Form = DECODED,
+    embeddings: BlockScheme | None = EMBEDDING_SCHEME,
+    convolutions: BlockScheme | None = None,
+    overrides: Mapping[str, BlockScheme | None] | None = None,
+    storage: WeightStorage = DEQUANTIZE_LINEAR,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
     strict: bool = False,
 ) -> WeightQuantized:
-    """A copy of a float model whose matrices are stored in few bits: smaller files, products in float.
+    """Return a copy of a float model whose weights are stored in few bits: smaller files, products in float.
 
     Args:
-        model: any float module; it is left as it was.
-        batches: an iterable of inputs, or one batch. The first captures the model. A rounding or scaling that looks at data reads
-            all of them (a hundred samples will do), holds them, and runs them once for each matrix; nothing else reads more.
-        blocks: bits and block size of linear layers and products by a constant.
-        rounding: `nearest` needs no data; `gptq` makes up for its own roundings, on the batches.
-        awq: scale inputs so that those that matter get finer weights (2306.00978), folded into what makes them where that can be
-            divided, else multiplied in where it gains 10 %. Looks at the batches.
-        embeddings: of embedding tables; None leaves them float.
-        convolutions: of convolutions, `Blocks(bits=8, block=None)`; None leaves them float.
-        exceptions: name of a weight -> its own blocks, or None for float.
-        form: how the file holds the matrices: `DECODED` in standard operators, `NBITS` and `NBITS_INT8` in ONNX Runtime's own.
+        model: any float module; it is not changed.
+        batches: an iterable of inputs (tensors, tuples or dicts), or one batch. The first captures the model. A rounding or
+            scaling that uses calibration data reads all of them (a hundred samples will do), keeps them in memory, and runs them
+            once for each weight; otherwise only the first is read.
+        scheme: number format of linear layers and of products by a constant.
+        rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches.
+        awq: scale the inputs of layers so that those with large activations get finer weights (2306.00978). The factors are
+            folded into the preceding operator where that is possible, and else multiplied in at run time where that lowers the
+            error by 10 %. Uses the batches.
+        embeddings: number format of embedding tables; None leaves them float.
+        convolutions: number format of convolutions, `BlockScheme(bits=8, block_size=None)`; None leaves them float.
+        overrides: name of a weight -> its own number format, or None for float.
+        storage: how the ONNX file stores the weights: `DEQUANTIZE_LINEAR` with standard operators, `MATMUL_NBITS` and
+            `MATMUL_NBITS_INT8` with ONNX Runtime's own.
         skip: dotted names of modules that stay float.
         dynamic: dimensions of the inputs that may vary; see `graph.Dynamic`.
-        strict: raise where a matrix cannot be rounded, instead of leaving it float.
+        strict: raise where a weight cannot be rounded, instead of leaving it float.
 
-    Raises DataError where there is no batch or the data is nan or infinite; ModelError where the model cannot be captured, is
-    quantized already, holds nan, or has nothing to round; SettingError for settings that do not fit it.
+    Returns the quantized model; `print(quantized.plan)` shows how each weight is stored.
+    Raises DataError where there is no batch or the data holds nan or infinite values; ModelError where the model cannot be
+    captured, is quantized already, holds nan, or has no weight to round; SettingError for settings that do not fit it.
     """
-    example, every = first_and_all(batches, "quantize_weights")
-    captured, plain = lower_weights(model, example, skip, dynamic)
+    example, stream = first_and_all(batches, "quantize_weights")
+    captured, origin = capture_for_weights(model, example, skip, dynamic)
     weights = weights_of(captured.module)
-    wanted = _wanted(weights, blocks, embeddings, convolutions, exceptions or {}, skip)
-    if not wanted.chosen:
-        raise ModelError(f"{type(model).__name__}: it has no matrix that can be rounded: {wanted.floating}")
-    if strict and (bad := [w for w in weights if w.reason]):
-        raise ModelError(f"strict=True: {bad[0].name} would stay float: {bad[0].reason}; leave its module out with skip=")
-    originals = {name: get_tensor(captured.module, name).detach().clone() for name in wanted.chosen}
-    insert_blocks_(captured.module, [w for w in weights if w.name in wanted.chosen], wanted.chosen)
-    work = _Work(captured.module, wanted, rounding, every)
+    formats = _number_formats(weights, scheme, embeddings, convolutions, overrides or {}, skip)
+    if not formats.rounded:
+        raise ModelError(f"{type(model).__name__}: it has no matrix that can be rounded: {formats.floating}")
+    if strict and (refused := [w for w in weights if w.reason]):
+        raise ModelError(f"strict=True: {refused[0].name} would stay float: {refused[0].reason}; leave its module out with skip=")
+    originals = {name: get_tensor(captured.module, name).detach().clone() for name in formats.rounded}
+    insert_block_quantizers_(captured.module, [w for w in weights if w.name in formats.rounded], formats.rounded)
+    rounder = _WeightRounder(captured.module, formats, rounding, stream)
     with torch.no_grad():
-        notes, scaled = work.round_(awq=awq)
-    if form.integers:
-        insert_inputs_(captured.module)
-    origin = weight_origin(plain, weights=wanted.chosen, form=form, scaled=tuple(scaled))
+        rounder.round_(awq=awq)
+    if storage.int8_inputs:
+        insert_input_quantizers_(captured.module)
+    origin = WeightOrigin(**vars(origin), weights=formats.rounded, storage=storage, scaled=tuple(rounder.scaled))
     quantized = WeightQuantized(captured, origin).train(model.training)
-    quantized.plan = _plan(quantized, weights, wanted, originals, notes, scaled)
+    quantized.plan = _plan(quantized, weights, formats, originals, rounder.notes)
     quantized.enable_()
     quantized.keep_masked_()
     return quantized
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    chosen: dict[str, Blocks]
+class _NumberFormats:
+    """rounded: name of a weight -> its number format. floating: name of a weight -> why it stays float."""
+
+    rounded: dict[str, BlockScheme]
     floating: dict[str, str]
 
 
-def _wanted(
-    weights: Sequence[Weight],
-    blocks: Blocks,
-    embeddings: Blocks | None,
-    convolutions: Blocks | None,
-    exceptions: Mapping[str, Blocks | None],
+def _number_formats(
+    weights: Sequence[GraphWeight],
+    scheme: BlockScheme,
+    embeddings: BlockScheme | None,
+    convolutions: BlockScheme | None,
+    overrides: Mapping[str, BlockScheme | None],
     skip: tuple[str, ...],
-) -> _Wanted:
-    """How each matrix is to be rounded, or why it is not."""
+) -> _NumberFormats:
     names = {w.name for w in weights}
-    if unknown := sorted(set(exceptions) - names):
-        raise SettingError(f"exceptions={{{unknown[0]!r}: ...}}: the matrices are {sorted(names)}")
-    if lost := [s for s in skip if not any(w.name.startswith(f"{s}.") or w.layer == s for w in weights)]:
-        raise SettingError(f"skip={lost}: no matrix of the model stands in a module of that name")
-    if convolutions is not None and convolutions.block is not None:
-        raise SettingError(f"convolutions={convolutions}: a convolution has one scale for each channel, Blocks(block=None)")
-    chosen, floating = {}, {}
+    if unknown := sorted(set(overrides) - names):
+        raise SettingError(f"overrides={{{unknown[0]!r}: ...}}: the matrices are {sorted(names)}")
+    if unknown := [s for s in skip if not any(w.name.startswith(f"{s}.") or w.layer == s for w in weights)]:
+        raise SettingError(f"skip={unknown}: no matrix of the model stands in a module of that name")
+    if convolutions is not None and convolutions.block_size is not None:
+        raise SettingError(
+            f"convolutions={convolutions}: a convolution has one scale for each channel, BlockScheme(block_size=None)"
+        )
+    rounded, floating = {}, {}
     for w in weights:
-        usual = {"product": blocks, "embedding": embeddings, "conv": convolutions}.get(w.kind)
-        own = exceptions.get(w.name, usual)
+        default = {"product": scheme, "embedding": embeddings, "conv": convolutions}.get(w.kind)
+        chosen = overrides.get(w.name, default)
         if any(w.name.startswith(f"{s}.") or w.layer == s for s in skip):
             floating[w.name] = "skipped by the user"
         elif w.reason:
             floating[w.name] = w.reason
-        elif own is None:
-            asked = {"embedding": "embeddings=None", "conv": "a convolution: convolutions=Blocks(bits=8, block=None) rounds it"}
-            floating[w.name] = asked[w.kind] if usual is None and w.kind in asked else "an exception of the user's"
-        elif w.kind == "conv" and own.block is not None:
-            raise SettingError(f"exceptions={{{w.name!r}: {own}}}: a convolution has one scale for each channel")
+        elif chosen is None:
+            floating[w.name] = _UNROUNDED.get(w.kind, _OVERRIDDEN) if default is None else _OVERRIDDEN
+        elif w.kind == "conv" and chosen.block_size is not None:
+            raise SettingError(f"overrides={{{w.name!r}: {chosen}}}: a convolution has one scale for each channel")
         else:
-            chosen[w.name] = own
-    return _Wanted(chosen, floating)
+            rounded[w.name] = chosen
+    return _NumberFormats(rounded, floating)
 
 
-class _Work:
-    """Scale and round every matrix, in the order of the graph, on inputs that the rounded ones before it make."""
+_UNROUNDED = {
+    "embedding": "embeddings=None",
+    "conv": "a convolution: convolutions=BlockScheme(bits=8, block_size=None) rounds it",
+}
+_OVERRIDDEN = "overrides= leaves it float"
 
-    def __init__(self, body: fx.GraphModule, wanted: _Wanted, rounding: Rounding, batches: Iterable[Inputs]) -> None:
-        self.body, self.wanted, self.rounding, self.batches = body, wanted, rounding, batches
-        self.seen: tuple[Node, Moments] | None = None
+
+class _WeightRounder:
+    """Scales and rounds every weight in the order of the graph; each layer sees inputs computed with the weights rounded so far.
+
+    notes: name of a weight -> a remark. scaled: names of the values that are divided at run time.
+    """
+
+    def __init__(self, body: fx.GraphModule, formats: _NumberFormats, rounding: Rounding, batches: Iterable[Inputs]) -> None:
+        self.body, self.formats, self.rounding, self.batches = body, formats, rounding, batches
+        self.notes: dict[str, str] = {}
+        self.scaled: list[str] = []
+        self.latest_moments: tuple[Node, InputMoments] | None = None
         calls = [n for n in body.graph.nodes if n.op == "call_module"]
         self.calls = {str(n.args[0].target): n for n in calls if isinstance(body.get_submodule(n.target), BlockQuantizer)}
 
-    def round_(self, *, awq: bool) -> tuple[dict[str, str], list[str]]:
-        """(name of a matrix -> a note on it, names of the values that are divided at run time)."""
+    def round_(self, *, awq: bool) -> None:
+        """Round every weight, after scaling its inputs where `awq`."""
         links = {name: link for link in links_of(self.body) for name, _ in link.weights} if awq else {}
         done: set[Node] = set()
-        notes: dict[str, str] = {}
-        scaled: list[str] = []
         masks = masks_of(self.body)
         for name, call in tqdm(self.calls.items(), desc="round weights", disable=None, leave=False):
             link = links.get(name)
-            if link is not None and link.base not in done and all(n in self.wanted.chosen for n, _ in link.weights):
+            if link is not None and link.base not in done and all(n in self.formats.rounded for n, _ in link.weights):
                 done.add(link.base)
-                self._scale(link, notes, scaled)
+                self._scale_(link)
             quantizer, weight = self._quantizer(name), get_tensor(self.body, name)
             if not torch.isfinite(weight).all():
                 raise ModelError(f"{name}: holds nan or infinite values; mend the model before it is quantized")
             mask = None if masks is None or name not in masks.masks else quantizer.rows(masks.masks[name])
-            rows = Rows(quantizer.rows(weight.detach()).float(), quantizer.blocks, mask, partial(self._moment, call))
-            usable = any(user.target in PRODUCTS for user in call.users)
-            rounded, scale, zero_point = (self.rounding if usable else nearest)(rows)
-            quantizer.set_(scale, zero_point)
+            rows = quantizer.rows(weight.detach()).float()
+            matrix = WeightMatrix(rows, quantizer.scheme, mask, partial(self._second_moment, call))
+            read_by_product = any(user.target in PRODUCTS for user in call.users)
+            rounded, scale, zero_point = (self.rounding if read_by_product else round_to_nearest)(matrix)
+            quantizer.set_grid_(scale, zero_point)
             weight.copy_(quantizer.weight(rounded))
             quantizer.enabled = True
-        return notes, scaled
 
     def _quantizer(self, name: str) -> BlockQuantizer:
         quantizer = self.body.get_submodule(self.calls[name].target)
         assert isinstance(quantizer, BlockQuantizer)
         return quantizer
 
-    def _scale(self, link: ScalingLink, notes: dict[str, str], scaled: list[str]) -> None:
+    def _scale_(self, link: ScalingLink) -> None:
+        """Scale the inputs of the weights that read one value, where that lowers their error (AWQ)."""
         quantizers = [self._quantizer(name) for name, _ in link.weights]
-        weights = [(q.rows(get_tensor(self.body, n)), q.blocks) for q, (n, _) in zip(quantizers, link.weights, strict=True)]
-        factor, share = scaling(weights, self._moments(link.base))
-        fixed = any(name in self.calls for name, _ in link.makers)  # rounded already: it may not be divided any more
-        makers = () if fixed else link.makers
-        if share >= (1.0 if makers else WORTH):
+        weights = [(q.rows(get_tensor(self.body, n)), q.scheme) for q, (n, _) in zip(quantizers, link.weights, strict=True)]
+        factor, error = awq_scaling(weights, self._moments(link.base))
+        already_rounded = any(name in self.calls for name, _ in link.makers)  # then it may not be divided any more
+        makers = () if already_rounded else link.makers
+        if error >= (1.0 if makers else MAX_RUNTIME_ERROR):
             return
         divide_(self.body, replace(link, makers=makers), factor)
         if not makers:
-            insert_factor_(self.body, link.base, factor)
-            scaled.append(link.base.name)
+            insert_division_(self.body, link.base, factor)
+            self.scaled.append(link.base.name)
         where = "folded into what makes its input" if makers else "multiplied in at run time"
-        notes.update({name: f"scaled by its inputs ({where}), error {share:.0%}" for name, _ in link.weights})
-        self.seen = None
+        self.notes.update({name: f"scaled by its inputs ({where}), error {error:.0%}" for name, _ in link.weights})
+        self.latest_moments = None
 
     @cached_property
     def _data(self) -> list[Inputs]:
         return list(self.batches)
 
-    def _moment(self, call: Node) -> Tensor:
+    def _second_moment(self, call: Node) -> Tensor:
         reader = next(user for user in call.users if user.target in PRODUCTS)
         return self._moments(base_of(reader.args[PRODUCTS[reader.target][0]])).second
 
-    def _moments(self, base: Node) -> Moments:
-        if self.seen is None or self.seen[0] is not base:
-            self.seen = (base, moments(self.body, self._data, base))
-        return self.seen[1]
+    def _moments(self, value: Node) -> InputMoments:
+        if self.latest_moments is None or self.latest_moments[0] is not value:
+            self.latest_moments = (value, input_moments(self.body, self._data, value))
+        return self.latest_moments[1]
 
 
 def _plan(
     quantized: WeightQuantized,
-    weights: Sequence[Weight],
-    wanted: _Wanted,
+    weights: Sequence[GraphWeight],
+    formats: _NumberFormats,
     originals: Mapping[str, Tensor],
     notes: Mapping[str, str],
-    scaled: Sequence[str],
 ) -> WeightPlan:
-    blocked, rows = quantized.blocked(), []
+    quantizers, rows = block_quantizers(quantized.body), []
     for w in weights:
         values = get_tensor(quantized.body, w.name)
         row = WeightRow(name=w.name, layer=w.layer, runs="", parameters=values.numel(), bytes=4 * values.numel())
-        if w.name not in blocked:
-            reason = wanted.floating.get(w.name, "")
-            rows.append(replace(row, runs=f"float: {reason}"))
+        if w.name not in quantizers:
+            rows.append(replace(row, runs=f"float: {formats.floating.get(w.name, '')}"))
             continue
-        quantizer = blocked[w.name]
-        said = [note for note in (notes.get(w.name), *remarks(quantizer, originals[w.name])) if note]
-        loss = None if w.name in notes else sqnr(originals[w.name], values)  # a scaled weight is another one
-        size = quantized.form.bytes(quantizer)
-        rows.append(replace(row, runs=str(quantizer.blocks), bytes=size, sqnr=loss, note="; ".join(said)))
+        quantizer = quantizers[w.name]
+        remarks = [note for note in (notes.get(w.name), *_remarks(quantizer, originals[w.name])) if note]
+        noise = None if w.name in notes else sqnr(originals[w.name], values)  # a scaled weight is not comparable
+        size = quantized.storage.bytes(quantizer)
+        rows.append(replace(row, runs=str(quantizer.scheme), bytes=size, sqnr=noise, note="; ".join(remarks)))
     return WeightPlan(rows=tuple(rows))
 
 
-def remarks(quantizer: BlockQuantizer, weight: Tensor) -> list[str]:
-    """What is worth knowing of a matrix."""
-    said, inputs = [], quantizer.rows(weight).shape[1]
-    if quantizer.blocks.block is not None and (rest := inputs % quantizer.blocks.block):
-        said.append(f"{inputs} inputs: the last block has {rest}, filled up with zeros")
+def _remarks(quantizer: BlockQuantizer, weight: Tensor) -> list[str]:
+    remarks, inputs = [], quantizer.rows(weight).shape[1]
+    if quantizer.scheme.block_size is not None and (rest := inputs % quantizer.scheme.block_size):
+        remarks.append(f"{inputs} inputs: the last block has {rest}, filled up with zeros")
     if not bool(weight.any()):
-        said.append("all its weights are zero")
-    return said
+        remarks.append("all its weights are zero")
+    return remarks
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightQuant(Stage):
-    """Store the matrices of a trained model in few bits.
+    """Store the weights of a trained model in few bits, as `quantize_weights` does.
 
-    samples: how many calibration samples to look at, from `Task(calibration=...)` or the training data; only roundings and
-        scalings that want data read them.
-    The others: as in `quantize_weights`.
+    samples: how many calibration samples to use, from `Task(calibration=...)` or the training data; only roundings and scalings
+        that use data read them.
+    The other settings: as in `quantize_weights`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
-    blocks: Blocks = Blocks()  # noqa: RUF009  a frozen value
-    rounding: Rounding = nearest
+    scheme: BlockScheme = BlockScheme()  # noqa: RUF009  a frozen value
+    rounding: Rounding = round_to_nearest
     awq: bool = False
-    embeddings: Blocks | None = TABLE
-    convolutions: Blocks | None = None
-    exceptions: Mapping[str, Blocks | None] | None = None
-    form: Form = DECODED
+    embeddings: BlockScheme | None = EMBEDDING_SCHEME
+    convolutions: BlockScheme | None = None
+    overrides: Mapping[str, BlockScheme | None] | None = None
+    storage: WeightStorage = DEQUANTIZE_LINEAR
     samples: int = 128
     skip: tuple[str, ...] = ()
     dynamic: Dynamic = (0,)
@@ -273,16 +285,17 @@ class WeightQuant(Stage):
             raise SettingError(f"WeightQuant(samples=...): wanted a whole number >= 1, got {self.samples}")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        uses_data = self.awq or self.rounding is not round_to_nearest
         return quantize_weights(
             model.to(task.device).eval(),
-            calibration_inputs(task, self.samples) if self.awq or self.rounding is not nearest else task.example(),
-            blocks=self.blocks,
+            calibration_inputs(task, self.samples) if uses_data else task.example(),
+            scheme=self.scheme,
             rounding=self.rounding,
             awq=self.awq,
             embeddings=self.embeddings,
             convolutions=self.convolutions,
-            exceptions=self.exceptions,
-            form=self.form,
+            overrides=self.overrides,
+            storage=self.storage,
             skip=self.skip,
             dynamic=self.dynamic,
             strict=self.strict,

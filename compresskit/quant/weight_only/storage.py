@@ -1,4 +1,7 @@
-"""How a file holds matrices that lie on grids: in standard operators, or in ONNX Runtime's own."""
+"""How an ONNX file stores weights of few bits: with standard operators, or with ONNX Runtime's own.
+
+deploy_weights(graph, storage)    a copy of a graph with block quantizers whose weights are stored as integers
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, packed, rounded_blocks
+from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, pack_bits, rounded_blocks
 from compresskit.export.ops.quantize import dequantize_linear
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -17,49 +20,49 @@ from compresskit.quant.numerics.block_grid import BlockQuantizer
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.quantizers import Quantizer
 
-ROW = 128  # block size of a matrix with a scale for each row, where a runtime knows blocks only
+ROW_BLOCK = 128  # block size of a weight with one scale per row, where the operator knows blocks only
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """How a file holds matrices.
+class WeightStorage:
+    """How an ONNX file stores rounded weights: `DEQUANTIZE_LINEAR`, `MATMUL_NBITS` or `MATMUL_NBITS_INT8`.
 
-    runtime: in ONNX Runtime's own operators, MatMulNBits and GatherBlockQuantized, packed to 2, 4 or 8 bits; else integers of
-        4 or 8 bits behind DequantizeLinear, which every runtime of opset 21 reads.
-    integers: MatMulNBits may round its inputs to int8, each block of each position to its own scale, and multiply in integers,
-        which is faster; the model does the same.
+    onnxruntime: with ONNX Runtime's own operators, MatMulNBits and GatherBlockQuantized, packed to 2, 4 or 8 bits; False for
+        integers of 4 or 8 bits and DequantizeLinear, which every runtime of opset 21 reads.
+    int8_inputs: MatMulNBits rounds its inputs to int8, with one scale per block and position, and multiplies in integers, which
+        is faster; the PyTorch model does the same.
     """
 
-    runtime: bool = False
-    integers: bool = False
+    onnxruntime: bool = False
+    int8_inputs: bool = False
 
     def stored_bits(self, bits: int) -> int:
-        """Bits that an integer takes in the file."""
-        return next(n for n in ((2, 4, 8) if self.runtime else (4, 8)) if bits <= n)
+        """How many bits a weight of `bits` bits takes in the file."""
+        return next(n for n in ((2, 4, 8) if self.onnxruntime else (4, 8)) if bits <= n)
 
     def bytes(self, quantizer: BlockQuantizer) -> int:
-        """Of a matrix in the file: integers, scales, zero points."""
+        """Size of a weight in the file in bytes: integers, scales and zero points."""
         channels, inputs = quantizer.rows(torch.empty(quantizer.shape, device="meta")).shape
-        bits, count = self.stored_bits(quantizer.blocks.bits), quantizer.scale.numel()
-        if self.runtime and len(quantizer.shape) == 2:
-            block = quantizer.blocks.block or ROW
+        bits, count = self.stored_bits(quantizer.scheme.bits), quantizer.scale.numel()
+        if self.onnxruntime and len(quantizer.shape) == 2:
+            block = quantizer.scheme.block_size or ROW_BLOCK
             inputs = -(-inputs // block) * block
             count = channels * inputs // block
-        zero_points = 0 if quantizer.blocks.symmetric else math.ceil(count * bits / 8)
+        zero_points = 0 if quantizer.scheme.symmetric else math.ceil(count * bits / 8)
         return math.ceil(channels * inputs * bits / 8) + 4 * count + zero_points
 
 
-#: DequantizeLinear, in blocks; ONNX Runtime fuses it with the product behind it, and then rounds inputs in blocks as MatMulNBits
-#: does (the session option `session.qdq_matmulnbits_accuracy_level` set to 1 keeps them in float).
-DECODED = Form()
-#: ONNX Runtime's operators, products in float.
-NBITS = Form(runtime=True)
-#: The same, products in integers.
-NBITS_INT8 = Form(runtime=True, integers=True)
+#: Standard ONNX: integers and DequantizeLinear, in blocks. ONNX Runtime fuses it with the product that reads it, and then rounds
+#: the inputs in blocks as MatMulNBits does; the session option `session.qdq_matmulnbits_accuracy_level=1` keeps them float.
+DEQUANTIZE_LINEAR = WeightStorage()
+#: ONNX Runtime's operators MatMulNBits and GatherBlockQuantized, products in float.
+MATMUL_NBITS = WeightStorage(onnxruntime=True)
+#: The same, with inputs rounded to int8 and products in integers.
+MATMUL_NBITS_INT8 = WeightStorage(onnxruntime=True, int8_inputs=True)
 
 
 class InputQuantizer(Quantizer):
-    """Rounds what a product reads as MatMulNBits does: each block of each position to its own int8 grid."""
+    """Rounds the input of a product as MatMulNBits does: to int8, with one scale per block and position."""
 
     def __init__(self, block: int) -> None:
         super().__init__()
@@ -69,8 +72,8 @@ class InputQuantizer(Quantizer):
         return rounded_blocks(x, self.block) if self.enabled else x
 
 
-def insert_inputs_(body: fx.GraphModule) -> None:
-    """Put an `InputQuantizer` before every product by a rounded matrix."""
+def insert_input_quantizers_(body: fx.GraphModule) -> None:
+    """Insert an `InputQuantizer` before every product by a rounded weight."""
     for node in [n for n in body.graph.nodes if n.target in PRODUCTS]:
         place, weight, _ = PRODUCTS[node.target]
         call = node.args[weight]
@@ -78,7 +81,7 @@ def insert_inputs_(body: fx.GraphModule) -> None:
         if not isinstance(module, BlockQuantizer):
             continue
         path = f"quantizers.input_{node.name}"
-        body.add_submodule(path, InputQuantizer(module.blocks.block or ROW))
+        body.add_submodule(path, InputQuantizer(module.scheme.block_size or ROW_BLOCK))
         with body.graph.inserting_before(node):
             rounded = body.graph.call_module(path, (node.args[place],))
         rounded.meta = dict(node.args[place].meta)
@@ -86,7 +89,7 @@ def insert_inputs_(body: fx.GraphModule) -> None:
     body.recompile()
 
 
-class _Stored(nn.Module):
+class _StoredWeight(nn.Module):
     """Integers, scales and zero points as buffers; 4-bit ones under the names that `export.blocks.pack_nibbles` knows."""
 
     def __init__(self, q: Tensor, scale: Tensor, zero_point: Tensor | None, *, narrow: bool = False) -> None:
@@ -102,7 +105,7 @@ class _Stored(nn.Module):
         return getattr(self, self.names[0]), self.scale, getattr(self, self.names[1])  # type: ignore[return-value]
 
 
-class _Decoded(_Stored):
+class _DecodedWeight(_StoredWeight):
     """A weight behind DequantizeLinear; block None has one scale for each index of `axis`."""
 
     def __init__(self, q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int | None, narrow: bool) -> None:
@@ -116,7 +119,7 @@ class _Decoded(_Stored):
         return dequantize_blocks(q, scale, zero_point, self.axis, self.block)
 
 
-class _Rows(_Stored):
+class _DecodedRows(_StoredWeight):
     """A table of which single rows are decoded."""
 
     def __init__(self, q: Tensor, scale: Tensor, zero_point: Tensor | None, block: int) -> None:
@@ -127,7 +130,7 @@ class _Rows(_Stored):
         return gather_rows(*self.parts(), ids, self.block)
 
 
-class _Product(_Stored):
+class _MatMulNBits(_StoredWeight):
     """MatMulNBits."""
 
     def __init__(self, q: Tensor, scale: Tensor, zero_point: Tensor | None, sizes: tuple[int, int, int, int]) -> None:
@@ -138,7 +141,7 @@ class _Product(_Stored):
         return matmul_nbits(x, *self.parts(), *self.sizes)
 
 
-class _Table(_Stored):
+class _GatherBlockQuantized(_StoredWeight):
     """GatherBlockQuantized."""
 
     def __init__(self, q: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, block: int) -> None:
@@ -149,8 +152,8 @@ class _Table(_Stored):
         return gather_nbits(*self.parts(), ids, self.bits, self.block)
 
 
-def deploy_weights(body: fx.GraphModule, form: Form) -> fx.GraphModule:
-    """A copy of a graph with block quantizers, in ONNX's terms."""
+def deploy_weights(body: fx.GraphModule, storage: WeightStorage) -> fx.GraphModule:
+    """Return a copy of a graph with block quantizers in ONNX's terms: weights stored as integers."""
     shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here: a copy would be dropped
     body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
     made: dict[tuple[str, str], str] = {}
@@ -159,7 +162,7 @@ def deploy_weights(body: fx.GraphModule, form: Form) -> fx.GraphModule:
         if isinstance(module, BlockQuantizer):
             weight = get_tensor(body, node.args[0].target).detach()
             for user in list(node.users):
-                _read(body, node, user, (module, weight, form), made)
+                _replace_reader(body, node, user, (module, weight, storage), made)
     body.graph.eliminate_dead_code()
     for node in reversed(list(body.graph.nodes)):
         if node.op in ("get_attr", "call_module") and not node.users:
@@ -169,21 +172,21 @@ def deploy_weights(body: fx.GraphModule, form: Form) -> fx.GraphModule:
     return body
 
 
-def _read(
+def _replace_reader(
     body: fx.GraphModule,
     call: Node,
     user: Node,
-    held: tuple[BlockQuantizer, Tensor, Form],
+    source: tuple[BlockQuantizer, Tensor, WeightStorage],
     made: dict[tuple[str, str], str],
 ) -> None:
-    """Let one reader of a weight read its stored form."""
-    quantizer, weight, form = held
+    """Let one reader of a rounded weight read the stored integers instead."""
+    quantizer, weight, storage = source
     kind = "product" if user.target in PRODUCTS else "table" if user.target is aten.embedding.default else "conv"
     path = made.get((call.target, kind))
     if path is None:
         path = made[call.target, kind] = f"{call.target}_{kind}"
-        body.add_submodule(path, _stored(quantizer, weight, form, kind))
-    packs = isinstance(body.get_submodule(path), (_Product, _Table, _Rows))
+        body.add_submodule(path, _stored_weight(quantizer, weight, storage, kind))
+    packs = isinstance(body.get_submodule(path), (_MatMulNBits, _GatherBlockQuantized, _DecodedRows))
     graph = body.graph
     with graph.inserting_before(user):
         if kind == "product":
@@ -211,40 +214,41 @@ def _read(
     graph.erase_node(user)
 
 
-def _stored(quantizer: BlockQuantizer, weight: Tensor, form: Form, kind: str) -> nn.Module:
-    blocks, q = quantizer.blocks, quantizer.integers(weight)
-    scale, zero_point = quantizer.scale.clone(), quantizer.zero_point.to(blocks.scheme.dtype)
-    whole = kind != "table" or q.shape[1] * form.stored_bits(blocks.bits) % 8 == 0  # rows of whole bytes
-    if form.runtime and kind != "conv" and whole:
-        return _packed(quantizer, q, form, kind)
-    narrow = form.stored_bits(blocks.bits) == 4
-    given = zero_point
+def _stored_weight(quantizer: BlockQuantizer, weight: Tensor, storage: WeightStorage, kind: str) -> nn.Module:
+    scheme, q = quantizer.scheme, quantizer.integers(weight)
+    scale, zero_point = quantizer.scale.clone(), quantizer.zero_point.to(scheme.grid.dtype)
+    whole = kind != "table" or q.shape[1] * storage.stored_bits(scheme.bits) % 8 == 0  # rows of whole bytes
+    if storage.onnxruntime and kind != "conv" and whole:
+        return _packed(quantizer, q, storage, kind)
+    narrow = storage.stored_bits(scheme.bits) == 4
     if kind == "conv":
-        return _Decoded(q.view(quantizer.shape), scale[:, 0], given[:, 0], 0, None, narrow)
+        return _DecodedWeight(q.view(quantizer.shape), scale[:, 0], zero_point[:, 0], 0, None, narrow)
     if kind == "table":
-        width = blocks.width(q.shape[1])
+        width = scheme.width(q.shape[1])
         if not narrow:
-            return _Rows(q, scale, None if blocks.symmetric else given, width)
-        return _Decoded(q, scale, None if blocks.symmetric else given, 1, width, narrow)
+            return _DecodedRows(q, scale, None if scheme.symmetric else zero_point, width)
+        return _DecodedWeight(q, scale, None if scheme.symmetric else zero_point, 1, width, narrow)
     # (inputs, channels): what MatMul reads, and what ONNX Runtime fuses with it.
-    q, scale, given = q.T.contiguous(), scale.T.contiguous(), given.T.contiguous()
-    if blocks.block is None:
-        return _Decoded(q, scale[0], given[0], 1, None, narrow)
-    return _Decoded(q, scale, None if blocks.symmetric else given, 0, blocks.block, narrow)
+    q, scale, zero_point = q.T.contiguous(), scale.T.contiguous(), zero_point.T.contiguous()
+    if scheme.block_size is None:
+        return _DecodedWeight(q, scale[0], zero_point[0], 1, None, narrow)
+    return _DecodedWeight(q, scale, None if scheme.symmetric else zero_point, 0, scheme.block_size, narrow)
 
 
-def _packed(quantizer: BlockQuantizer, q: Tensor, form: Form, kind: str) -> nn.Module:
-    """For the runtime's own operators: unsigned, 2, 4 or 8 bits, the middle of the grid where zero is."""
-    blocks, inputs = quantizer.blocks, q.shape[1]
-    bits, block = form.stored_bits(blocks.bits), blocks.block or ROW
-    middle = 2 ** (bits - 1) if blocks.symmetric else 0
+def _packed(quantizer: BlockQuantizer, q: Tensor, storage: WeightStorage, kind: str) -> nn.Module:
+    """Pack a weight for ONNX Runtime's own operators: unsigned, 2, 4 or 8 bits, zero in the middle of a symmetric grid."""
+    scheme, inputs = quantizer.scheme, q.shape[1]
+    bits, block = storage.stored_bits(scheme.bits), scheme.block_size or ROW_BLOCK
+    middle = 2 ** (bits - 1) if scheme.symmetric else 0
     count = -(-inputs // block)
-    scale = quantizer.scale if blocks.block else quantizer.scale.expand(-1, count)
-    zero = quantizer.zero_point if blocks.block else quantizer.zero_point.expand(-1, count)
-    points = None if blocks.symmetric else packed(zero, bits)
+    scale = quantizer.scale if scheme.block_size else quantizer.scale.expand(-1, count)
+    zero = quantizer.zero_point if scheme.block_size else quantizer.zero_point.expand(-1, count)
+    points = None if scheme.symmetric else pack_bits(zero, bits)
     unsigned = q.to(torch.int32) + middle
     if kind == "table":
-        return _Table(packed(unsigned, bits), scale.contiguous(), points, bits, block)
-    fill = zero[:, -1:] + middle  # what is beyond the last input counts nothing, whatever it is
+        return _GatherBlockQuantized(pack_bits(unsigned, bits), scale.contiguous(), points, bits, block)
+    fill = zero[:, -1:] + middle  # the padding after the last input decodes to zero
     unsigned = torch.cat([unsigned, fill.expand(-1, count * block - inputs)], 1).unflatten(1, (count, block))
-    return _Product(packed(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if form.integers else 1))
+    return _MatMulNBits(
+        pack_bits(unsigned, bits), scale.contiguous(), points, (inputs, bits, block, 4 if storage.int8_inputs else 1)
+    )

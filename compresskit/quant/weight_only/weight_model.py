@@ -1,4 +1,4 @@
-"""The model that weight-only quantization makes, how its graph is put together, and how it is built again from a record."""
+"""The model that weight-only quantization returns, the passes that build its graph, and how it is rebuilt from a file."""
 
 from __future__ import annotations
 
@@ -16,154 +16,154 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.block_grid import BlockQuantizer, Blocks
+from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
-from compresskit.quant.weight_only.storage import Form, deploy_weights, insert_inputs_
-from compresskit.quant.weight_only.weight_plan import Weight, WeightPlan, weights_of
+from compresskit.quant.weight_only.storage import WeightStorage, deploy_weights, insert_input_quantizers_
+from compresskit.quant.weight_only.weight_plan import GraphWeight, WeightPlan, weights_of
 
-#: Where it runs: products in float; a block size needs opset 21.
-WEIGHTS = Target(name="WEIGHTS", operators={}, opset=21)
+#: The target of weight-only models: no operator runs in integers; DequantizeLinear with a block size needs opset 21.
+WEIGHT_ONLY = Target(name="WEIGHTS", operators={}, opset=21)
+
+TRANSPOSES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default})  # of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOrigin(Origin):
     """What a model with rounded weights was made from.
 
-    weights: name of each rounded matrix -> its blocks. form: how the file holds them.
+    weights: name of each rounded weight -> its number format.
+    storage: how the ONNX file stores them.
     scaled: names of the values that are divided at run time (AWQ).
     """
 
-    weights: Mapping[str, Blocks]
-    form: Form
+    weights: Mapping[str, BlockScheme]
+    storage: WeightStorage
     scaled: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
-        weights = {name: asdict(blocks) for name, blocks in self.weights.items()}
-        return super().to_json() | {"weights": weights, "form": asdict(self.form), "scaled": list(self.scaled)}
+        weights = {name: asdict(scheme) for name, scheme in self.weights.items()}
+        return super().to_json() | {"weights": weights, "storage": asdict(self.storage), "scaled": list(self.scaled)}
 
 
 class WeightQuantized(Quantized):
-    """A model whose matrices lie on grids; everything else is float. It trains like any module, matrices in steps of the grids.
+    """A model with rounded weights and float activations. It trains like any module, rounded weights in steps of their grid.
 
-    `plan` says what each matrix is stored as, and why others are float; `form` how the file holds them.
+    plan: how each weight is stored, and why others stay float; prints as a table.
+    storage: how the ONNX file stores rounded weights.
     """
 
     origin: WeightOrigin
 
     def __init__(self, captured: Captured, origin: WeightOrigin) -> None:
-        kept = dict.fromkeys(layer_costs(captured.module.graph), "products are in float")
-        placement = Placement(target=WEIGHTS.name, floating=kept, costs=layer_costs(captured.module.graph))
-        super().__init__(captured, WEIGHTS, placement, origin)
-        self.form, self.plan = origin.form, WeightPlan()
-        self.exact = not self.form.integers  # the file, as it is written, computes what the model does
-
-    def blocked(self) -> dict[str, BlockQuantizer]:
-        """Name of each rounded matrix -> its quantizer."""
-        calls = [node for node in self.body.graph.nodes if node.op == "call_module"]
-        found = {
-            str(node.args[0].target): self.body.get_submodule(node.target) for node in calls if node.args[0].op == "get_attr"
-        }
-        return {name: part for name, part in found.items() if isinstance(part, BlockQuantizer)}
+        costs = layer_costs(captured.module.graph)
+        placement = Placement(target=WEIGHT_ONLY.name, floating=dict.fromkeys(costs, "products are in float"), costs=costs)
+        super().__init__(captured, WEIGHT_ONLY, placement, origin)
+        self.storage, self.plan = origin.storage, WeightPlan()
+        self.exact = not self.storage.int8_inputs
 
     def keep_masked_(self) -> None:
-        """Let no weight that a mask keeps round to zero; see `Quantized.keep_masked_`."""
-        masks = masks_of(self.body)
-        for name, quantizer in self.blocked().items() if masks is not None else ():
-            if masks is not None and name in masks.masks:
+        """Let no weight that a pruning mask keeps be rounded to zero; see `Quantized.keep_masked_`."""
+        if (masks := masks_of(self.body)) is None:
+            return
+        for name, quantizer in block_quantizers(self.body).items():
+            if name in masks.masks:
                 with torch.no_grad():
                     quantizer.keep_nonzero_(get_tensor(self.body, name), masks.masks[name])
 
     def deployed(self) -> fx.GraphModule:
-        """A copy in ONNX's terms, matrices stored as integers."""
-        return deploy_weights(self.body, self.form)
+        """A copy in ONNX's terms: rounded weights stored as integers."""
+        return deploy_weights(self.body, self.storage)
 
 
-def lower_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[Captured, Origin]:
-    """A float model as the graph whose matrices are rounded, and what it came from; x @ W.T stands there as a linear layer."""
-    captured, origin, _ = prepare_graph(model, example, WEIGHTS, skip, dynamic)
+def capture_for_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[Captured, Origin]:
+    """Capture a float model as the graph whose weights are rounded; x @ W.T becomes a linear layer in it."""
+    captured, origin, _ = prepare_graph(model, example, WEIGHT_ONLY, skip, dynamic)
     graph = captured.module.graph
     for node in list(graph.nodes):
         if node.target not in (aten.matmul.default, aten.mm.default) or not isinstance(node.args[1], fx.Node):
             continue
-        turned = node.args[1]
-        source = turned.args[0] if turned.target in _TURNS else None
-        name = parameter_name(source)
+        operand = node.args[1]
+        weight = operand.args[0] if operand.target in TRANSPOSES else None
+        name = parameter_name(weight)
         if name is not None and get_tensor(captured.module, name).ndim == 2:
-            node.target, node.args = aten.linear.default, (node.args[0], source)
+            node.target, node.args = aten.linear.default, (node.args[0], weight)
     graph.eliminate_dead_code()
     captured.module.recompile()
     return captured, origin
 
 
-def weight_origin(plain: Origin, *, weights: Mapping[str, Blocks], form: Form, scaled: tuple[str, ...]) -> WeightOrigin:
-    """The origin of a prepared graph with what was done to its weights."""
-    return WeightOrigin(
-        float_class=plain.float_class, structure=plain.structure, skip=plain.skip, weights=weights, form=form, scaled=scaled
-    )
+def insert_block_quantizers_(body: fx.GraphModule, weights: Sequence[GraphWeight], schemes: Mapping[str, BlockScheme]) -> None:
+    """Insert a quantizer, still switched off, after every read of the given weights.
 
-
-_TURNS = frozenset({aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default})  # of two dimensions
-
-
-def insert_blocks_(body: fx.GraphModule, weights: Sequence[Weight], chosen: Mapping[str, Blocks]) -> None:
-    """Put a quantizer, still switched off, behind every read of the chosen weights."""
+    schemes: name of each weight -> its number format.
+    """
     if "quantizers" not in body._modules:
         body.add_submodule("quantizers", nn.Module())
     for weight in weights:
         path = "quantizers.weight_" + weight.name.replace(".", "_")
         shape = tuple(get_tensor(body, weight.name).shape)
-        body.add_submodule(path, BlockQuantizer(chosen[weight.name], shape, weight.axis))
+        body.add_submodule(path, BlockQuantizer(schemes[weight.name], shape, weight.axis))
         for node in [n for n in body.graph.nodes if n.op == "get_attr" and n.target == weight.name]:
             with body.graph.inserting_after(node):
                 rounded = body.graph.call_module(path, (node,))
             rounded.meta = dict(node.meta)
-            node.replace_all_uses_with(rounded, delete_user_cb=lambda user, mine=rounded: user is not mine)
+            node.replace_all_uses_with(rounded, delete_user_cb=lambda user, new=rounded: user is not new)
     body.graph.lint()
     body.recompile()
 
 
-def insert_factor_(body: fx.GraphModule, base: Node, factor: Tensor) -> None:
-    """Divide a value by `factor` (channels,), a buffer, before anything reads it."""
-    name = f"scaled_{base.name}"
+def block_quantizers(body: fx.GraphModule) -> dict[str, BlockQuantizer]:
+    """Name of each weight that is rounded in blocks -> its quantizer."""
+    calls = [node for node in body.graph.nodes if node.op == "call_module" and node.args[0].op == "get_attr"]
+    modules = {str(node.args[0].target): body.get_submodule(node.target) for node in calls}
+    return {name: module for name, module in modules.items() if isinstance(module, BlockQuantizer)}
+
+
+def insert_division_(body: fx.GraphModule, value: Node, factor: Tensor) -> None:
+    """Divide a value of the graph by `factor` (channels,), stored as a buffer, before any operator reads it."""
+    name = f"scaled_{value.name}"
     body.register_buffer(name, factor.reciprocal())
-    with body.graph.inserting_after(base):
+    with body.graph.inserting_after(value):
         buffer = body.graph.get_attr(name)
-    buffer.meta["val"] = base.meta["val"].new_empty(factor.shape)
+    buffer.meta["val"] = value.meta["val"].new_empty(factor.shape)
     with body.graph.inserting_after(buffer):
-        product = body.graph.call_function(aten.mul.Tensor, (base, buffer))
-    product.meta = dict(base.meta)
-    base.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+        product = body.graph.call_function(aten.mul.Tensor, (value, buffer))
+    product.meta = dict(value.meta)
+    value.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
     body.recompile()
 
 
 def rebuild_weights(
-    model: nn.Module, example: Inputs, origin: dict[str, Any], plan: Any, *, skip: tuple[str, ...], dynamic: Dynamic
+    model: nn.Module, example: Inputs, saved: dict[str, Any], plan: Any, *, skip: tuple[str, ...], dynamic: Dynamic
 ) -> WeightQuantized:
-    """The quantized model of a record again, from a float model of the same class; its values still have to be loaded.
+    """Rebuild a weight-only model from a float model of the same class; its tensors still have to be loaded.
+
+    Args:
+        saved: the record of its `WeightOrigin`.
+        plan: the record of its `WeightPlan`.
 
     Raises CheckpointError where the record is of another model.
     """
-    captured, fresh = lower_weights(model, example, skip, dynamic)
+    captured, origin = capture_for_weights(model, example, skip, dynamic)
     try:
-        chosen = {str(name): Blocks(**given) for name, given in origin["weights"].items()}
-        form, scaled = Form(**origin["form"]), [str(name) for name in origin["scaled"]]
-        found = WeightPlan.from_json(plan)
+        schemes = {str(name): BlockScheme(**fields) for name, fields in saved["weights"].items()}
+        storage, scaled = WeightStorage(**saved["storage"]), tuple(str(name) for name in saved["scaled"])
+        weight_plan = WeightPlan.from_json(plan)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"not the record of rounded weights: {type(error).__name__} {error}") from None
     nodes = {node.name: node for node in captured.module.graph.nodes}
     weights = {weight.name: weight for weight in weights_of(captured.module)}
-    if odd := [name for name in chosen if name not in weights] + [name for name in scaled if name not in nodes]:
-        raise CheckpointError(f"{type(model).__name__}: the record names {odd[0]}, which this model's graph does not have")
-    insert_blocks_(captured.module, [weights[name] for name in weights if name in chosen], chosen)
+    if unknown := [name for name in schemes if name not in weights] + [name for name in scaled if name not in nodes]:
+        raise CheckpointError(f"{type(model).__name__}: the record names {unknown[0]}, which this model's graph does not have")
+    insert_block_quantizers_(captured.module, [weights[name] for name in weights if name in schemes], schemes)
     for name in scaled:
-        channels = int(nodes[name].meta["val"].shape[-1])
-        insert_factor_(captured.module, nodes[name], torch.ones(channels))
-    if form.integers:
-        insert_inputs_(captured.module)
-    quantized = WeightQuantized(captured, weight_origin(fresh, weights=chosen, form=form, scaled=tuple(scaled)))
-    quantized.plan = found
+        insert_division_(captured.module, nodes[name], torch.ones(int(nodes[name].meta["val"].shape[-1])))
+    if storage.int8_inputs:
+        insert_input_quantizers_(captured.module)
+    quantized = WeightQuantized(captured, WeightOrigin(**vars(origin), weights=schemes, storage=storage, scaled=scaled))
+    quantized.plan = weight_plan
     return quantized

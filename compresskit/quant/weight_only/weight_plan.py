@@ -1,4 +1,8 @@
-"""Which weights of a graph can be rounded in blocks, and what became of each: the plan that `quantize_weights` prints."""
+"""Find the weights of a graph that can be rounded, and report how each one is stored.
+
+weights_of(graph)     every weight matrix, the operators that read it, and why it cannot be rounded
+WeightPlan            how each weight is stored in the file; `print(quantized.plan)`
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,14 @@ from compresskit.quant.numerics.operators import CONVS, PRODUCTS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight:
-    """A matrix of a graph and all that reads it.
+class GraphWeight:
+    """A weight of a graph and the operators that read it.
 
-    kind: "product", "embedding", "conv", or "" for one that cannot be rounded, for a `reason`.
-    axis: its dimension of inputs. readers: names of nodes. layer: module in whose forward the first of them stands.
+    name: of the parameter.
+    kind: "product", "embedding", "conv", or "" where it cannot be rounded; then `reason` says why.
+    axis: its dimension of inputs.
+    readers: names of the nodes that read it.
+    layer: dotted name of the module whose forward holds the first of them.
     """
 
     name: str
@@ -30,30 +37,30 @@ class Weight:
     reason: str = ""
 
 
-def weights_of(module: fx.GraphModule) -> list[Weight]:
-    """Every parameter of two dimensions or more, in the order in which the graph reads them."""
+def weights_of(module: fx.GraphModule) -> list[GraphWeight]:
+    """Return every floating point parameter of two or more dimensions, in the order in which the graph reads them."""
     reads: dict[str, list[tuple[Node, Node]]] = {}
     for node in module.graph.nodes:
         name = parameter_name(node)
         if name is not None and get_tensor(module, name).ndim >= 2 and get_tensor(module, name).is_floating_point():
             reads.setdefault(name, []).extend((node, user) for user in node.users)
-    return [_weight(name, pairs) for name, pairs in reads.items() if pairs]
+    return [_graph_weight(name, uses) for name, uses in reads.items() if uses]
 
 
-def _weight(name: str, pairs: list[tuple[Node, Node]]) -> Weight:
-    found = [_role(weight, user) for weight, user in pairs]
-    readers, layer = tuple(user.name for _, user in pairs), module_path(pairs[0][1])
-    bad = next((reason for kind, _, reason in found if not kind), "")
-    axes = {axis for _, axis, _ in found}
-    if not bad and len(axes) > 1:
-        bad = "its readers take it with different dimensions for the inputs"
-    kinds = [kind for kind, _, _ in found]
-    kind = "" if bad else "product" if "product" in kinds else kinds[0]
-    return Weight(name=name, kind=kind, axis=found[0][1], readers=readers, layer=layer, reason=bad)
+def _graph_weight(name: str, uses: list[tuple[Node, Node]]) -> GraphWeight:
+    """uses: (node of the weight, node that reads it)."""
+    roles = [_role(weight, user) for weight, user in uses]
+    readers, layer = tuple(user.name for _, user in uses), module_path(uses[0][1])
+    reason = next((reason for kind, _, reason in roles if not kind), "")
+    if not reason and len({axis for _, axis, _ in roles}) > 1:
+        reason = "its readers take it with different dimensions for the inputs"
+    kinds = [kind for kind, _, _ in roles]
+    kind = "" if reason else "product" if "product" in kinds else kinds[0]
+    return GraphWeight(name=name, kind=kind, axis=roles[0][1], readers=readers, layer=layer, reason=reason)
 
 
 def _role(weight: Node, user: Node) -> tuple[str, int, str]:
-    """(kind, dimension of inputs, why not) of one reader."""
+    """(kind, dimension of inputs, why it cannot be rounded) for one reader of a weight."""
     value = weight.meta["val"]
     if user.target in PRODUCTS and value.ndim == 2:
         _, place, axis = PRODUCTS[user.target]
@@ -70,9 +77,12 @@ def _role(weight: Node, user: Node) -> tuple[str, int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRow:
-    """One matrix: what it is stored as, or why it stays float.
+    """One weight: how it is stored, or why it stays float.
 
-    sqnr: of the rounded weight, in dB. bytes: in the file, scales included. note: what is worth knowing of it.
+    name: of the parameter. layer: dotted name of the module that reads it. runs: its number format, or "float: " and the reason.
+    parameters: how many weights it has. bytes: its size in the file, scales included.
+    sqnr: signal-to-quantization-noise ratio of the rounded weight in dB; None for a float or a rescaled one.
+    note: a remark, such as padding or AWQ's scaling.
     """
 
     name: str
@@ -86,18 +96,18 @@ class WeightRow:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """What became of every matrix; prints as a table."""
+    """How every weight of a model is stored; prints as a table."""
 
     rows: tuple[WeightRow, ...] = field(default_factory=tuple)
 
     @property
     def bytes(self) -> int:
-        """Of all matrices, in the file."""
+        """Size of all weights in the file, in bytes."""
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        every = 4 * sum(row.parameters for row in self.rows)
-        share = f", {self.bytes / every:.1%} of fp32" if every else ""
+        fp32_bytes = 4 * sum(row.parameters for row in self.rows)
+        fraction = f", {self.bytes / fp32_bytes:.1%} of fp32" if fp32_bytes else ""
         table = [("weight", "stored as", "parameters", "SQNR dB", "note")]
         table += [(r.name, r.runs, f"{r.parameters:,}", "" if r.sqnr is None else f"{r.sqnr:.1f}", r.note) for r in self.rows]
         widths = [max(len(cells[i]) for cells in table) for i in range(4)]
@@ -107,8 +117,10 @@ class WeightPlan:
             + (f"  {cells[4]}" if cells[4] else "")
             for cells in table
         ]
-        done = sum(not row.runs.startswith("float") for row in self.rows)
-        return "\n".join([f"{done} of {len(self.rows)} matrices rounded, {self.bytes:,} bytes{share}", *map(str.rstrip, lines)])
+        rounded = sum(not row.runs.startswith("float") for row in self.rows)
+        return "\n".join(
+            [f"{rounded} of {len(self.rows)} matrices rounded, {self.bytes:,} bytes{fraction}", *map(str.rstrip, lines)]
+        )
 
     def to_json(self) -> list[dict[str, Any]]:
         """JSON-ready record."""
@@ -116,12 +128,12 @@ class WeightPlan:
 
     @staticmethod
     def from_json(saved: Any) -> WeightPlan:
-        """The plan of a record."""
+        """Read the record that `to_json` wrote."""
         return WeightPlan(rows=tuple(WeightRow(**row) for row in saved))
 
 
-def sqnr(wanted: Tensor, got: Tensor) -> float:
-    """Signal over noise in dB, 200 where there is no noise."""
-    wanted, got = wanted.detach().double(), got.detach().double()
-    noise, signal = float((wanted - got).square().sum()), float(wanted.square().sum())
+def sqnr(exact: Tensor, rounded: Tensor) -> float:
+    """Signal-to-quantization-noise ratio in dB; 200 where there is no noise."""
+    exact, rounded = exact.detach().double(), rounded.detach().double()
+    noise, signal = float((exact - rounded).square().sum()), float(exact.square().sum())
     return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import networks
+import oracles
 import pytest
 import torch
 from networks import build, image
@@ -18,10 +19,6 @@ from compresskit.quant import X86, X86_NO_VNNI, diagnose, quantize_static
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 
 
-def db(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
-
-
 def test_noise_is_what_switching_quantizers_says() -> None:
     """The first layer's two parts and the whole output, by turning quantizers on and off on the model itself."""
     model, x = build(networks.Chain), image(32)
@@ -29,7 +26,7 @@ def test_noise_is_what_switching_quantizers_says() -> None:
     found = diagnose(quantized, [tuple(v[:16] for v in x), tuple(v[16:] for v in x)])
     assert found.samples == 32
     with torch.no_grad():
-        assert found.sqnr == pytest.approx(db(model(*x), quantized(*x)), abs=0.05)
+        assert found.sqnr == pytest.approx(oracles.sqnr(model(*x), quantized(*x)), abs=0.05)
         conv = next(n for n in quantized.body.graph.nodes if n.name == found.rows[0].name)
         first, norm = model.a[0], model.a[1]
         k = norm.weight / torch.sqrt(norm.running_var + norm.eps)
@@ -41,8 +38,8 @@ def test_noise_is_what_switching_quantizers_says() -> None:
         step = float(source.scale) * scale.flatten()
         only_weights = nn.functional.conv2d(x[0], rounded, (bias / step).round() * step, padding=1)
         only_input = nn.functional.conv2d(source(x[0]), weight, bias, padding=1)
-    assert found.rows[0].weights == pytest.approx(db(clean, only_weights), abs=0.1)
-    assert found.rows[0].activations == pytest.approx(db(clean, only_input), abs=0.1)
+    assert found.rows[0].weights == pytest.approx(oracles.sqnr(clean, only_weights), abs=0.1)
+    assert found.rows[0].activations == pytest.approx(oracles.sqnr(clean, only_input), abs=0.1)
     assert found.rows[0].sqnr < min(found.rows[0].weights, found.rows[0].activations)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def test_only_factors_where_shifts_are_not_wanted() -> None:
 def noise(model, quantized, x) -> float:
     with torch.no_grad():
         wanted, got = model(*x), quantized(*x)
-    return float(10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()))
+    return float(oracles.sqnr(wanted, got))
 
 
 def test_static_integers_keep_their_accuracy(tmp_path) -> None:

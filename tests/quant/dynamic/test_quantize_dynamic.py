@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import onnx
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ def test_file_equals_simulation(grid, tmp_path) -> None:
     np.testing.assert_allclose(executed(file, x)[0], quantized(*x).detach().numpy(), atol=2e-5)
     with torch.no_grad():
         wanted, got = model(*x), quantized(*x)
-    assert 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()) > 20
+    assert oracles.sqnr(wanted, got) > 20
 
 
 def test_the_runtime_fuses_it_and_rounds_a_value_once(tmp_path) -> None:

@@ -18,18 +18,10 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.quant import (
-    OBSERVERS,
-    X86,
-    Faithful,
-    Scheme,
-    affine,
-    faithfulness,
-    fake_quantize,
-    prepare_qat,
-    quantize_static,
-)
+from compresskit.quant import X86, Scheme, prepare_qat, quantize_static
+from compresskit.quant.numerics.observers import OBSERVERS
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
+from compresskit.quant.numerics.scheme import affine, fake_quantize
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
 from compresskit.train.objective import Supervised
 
@@ -227,27 +219,18 @@ def test_a_model_in_training_is_exported_and_saved_settled(tmp_path) -> None:
         assert torch.equal(ck.load(networks.Residual(), tmp_path)(*x), alive(*x))
 
 
-def test_the_default_objective_is_the_float_models_opinion() -> None:
-    student, teacher = torch.randn(16, 5), torch.randn(16, 5)
-    for temperature in (1.0, 4.0):
-        wanted = oracles.soft_targets(student, teacher, temperature)
-        got = faithfulness(student, teacher, temperature=temperature)
-        assert got.item() == pytest.approx(wanted, rel=1e-5)
-        assert got.item() == pytest.approx(
-            ck.distill.losses.soft_targets(student, teacher, temperature=temperature).item(), rel=1e-6
-        )
-    assert faithfulness(student, student).item() == pytest.approx(0, abs=1e-6)
-    one = torch.randn(16, 1)
-    assert faithfulness(one, one * 1.1).item() == pytest.approx(0.01, rel=0.2)
+def test_the_default_objective_matches_the_float_model(monkeypatch) -> None:
     model, task = build(networks.Residual), images_task(ck)
-    batch = next(iter(task.batches("train")))
-    bound = Faithful(teacher=model).bind(model, task)
-    losses = bound(lambda x: model(x) * 1.5, batch)
+    objectives = []
+    monkeypatch.setattr("compresskit.quant.qat.qat.fit_", lambda *a, objective, **k: objectives.append(objective))
+    ck.QAT(epochs=1)(model, task)
+    x, y = batch = next(iter(task.batches("train")))
+    losses = objectives[0].bind(copy.deepcopy(model), task)(lambda x: model(x) * 1.5, batch)
     with torch.no_grad():
-        predictions = model(batch[0])
-        cross = nn.functional.cross_entropy(predictions * 1.5, batch[1]).item()
+        predictions = model(x)
+        cross = nn.functional.cross_entropy(predictions * 1.5, y).item()
     assert losses["task"].item() == pytest.approx(0.5 * cross, rel=1e-5)
-    assert losses["faithful"].item() == pytest.approx(0.5 * oracles.soft_targets(predictions * 1.5, predictions, 1.0), rel=1e-4)
+    assert losses["imitate"].item() == pytest.approx(0.5 * oracles.soft_targets(predictions * 1.5, predictions, 1.0), rel=1e-4)
 
 
 @pytest.mark.parametrize(("weights", "share"), [({}, 0.25), ({"weight": 0.9, "task_weight": 0.1}, 1.0)])
@@ -256,7 +239,7 @@ def test_qat_stays_faithful_where_labels_are_wrong(weights, share) -> None:
     model, task = build(networks.Residual), images_task(ck, samples=192, classes=4)
     ck.Train(epochs=12, optimizer=partial(torch.optim.Adam, lr=3e-3))(model, task)
     wrong = replace(task, train=[(x, (y + (torch.arange(len(y)) < share * len(y))) % 4) for x, y in task.train])
-    quantized = ck.QAT(epochs=3, objective=Faithful(teacher=model, **weights) if weights else None)(model, wrong)
+    quantized = ck.QAT(epochs=3, objective=ck.imitate(model, temperature=1.0, **weights) if weights else None)(model, wrong)
     assert ck.evaluate(quantized, task) > ck.evaluate(model, task) - 0.05
     assert not conv_bn_layers(quantized.body)
 
@@ -391,7 +374,7 @@ def test_every_knob_matters() -> None:
     for settings in (
         {"learned": True},
         {"freeze": 0.0},
-        {"observer": partial(ck.quant.MovingAverage, momentum=0.9)},
+        {"observer": partial(ck.quant.observers.MovingAverage, momentum=0.9)},
         {"objective": Supervised()},
         {"skip": ("out",)},
         {"samples": 16},

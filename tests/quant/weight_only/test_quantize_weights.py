@@ -20,8 +20,17 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import get_tensor
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import DECODED, NBITS, NBITS_INT8, Blocks, Rows, gptq, nearest, quantize_weights
-from compresskit.quant.numerics.block_grid import BlockQuantizer
+from compresskit.quant import (
+    DEQUANTIZE_LINEAR,
+    MATMUL_NBITS,
+    MATMUL_NBITS_INT8,
+    BlockScheme,
+    gptq,
+    quantize_weights,
+    round_to_nearest,
+)
+from compresskit.quant.numerics.block_grid import BlockQuantizer, WeightMatrix
+from compresskit.quant.weight_only.weight_model import block_quantizers
 
 WORDS, WIDTH = 200, 52
 
@@ -53,58 +62,58 @@ def ran(path, inputs, *, optimize=True):
 
 
 CASES = [
-    (Blocks(bits=4, block=32), DECODED),
-    (Blocks(bits=4, block=64, symmetric=False), DECODED),
-    (Blocks(bits=8, block=None), DECODED),
-    (Blocks(bits=8, block=128, symmetric=False), DECODED),
-    (Blocks(bits=3, block=None, symmetric=False), DECODED),
-    (Blocks(bits=4, block=32), NBITS),
-    (Blocks(bits=2, block=16, symmetric=False), NBITS),
-    (Blocks(bits=6, block=None), NBITS),
-    (Blocks(bits=4, block=64, symmetric=False), NBITS_INT8),
-    (Blocks(bits=8, block=None), NBITS_INT8),
+    (BlockScheme(bits=4, block_size=32), DEQUANTIZE_LINEAR),
+    (BlockScheme(bits=4, block_size=64, symmetric=False), DEQUANTIZE_LINEAR),
+    (BlockScheme(bits=8, block_size=None), DEQUANTIZE_LINEAR),
+    (BlockScheme(bits=8, block_size=128, symmetric=False), DEQUANTIZE_LINEAR),
+    (BlockScheme(bits=3, block_size=None, symmetric=False), DEQUANTIZE_LINEAR),
+    (BlockScheme(bits=4, block_size=32), MATMUL_NBITS),
+    (BlockScheme(bits=2, block_size=16, symmetric=False), MATMUL_NBITS),
+    (BlockScheme(bits=6, block_size=None), MATMUL_NBITS),
+    (BlockScheme(bits=4, block_size=64, symmetric=False), MATMUL_NBITS_INT8),
+    (BlockScheme(bits=8, block_size=None), MATMUL_NBITS_INT8),
 ]
 
 
-@pytest.mark.parametrize(("blocks", "form"), CASES, ids=str)
-def test_files_compute_what_the_model_does(blocks, form, tmp_path) -> None:
+@pytest.mark.parametrize(("scheme", "storage"), CASES, ids=str)
+def test_files_compute_what_the_model_does(scheme, storage, tmp_path) -> None:
     model = Reader().eval()
-    table = replace(blocks, block=16) if blocks.bits == 4 else Blocks(bits=8, block=None)
-    quantized = quantize_weights(model, ids(), blocks=blocks, form=form, embeddings=table, dynamic=(0, 1))
+    table = replace(scheme, block_size=16) if scheme.bits == 4 else BlockScheme(bits=8, block_size=None)
+    quantized = quantize_weights(model, ids(), scheme=scheme, storage=storage, embeddings=table, dynamic=(0, 1))
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids())
     other = ids(6, 9)  # another batch, another length
     with torch.no_grad():
         wanted = quantized(*other)
-    if form is not NBITS_INT8:  # whose rounding of inputs may fall to the other side of a tie
+    if storage is not MATMUL_NBITS_INT8:  # whose rounding of inputs may fall to the other side of a tie
         torch.testing.assert_close(ran(path, other, optimize=False), wanted, atol=2e-6, rtol=1e-5)
     proof = ck.verify_onnx(path, quantized, [other])
     assert proof.passed, proof
     kinds = {node.op_type for node in onnx.load(path).graph.node}
-    assert ("MatMulNBits" in kinds) == form.runtime
-    assert ("DequantizeLinear" in kinds) == (not form.runtime)
-    if form is NBITS:
+    assert ("MatMulNBits" in kinds) == storage.onnxruntime
+    assert ("DequantizeLinear" in kinds) == (not storage.onnxruntime)
+    if storage is MATMUL_NBITS:
         assert proof.optimized.largest < 0.01
 
 
-@pytest.mark.parametrize("blocks", [Blocks(), Blocks(symmetric=False), Blocks(bits=8, block=64)], ids=str)
-def test_stored_integers_decode_to_the_weights(blocks, tmp_path) -> None:
+@pytest.mark.parametrize("scheme", [BlockScheme(), BlockScheme(symmetric=False), BlockScheme(bits=8, block_size=64)], ids=str)
+def test_stored_integers_decode_to_the_weights(scheme, tmp_path) -> None:
     model = Reader().eval()
-    quantized = quantize_weights(model, ids(), blocks=blocks)
+    quantized = quantize_weights(model, ids(), scheme=scheme)
     file = onnx.load(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()))
     stored = {tensor.name: tensor for tensor in file.graph.initializer}
     nodes = [n for n in file.graph.node if n.op_type == "DequantizeLinear" and "linear1" in n.input[0]]
     assert len(nodes) == 1
     arrays = [onnx.numpy_helper.to_array(stored[name]).astype(np.float64) for name in nodes[0].input if name]
     rounded, integers, scales, points = oracles.blocks(
-        model.body.layers[0].linear1.weight.detach(), blocks.bits, blocks.block, blocks.symmetric
+        model.body.layers[0].linear1.weight.detach(), scheme.bits, scheme.block_size, scheme.symmetric
     )
     np.testing.assert_array_equal(arrays[0].T, integers)
     np.testing.assert_allclose(arrays[1].T, scales, rtol=1e-6)
-    if not blocks.symmetric:
+    if not scheme.symmetric:
         np.testing.assert_array_equal(arrays[2].T, points)
     np.testing.assert_allclose(get_tensor(quantized.body, "body.layers.0.linear1.weight").detach(), rounded, atol=1e-6)
-    narrow = "INT4" if blocks.symmetric else "UINT4"
-    assert onnx.TensorProto.DataType.Name(stored[nodes[0].input[0]].data_type) == (narrow if blocks.bits == 4 else "INT8")
+    narrow = "INT4" if scheme.symmetric else "UINT4"
+    assert onnx.TensorProto.DataType.Name(stored[nodes[0].input[0]].data_type) == (narrow if scheme.bits == 4 else "INT8")
 
 
 @settings(max_examples=40, deadline=None)
@@ -118,14 +127,14 @@ def test_stored_integers_decode_to_the_weights(blocks, tmp_path) -> None:
 )
 def test_nearest_against_numpy(channels, inputs, bits, block, symmetric, seed) -> None:
     weight = torch.randn(channels, inputs, generator=torch.Generator().manual_seed(seed))
-    blocks = Blocks(bits=bits, block=block, symmetric=symmetric)
-    rounded, scale, zero_point = nearest(Rows(weight, blocks, None, lambda: torch.empty(0)))
+    scheme = BlockScheme(bits=bits, block_size=block, symmetric=symmetric)
+    rounded, scale, zero_point = round_to_nearest(WeightMatrix(weight, scheme, None, lambda: torch.empty(0)))
     wanted, integers, scales, points = oracles.blocks(weight, bits, block, symmetric)
     np.testing.assert_allclose(rounded, wanted, atol=1e-6)
     np.testing.assert_allclose(scale, scales, rtol=1e-6)
     np.testing.assert_array_equal(zero_point, points)
-    quantizer = BlockQuantizer(blocks, (channels, inputs), 1)
-    quantizer.set_(scale, zero_point)
+    quantizer = BlockQuantizer(scheme, (channels, inputs), 1)
+    quantizer.set_grid_(scale, zero_point)
     quantizer.enabled = True
     torch.testing.assert_close(quantizer(rounded), rounded, atol=0, rtol=0)  # what is on the grid stays
     np.testing.assert_array_equal(quantizer.integers(weight), integers)
@@ -145,8 +154,8 @@ def test_gptq_against_the_naive_algorithm(block, symmetric, masked) -> None:
     mask = torch.rand(6, 40) > 0.5 if masked else None
     if mask is not None:
         weight = weight * mask
-    blocks = Blocks(bits=3, block=block, symmetric=symmetric)
-    rounded, scale, zero_point = gptq(Rows(weight, blocks, mask, lambda: second), columns=8)
+    scheme = BlockScheme(bits=3, block_size=block, symmetric=symmetric)
+    rounded, scale, zero_point = gptq(WeightMatrix(weight, scheme, mask, lambda: second), columns=8)
     naive = oracles.gptq(
         weight, second, scale.double().numpy(), zero_point.numpy(), 3, block, symmetric,
         mask=None if mask is None else mask.numpy(),
@@ -159,8 +168,8 @@ def test_gptq_against_the_naive_algorithm(block, symmetric, masked) -> None:
 @pytest.mark.parametrize("ordered", [True, False])
 def test_gptq_loses_less_than_rounding_to_nearest(ordered) -> None:
     weight, x = torch.randn(16, 96), correlated(2000, 96)
-    rows = Rows(weight, Blocks(bits=4, block=32), None, lambda: (x.double().T @ x.double()) / len(x))
-    lost = [float((x @ (weight - how(rows)[0]).T).square().mean()) for how in (nearest, partial(gptq, ordered=ordered))]
+    rows = WeightMatrix(weight, BlockScheme(bits=4, block_size=32), None, lambda: (x.double().T @ x.double()) / len(x))
+    lost = [float((x @ (weight - how(rows)[0]).T).square().mean()) for how in (round_to_nearest, partial(gptq, ordered=ordered))]
     assert lost[1] < 0.5 * lost[0]
     smaller = float((x @ (weight - gptq(rows, ordered=ordered, damping=100.0)[0]).T).square().mean())
     assert smaller > lost[1]  # all damping and no data: nearest again
@@ -172,7 +181,7 @@ def test_gptq_on_a_model_and_its_bits(tmp_path) -> None:
     with torch.no_grad():
         wanted = model(*test)
         losses = []
-        for rounding in (nearest, gptq):
+        for rounding in (round_to_nearest, gptq):
             quantized = quantize_weights(model, data, rounding=rounding, embeddings=None)
             losses.append(float((quantized(*test) - wanted).square().mean()))
     assert losses[1] < 0.7 * losses[0]
@@ -196,7 +205,7 @@ class Loud(nn.Module):
 def test_scaling_serves_loud_inputs(tmp_path) -> None:
     model, data, test = Loud().eval(), [(torch.randn(64, 64),)], (torch.randn(256, 64),)
     plain = quantize_weights(model, test)
-    scaled = quantize_weights(model, data, awq=True, form=NBITS)  # products in float: a block of int8 knows no outliers
+    scaled = quantize_weights(model, data, awq=True, storage=MATMUL_NBITS)  # products in float: a block of int8 knows no outliers
     with torch.no_grad():
         wanted = model(*test)
         lost = [float((q(*test) - wanted).square().mean()) for q in (plain, scaled)]
@@ -221,31 +230,37 @@ def test_a_tied_table_and_a_convolution(tmp_path) -> None:
             return self.conv(self.words(ids).transpose(1, 2)).mean(2) @ self.words.weight.T
 
     model = Tied().eval()
-    quantized = quantize_weights(model, ids(), convolutions=Blocks(bits=8, block=None))
+    quantized = quantize_weights(model, ids(), convolutions=BlockScheme(bits=8, block_size=None))
     assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()), quantized, [ids(64)]).passed
     runs = {row.name: row.runs for row in quantized.plan.rows}
     assert runs == {"words.weight": "4 bits, blocks of 32", "conv.weight": "8 bits, a scale a row"}  # as the product wants it
-    left = quantize_weights(model, ids(), exceptions={"words.weight": None}, convolutions=Blocks(bits=8, block=None))
-    assert {row.name: row.runs for row in left.plan.rows}["words.weight"] == "float: an exception of the user's"
+    left = quantize_weights(model, ids(), overrides={"words.weight": None}, convolutions=BlockScheme(bits=8, block_size=None))
+    assert {row.name: row.runs for row in left.plan.rows}["words.weight"] == "float: overrides= leaves it float"
     assert "convolutions=" in str(quantize_weights(model, ids()).plan)
 
 
 def test_files_shrink_as_the_plan_says(tmp_path) -> None:
-    model = Reader(width=256).eval()
+    model = nn.Sequential(nn.Embedding(WORDS, 256), nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).eval()
     whole = ck.export_onnx(model, tmp_path / "f.onnx", ids()).stat().st_size
-    for blocks, most in ((Blocks(bits=8, block=None), 0.27), (Blocks(bits=4, block=32), 0.18), (Blocks(bits=4, block=128), 0.16)):
-        for form in (DECODED, NBITS):
-            quantized = quantize_weights(model, ids(), blocks=blocks, form=form)
+    for scheme, most in (
+        (BlockScheme(bits=8, block_size=None), 0.27),
+        (BlockScheme(bits=4, block_size=32), 0.18),
+        (BlockScheme(bits=4, block_size=128), 0.16),
+    ):
+        for storage in (DEQUANTIZE_LINEAR, MATMUL_NBITS):
+            quantized = quantize_weights(model, ids(), scheme=scheme, storage=storage)
             size = ck.export_onnx(quantized, tmp_path / "q.onnx", ids()).stat().st_size
             assert size < most * whole
-            assert quantized.plan.bytes < size < quantized.plan.bytes + 30_000
+            assert quantized.plan.bytes < size < quantized.plan.bytes + 10_000
 
 
 def test_the_plan_says_what_happened() -> None:
     model = Reader().eval()
     with torch.no_grad():
         model.head.weight.zero_()
-    quantized = quantize_weights(model, ids(), skip=("body.layers.0.linear2",), exceptions={"inner": Blocks(bits=8, block=None)})
+    quantized = quantize_weights(
+        model, ids(), skip=("body.layers.0.linear2",), overrides={"inner": BlockScheme(bits=8, block_size=None)}
+    )
     text = str(quantized.plan)
     assert "52 inputs: the last block has 20, filled up with zeros" in text
     assert "all its weights are zero" in text
@@ -263,10 +278,10 @@ def test_it_trains_on_its_grids() -> None:
     assert all(
         p.grad is not None and p.grad.abs().sum() > 0 for n, p in quantized.named_parameters() if "norm" not in n and p.ndim > 1
     )
-    before = quantized.blocked()["inner"].integers(quantized.body.inner)
+    before = block_quantizers(quantized.body)["inner"].integers(quantized.body.inner)
     with torch.no_grad():
-        quantized.body.inner.add_(quantized.blocked()["inner"].scale.max() * 3)
-    after = quantized.blocked()["inner"].integers(quantized.body.inner)
+        quantized.body.inner.add_(block_quantizers(quantized.body)["inner"].scale.max() * 3)
+    after = block_quantizers(quantized.body)["inner"].integers(quantized.body.inner)
     assert not torch.equal(before, after)
 
 
@@ -274,7 +289,7 @@ def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
     data = [(ids(16)[0], torch.randint(0, 5, (16,))) for _ in range(3)]
     task = ck.Task(train=data, val=data)
     model = Reader()
-    stage = ck.WeightQuant(rounding=gptq, awq=True, samples=16, form=NBITS_INT8)
+    stage = ck.WeightQuant(rounding=gptq, awq=True, samples=16, storage=MATMUL_NBITS_INT8)
     result = ck.Recipe(stage).run(model, task, out=tmp_path / "run")
     again = ck.load(Reader(), tmp_path / "run" / "1-weightquant")
     with torch.no_grad():
@@ -288,11 +303,11 @@ def test_masks_are_kept(tmp_path) -> None:
     masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.erk_ratios)
     masks.apply_(model)
     data = [ids(16)]
-    quantized = quantize_weights(model, data, rounding=gptq, awq=True, blocks=Blocks(bits=3))
+    quantized = quantize_weights(model, data, rounding=gptq, awq=True, scheme=BlockScheme(bits=3))
     mine = masks_of(quantized)
     assert mine is not None
     assert not mine.violations(quantized)
-    for name, quantizer in quantized.blocked().items():
+    for name, quantizer in block_quantizers(quantized.body).items():
         mask = mine.masks.get(f"body.{name}")
         if mask is not None:
             integers = quantizer.weight(quantizer.integers(quantized.body.get_parameter(name)))
@@ -304,8 +319,8 @@ def test_masks_are_kept(tmp_path) -> None:
     [
         (dict(batches=[]), DataError, "quantize_weights: no calibration batch"),
         (dict(skip=("nowhere",)), SettingError, "nowhere"),
-        (dict(exceptions={"nowhere": None}), SettingError, "the matrices are"),
-        (dict(convolutions=Blocks()), SettingError, "one scale for each channel"),
+        (dict(overrides={"nowhere": None}), SettingError, "the matrices are"),
+        (dict(convolutions=BlockScheme()), SettingError, "one scale for each channel"),
     ],
 )
 def test_bad_settings(settings_, error, said) -> None:
@@ -326,11 +341,11 @@ def test_bad_numbers() -> None:
     quantized = quantize_weights(Loud().eval(), (torch.randn(4, 64),))
     with pytest.raises(ModelError, match="quantized already"):
         quantize_weights(quantized, (torch.randn(4, 64),))
-    for bad in (dict(bits=1), dict(bits=9), dict(block=48), dict(block=8)):
+    for bad in (dict(bits=1), dict(bits=9), dict(block_size=48), dict(block_size=8)):
         with pytest.raises(SettingError, match="wanted"):
-            Blocks(**bad)
+            BlockScheme(**bad)
     with pytest.raises(SettingError, match="columns >= 1"):
-        gptq(Rows(torch.ones(2, 2), Blocks(), None, lambda: torch.eye(2)), damping=0.0)
+        gptq(WeightMatrix(torch.ones(2, 2), BlockScheme(), None, lambda: torch.eye(2)), damping=0.0)
     with pytest.raises(SettingError, match="samples"):
         ck.WeightQuant(samples=0)
 
@@ -356,7 +371,7 @@ def test_layers_that_took_batchnorm_in_are_rounded(tmp_path) -> None:
     )
     x = torch.randn(16, 3, 8, 8)
     model(x)
-    quantized = quantize_weights(model.eval(), x[:4], convolutions=Blocks(bits=8, block=None))
+    quantized = quantize_weights(model.eval(), x[:4], convolutions=BlockScheme(bits=8, block_size=None))
     assert len([m for m in quantized.modules() if isinstance(m, BlockQuantizer)]) == 2
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:4])
     torch.testing.assert_close(ran(path, (x,), optimize=False), quantized(x), rtol=1e-4, atol=1e-4)

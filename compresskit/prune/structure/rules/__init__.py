@@ -1,13 +1,6 @@
-"""How the labels of an operator's inputs reach its output: one rule for each kind of operator, in files by family."""
+"""How the channels of an operator's inputs reach its result: one rule for each kind of operator, in files by family."""
 
-from compresskit.prune.structure.rules.arithmetic import ARITHMETIC
-from compresskit.prune.structure.rules.base import Raw, Rule
-from compresskit.prune.structure.rules.contract import CONTRACTIONS
-from compresskit.prune.structure.rules.layers import LAYERS
-from compresskit.prune.structure.rules.moves import MOVES
-from compresskit.prune.structure.rules.norms import NORMS
-from compresskit.prune.structure.rules.recurrent import RECURRENT
+from compresskit.prune.structure.rules import arithmetic, contract, layers, moves, norms, recurrent
+from compresskit.prune.structure.rules.base import PROPAGATION_RULES
 
-RULES: dict[object, Rule] = {**ARITHMETIC, **CONTRACTIONS, **LAYERS, **MOVES, **NORMS, **RECURRENT}
-
-__all__ = ["RULES", "Raw", "Rule"]
+__all__ = ["PROPAGATION_RULES", "arithmetic", "contract", "layers", "moves", "norms", "recurrent"]

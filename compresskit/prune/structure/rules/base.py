@@ -1,45 +1,71 @@
-"""What rules are made of: parameters as the graph reads them, the table of rules, small helpers.
+"""What pruning rules are written with: parameters as the graph reads them, the operator at hand, and the table of rules.
 
-A rule is `(walk, node, args, kwargs) -> labels of the output`. An operator without a rule locks every channel that reaches it:
-never wrong, at worst less pruned.
+A rule is a function `(call: OperatorCall) -> labels of the result`, entered with `@rule_for(operators)`:
+
+    @rule_for(aten.linear.default)
+    def rule_linear(call: OperatorCall) -> Tensor:
+        x, weight = call.args[:2]
+        ...
+
+An operator without a rule locks every channel that reaches it: an unknown operator costs sparsity, never correctness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compresskit.graph.normalize import Node, aten
-from compresskit.prune.structure.channel_sets import spread, varying
+from compresskit.graph.surgery import get_tensor
+from compresskit.prune.structure.channel_sets import (
+    UNCONSTRAINED,
+    ChannelSets,
+    Role,
+    collapse,
+    collapse_expanded,
+    expand_along,
+    fixed_labels,
+    varying_dims,
+)
+from compresskit.prune.structure.constraints import (
+    AxisSplit,
+    ChannelStatistic,
+    DependsOnAll,
+    HardCodedSize,
+    SizeAttribute,
+    WidthScaling,
+)
+from compresskit.prune.structure.trace import Trace
 
-if TYPE_CHECKING:
-    from compresskit.prune.structure.propagate import Walk
-
-Rule = Callable[["Walk", Node, tuple[Any, ...], dict[str, Any]], Any]
+#: A dimension of a parameter, and the indices along it that are read.
+ParameterAxis = tuple[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Raw:
-    """A parameter or buffer as the graph reads it.
+class ParameterView:
+    """A parameter or buffer as the graph reads it, after views, permutations and look-ups.
 
-    axes: for each dimension of the tensor where its values come from: indices of the shape in which they are read. They follow
-    the values through views, permutations and look-ups. sources: the tensors that it is computed from with the same layout, as
-    (name, dimensions); more than itself for parametrized weights only.
+    axes: for each dimension of the stored tensor, the index along it that each value read comes from, in the shape that is read.
+    moved: whether that differs from the stored layout.
+    same_layout: other tensors that it is computed from with the same layout, as (name, its dimension for each of ours or None);
+        only parametrized weights (weight norm) have some.
     """
 
     name: str
     axes: tuple[Tensor, ...]
     moved: bool = False
-    also: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
+    same_layout: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
 
     @staticmethod
-    def of(name: str, shape: tuple[int, ...], also: tuple[tuple[str, tuple[int | None, ...]], ...] = ()) -> Raw:
-        """A whole tensor."""
-        return Raw(name, tuple(spread(torch.arange(n), d, shape) for d, n in enumerate(shape)), also=also)
+    def of(name: str, shape: tuple[int, ...], same_layout: tuple[tuple[str, tuple[int | None, ...]], ...] = ()) -> ParameterView:
+        """A whole tensor in its stored layout."""
+        axes = tuple(expand_along(torch.arange(n), d, shape) for d, n in enumerate(shape))
+        return ParameterView(name, axes, same_layout=same_layout)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,37 +77,277 @@ class Raw:
         """Number of values read."""
         return self.axes[0].numel() if self.axes else 1
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Raw:
-        """The same values after an operator that moves them."""
-        return Raw(self.name, tuple(function(a) for a in self.axes), moved=True, also=self.also)
+    def map(self, function: Callable[[Tensor], Tensor]) -> ParameterView:
+        """The view after an operator that only moves values."""
+        return ParameterView(self.name, tuple(function(a) for a in self.axes), moved=True, same_layout=self.same_layout)
 
-    def axis(self, dim: int) -> tuple[int, Tensor] | None:
-        """The dimension of the tensor that runs along `dim` of what is read, and the indices met; None where it is not one."""
-        found = []
-        for own, indices in enumerate(self.axes):
-            along = varying(indices)
+    def map_parts(self, function: Callable[[Tensor], Any]) -> list[ParameterView]:
+        """The views after an operator that cuts a tensor into parts."""
+        columns = zip(*(function(a) for a in self.axes), strict=True)
+        return [ParameterView(self.name, tuple(axes), moved=True, same_layout=self.same_layout) for axes in columns]
+
+    def axis(self, dim: int) -> ParameterAxis | None:
+        """The stored dimension that runs along `dim` of what is read, and its indices; None where there is not exactly one."""
+        axes = []
+        for stored, indices in enumerate(self.axes):
+            along = varying_dims(indices)
             if dim in along:
                 if along != [dim]:
                     return None
-                found.append((own, indices.movedim(dim, 0).reshape(indices.shape[dim], -1)[:, 0]))
-        return found[0] if len(found) == 1 else None
+                axes.append((stored, indices.movedim(dim, 0).reshape(indices.shape[dim], -1)[:, 0]))
+        return axes[0] if len(axes) == 1 else None
 
 
-def rules_of(table: dict[Any, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
-    """A decorator that enters a function into a table as the rule of some operators."""
+#: Labels of an activation, or a view of a parameter.
+Labelled = Tensor | ParameterView
+#: What a rule returns: the labels of the result, or of each of several results; None where the result is no tensor.
+RuleResult = Labelled | Sequence[Labelled] | None
 
-    def of(*targets: Any) -> Callable[[Rule], Rule]:
-        def enter(function: Rule) -> Rule:
-            table.update(dict.fromkeys(targets, function))
-            return function
 
-        return enter
+class ChannelPropagation:
+    """What propagation over a trace finds: the channel sets, the constraints on them, and what operators cost.
 
-    return of
+    sets: union-find over the labels of channels. locked_tensors: parameter -> why it is never cut.
+    splits ... size_attributes: see `constraints.py`.
+    costs: MACs of one sample of an operator, and the labels along the dimensions that they are a product of.
+    linear_layers: (path, labels of the outputs, labels of the inputs) of each linear layer.
+    The rest is state of the propagation: `shapes` of the run at hand, whether it is the `main_run`, `calls` of each operator so
+    far, `blank` nodes (tensors that were made to be written into and hold nothing yet), `products` that sum over channels.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.sets = trace, ChannelSets()
+        self.locked_tensors: dict[str, str] = {}
+        self.splits: list[AxisSplit] = []
+        self.dependencies: list[DependsOnAll] = []
+        self.hard_coded_sizes: list[HardCodedSize] = []
+        self.width_scalings: list[WidthScaling] = []
+        self.statistics: list[ChannelStatistic] = []
+        self.size_attributes: list[SizeAttribute] = []
+        self.costs: list[tuple[float, list[Tensor]]] = []
+        self.linear_layers: list[tuple[str, Tensor, Tensor]] = []
+        self.shapes, self.main_run = trace.shapes, True
+        self.calls: Counter[Any] = Counter()
+        self.blank: set[Node] = set()
+        self.products: dict[Node, tuple[Tensor, int, bool]] = {}
+        self._axis_labels: dict[tuple[str, int], Tensor] = {}
+
+    def size(self, tensor: str, dim: int) -> int:
+        """Size of a dimension of a parameter or buffer."""
+        return get_tensor(self.trace.module, tensor).shape[dim]
+
+    def axis_labels(self, tensor: str, dim: int) -> Tensor:
+        """Labels of a parameter's own along one of its dimensions; new ones at the first call."""
+        if (tensor, dim) not in self._axis_labels:
+            self._axis_labels[tensor, dim] = self.sets.fresh(self.size(tensor, dim))
+            self.sets.add_axis(tensor, dim, self._axis_labels[tensor, dim], "with")
+        return self._axis_labels[tensor, dim]
+
+    def lock_tensor(self, tensor: str, reason: str) -> None:
+        """Never cut this parameter; the first reason counts."""
+        self.locked_tensors.setdefault(tensor, reason)
+
+    def lock_value(self, value: Labelled, reason: str) -> None:
+        """Lock all channels of a value: those of its labels, or the parameter that it is."""
+        if isinstance(value, ParameterView):
+            self.lock_tensor(value.name, reason)
+        else:
+            self.sets.lock(value, reason)
+
+
+class OperatorCall:
+    """One operator of the trace as its rule sees it.
+
+    args, kwargs: its arguments, with labels in place of activations and a `ParameterView` in place of parameters.
+    state: the propagation, where rules join and lock channel sets (`sets`) and record constraints.
+    """
+
+    def __init__(self, state: ChannelPropagation, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.state, self.node, self.args, self.kwargs = state, node, args, kwargs
+        self.sets, self.target = state.sets, node.target
+
+    # -- the operator
+
+    @property
+    def path(self) -> str:
+        """The module in whose forward the operator ran."""
+        return str(self.node.meta.get("path", ""))
+
+    @property
+    def kind(self) -> str:
+        """The operator's name: `add` for `aten.add_.Tensor`."""
+        return operator_name(self.target).rstrip("_")
+
+    @property
+    def where(self) -> str:
+        """`add in layer1.0`: the operator as a person would look for it."""
+        return f"{self.kind} in {'.'.join(p for p in (self.state.trace.prefix, self.path) if p) or 'the model'}"
+
+    @property
+    def has_one_result(self) -> bool:
+        """Whether the result is one tensor."""
+        return self.node.name in self.state.shapes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result, where it is one tensor."""
+        return self.state.shapes[self.node.name]
+
+    @property
+    def part_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the results, where there are several."""
+        shapes: list[tuple[int, ...]] = self.node.meta["parts"]
+        return shapes
+
+    def expand_along(self, vector: Tensor, dim: int) -> Tensor | list[Tensor]:
+        """Labels of the result, or of each of the results, with `vector` along `dim`."""
+        if self.has_one_result:
+            return expand_along(vector, dim, self.shape)
+        return [expand_along(vector, dim, shape) for shape in self.part_shapes]
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by name, however it was passed."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for position, entry in enumerate(self.target._schema.arguments):
+            if entry.name == name:
+                return self.args[position] if position < len(self.args) else entry.default_value
+        return default
+
+    def is_blank(self, node: Any) -> bool:
+        """Whether a node makes a tensor only to be written into (zeros, empty)."""
+        if node.op != "call_function" or node.meta.get("constant"):
+            return False
+        kind = operator_name(node.target).removeprefix("new_")
+        return node in self.state.blank or kind in ("zeros", "ones", "empty", "full", "zeros_like")
+
+    # -- labels of what it reads
+
+    def labels_along(self, value: Any, dim: int) -> Tensor:
+        """One label for each index of `dim`; sets that share an index of it are joined."""
+        if isinstance(value, ParameterView):
+            labels = self.vector_labels(value)
+            if labels is not None and varying_dims(labels) == [dim]:
+                return labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0]
+            self.state.lock_tensor(value.name, "used as if it were an activation")
+            return torch.zeros(value.shape[dim], dtype=torch.long)
+        size = value.shape[dim]
+        rows = collapse(value).movedim(dim, 0)
+        rows = rows.reshape(rows.shape[0], -1)
+        if rows.shape[1] > 1:
+            self.sets.join(rows[:, :1], rows, "positions of one channel that cannot all be cut")
+        return (rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows))).expand(size)
+
+    def parameter_labels(self, parameter: ParameterView, dim: int) -> Tensor | None:
+        """The parameter's own labels along `dim` of what is read; None where that is not one of its dimensions."""
+        axis = parameter.axis(dim)
+        if axis is None:
+            return None
+        return expand_along(self.state.axis_labels(parameter.name, axis[0])[axis[1]], dim, parameter.shape)
+
+    def vector_labels(self, parameter: ParameterView) -> Tensor | None:
+        """The own labels of a parameter that is a vector, whatever the shape in which it is read; None where it is not."""
+        dims = [d for d in range(len(parameter.axes)) if self.state.size(parameter.name, d) > 1]
+        return self.state.axis_labels(parameter.name, dims[0])[parameter.axes[dims[0]]] if len(dims) == 1 else None
+
+    # -- what the rule says about parameters
+
+    def assign(self, parameter: ParameterView, axis: ParameterAxis, labels: Tensor, role: Role) -> None:
+        """The indices that are read along a dimension of a parameter belong to the sets of `labels`."""
+        dim, indices = axis
+        for name, dims in ((parameter.name, tuple(range(len(parameter.axes)))), *parameter.same_layout):
+            if (stored := dims[dim]) is None:
+                continue
+            size = self.state.size(name, stored)
+            whole = labels
+            if len(indices) != size or not bool((indices == torch.arange(size)).all()):
+                whole = torch.full((size,), UNCONSTRAINED).index_put((indices,), labels)
+            self.sets.add_axis(name, stored, whole, role)
+
+    def assign_vector(self, parameter: Any, labels: Tensor, dim: int = 0) -> None:
+        """A parameter with one entry per channel along `dim` goes with the channels; what is no parameter is ignored."""
+        if not isinstance(parameter, ParameterView):
+            return
+        axis = (dim, torch.arange(parameter.shape[dim])) if not parameter.moved else parameter.axis(dim)
+        if axis is None or parameter.shape[dim] != len(labels):
+            self.sets.lock(labels, f"{parameter.name} is read by {self.where} in an order of its own")
+            self.state.lock_tensor(parameter.name, f"used by {self.where}")
+        else:
+            self.assign(parameter, axis, labels, "with")
+
+    def assign_bias(self, labels: Tensor) -> None:
+        """The operator's bias goes with its outputs."""
+        bias = self.argument("bias")
+        if isinstance(bias, ParameterView):
+            self.assign_vector(bias, labels)
+        elif bias is not None:
+            self.sets.lock(labels, f"the bias of {self.where} is computed in the forward pass")
+
+    def lock_inputs(self, reason: str | None = None) -> RuleResult:
+        """Lock every channel that reaches the operator; returns labels of a result that cannot be cut."""
+        for value in tensor_leaves((self.args, self.kwargs)):
+            self.state.lock_value(value, reason or f"{self.where} could not be followed")
+        if "parts" in self.node.meta:
+            return [fixed_labels(shape) for shape in self.part_shapes]
+        return fixed_labels(self.shape) if self.has_one_result else None
+
+    # -- constraints, resolved once the whole graph has been seen
+
+    def add_split(self, view: Tensor) -> None:
+        """One dimension of channels is viewed as several."""
+        reason = f"split into equal parts by {self.where}"
+        self.state.splits.append(AxisSplit(path=self.path, labels=collapse_expanded(view), reason=reason))
+
+    def add_dependency(self, parts: Tensor, results: Tensor, reason: str) -> None:
+        """Each of `results` can be removed where all the `parts` that broadcast against it are, and only there."""
+        self.state.dependencies.append(DependsOnAll(parts=parts, results=results, reason=reason))
+
+    def add_hard_coded_size(self, labels: Tensor) -> None:
+        """The code gives a size for the result, which has channels."""
+        sizes = [s for s in leaves(self.node.args[1:]) if type(s) is int and s > 1]
+        small = collapse_expanded(labels)
+        if sizes and bool((small > 0).any()):
+            reason = f"{self.where} to sizes written in the code"
+            size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
+            self.state.hard_coded_sizes.append(size)
+
+    def add_size_attribute(self, attribute: str, labels: Tensor, position: int | None = None) -> None:
+        """An attribute of a norm without weights repeats a width."""
+        module = self.state.trace.module.get_submodule(self.path)
+        if hasattr(module, attribute) and getattr(module, "weight", None) is None:
+            size = SizeAttribute(path=self.path, attribute=attribute, labels=labels, position=position)
+            self.state.size_attributes.append(size)
+
+    def add_statistic(self, labels: Tensor, dim: int) -> None:
+        """The operator takes statistics over the channels along `dim`."""
+        if self.state.main_run:
+            nth = self.state.calls[self.target]
+            self.state.statistics.append(ChannelStatistic(target=self.target, nth=nth, labels=labels, dim=dim))
+
+    def add_cost(self, macs: float, *along: Tensor | None) -> None:
+        """The operator's multiply-accumulates are a product of the dimensions with these labels."""
+        if self.state.main_run and macs:
+            self.state.costs.append((macs / self.state.trace.rows, [labels for labels in along if labels is not None]))
+
+
+PropagationRule = Callable[[OperatorCall], RuleResult]
+
+#: Operator, or the name of one that only some installations have -> its rule.
+PROPAGATION_RULES: dict[Any, PropagationRule] = {}
+
+
+def rule_for(*targets: Any) -> Callable[[PropagationRule], PropagationRule]:
+    """A decorator that makes a function the rule of some operators."""
+
+    def enter(function: PropagationRule) -> PropagationRule:
+        PROPAGATION_RULES.update(dict.fromkeys(targets, function))
+        return function
+
+    return enter
 
 
 def overloads(*names: str) -> list[Any]:
-    """All overloads of ATen operators, and of their in-place forms, that this torch has."""
+    """All overloads of ATen operators, and of their in-place forms, that this torch has; a string may hold several names."""
     found = []
     for name in (n for text in names for base in text.split() for n in (base, f"{base}_")):
         packet = getattr(aten, name, None)
@@ -90,11 +356,20 @@ def overloads(*names: str) -> list[Any]:
     return found
 
 
-def argument(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
-    """An argument of an operator by name, wherever it was passed."""
-    if name in kwargs:
-        return kwargs[name]
-    for position, entry in enumerate(node.target._schema.arguments):
-        if entry.name == name:
-            return args[position] if position < len(args) else entry.default_value
-    return default
+def operator_name(target: Any) -> str:
+    """`aten.add_.Tensor` to `add_`."""
+    return str(target).removeprefix("aten.").split(".")[0]
+
+
+def leaves(value: Any) -> list[Any]:
+    """All values inside nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return [leaf for entry in value.values() for leaf in leaves(entry)]
+    if isinstance(value, list | tuple):
+        return [leaf for entry in value for leaf in leaves(entry)]
+    return [value]
+
+
+def tensor_leaves(value: Any) -> list[Labelled]:
+    """The labels and parameters inside nested dicts, lists and tuples."""
+    return [v for v in leaves(value) if isinstance(v, Tensor | ParameterView)]

@@ -3,122 +3,121 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compresskit.graph.normalize import Node, aten
-from compresskit.prune.structure.channel_sets import spread
-from compresskit.prune.structure.rules.base import Raw, Rule, argument, rules_of
+from compresskit.graph.normalize import aten
+from compresskit.prune.structure.channel_sets import expand_along
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterAxis, ParameterView, RuleResult, rule_for
 
-if TYPE_CHECKING:
-    from compresskit.prune.structure.propagate import Walk
-
-LAYERS: dict[Any, Rule] = {}
-rule = rules_of(LAYERS)
-
-_CONVS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-_PADDED = (aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_PADDED_CONVOLUTIONS = (aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
 
 
-@rule(*_CONVS, *_PADDED)
-def conv(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """(N, I, ...) with weight (O, I/groups, ...): outputs are new units; a depthwise output belongs to its input."""
-    x, weight = args[:2]
-    if not isinstance(weight, Raw) or (own := _matrix(weight)) is None:
-        return walk.give_up(node, f"the weight of {walk.where(node)} is computed in the forward pass")
-    bias, groups = argument(node, args, kwargs, "bias"), argument(node, args, kwargs, "groups")
-    channels = len(walk.shape(node)) - weight_spatial(weight) - 1
-    inputs = walk.along(x, channels)
+@rule_for(*_CONVOLUTIONS, *_PADDED_CONVOLUTIONS)
+def rule_conv(call: OperatorCall) -> RuleResult:
+    """(N, I, ...) with weight (O, I/groups, ...): outputs are new channels; those of a depthwise layer are its inputs."""
+    x, weight = call.args[:2]
+    if (axes := _matrix_axes(weight)) is None:
+        return lock_computed_weight(call)
+    groups = call.argument("groups")
+    channels = _channel_dim(call, weight)
+    inputs = call.labels_along(x, channels)
     outputs, per_group = weight.shape[:2]
     depthwise = groups > 1 and per_group == 1
     if groups == 1:
-        walk.reads(weight, own[1], inputs, "in")
-        made = walk.units.fresh(outputs)
+        call.assign(weight, axes[1], inputs, "in")
+        made = call.sets.fresh(outputs)
     elif depthwise:
         made = inputs.repeat_interleave(outputs // groups)
     else:
-        walk.reads(weight, own[1], uniform(walk, inputs, groups)[0], "in")
-        made = uniform(walk, walk.units.fresh(outputs), groups).reshape(-1)
-    walk.reads(weight, own[0], made, "with" if depthwise else "out")
-    walk.bias(bias, made, node)
-    macs = math.prod(walk.shape(node)) * math.prod(weight.shape[1:])
-    walk.cost(macs, made, inputs if groups == 1 else None if depthwise else inputs[: len(inputs) // groups])
-    return spread(made, channels, walk.shape(node))
+        call.assign(weight, axes[1], equal_groups(call, inputs, groups)[0], "in")
+        made = equal_groups(call, call.sets.fresh(outputs), groups).reshape(-1)
+    call.assign(weight, axes[0], made, "with" if depthwise else "out")
+    call.assign_bias(made)
+    macs = math.prod(call.shape) * math.prod(weight.shape[1:])
+    call.add_cost(macs, made, inputs if groups == 1 else None if depthwise else inputs[: len(inputs) // groups])
+    return expand_along(made, channels, call.shape)
 
 
-def weight_spatial(weight: Raw) -> int:
-    """Number of dimensions over which a filter moves."""
-    return len(weight.shape) - 2
+@rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+def rule_conv_transpose(call: OperatorCall) -> RuleResult:
+    """(N, I, ...) with weight (I, O/groups, ...)."""
+    x, weight = call.args[:2]
+    groups = call.argument("groups")
+    if not isinstance(weight, ParameterView) or weight.moved:
+        return lock_computed_weight(call)
+    channels = _channel_dim(call, weight)
+    inputs = call.labels_along(x, channels)
+    per_group = weight.shape[1]
+    depthwise = groups == len(inputs) and groups > 1
+    if depthwise:
+        made, made_per_group = inputs.repeat_interleave(per_group), None
+    else:
+        equal_groups(call, inputs, groups)
+        rows = equal_groups(call, call.sets.fresh(per_group * groups), groups)
+        call.sets.add_axis(weight.name, 1, rows[0], "out")
+        made, made_per_group = rows.reshape(-1), rows[0]
+    call.sets.add_axis(weight.name, 0, inputs, "with" if depthwise else "in")
+    call.assign_bias(made)
+    positions = math.prod(x.shape if isinstance(x, Tensor) else ()) * math.prod(weight.shape[1:])
+    call.add_cost(positions, inputs, made_per_group)
+    return expand_along(made, channels, call.shape)
 
 
-def _matrix(weight: Raw) -> tuple[tuple[int, Tensor], tuple[int, Tensor]] | None:
-    """Where the first two dimensions of a weight come from, as (dimension, indices) of its tensor."""
+@rule_for(aten.linear.default)
+def rule_linear(call: OperatorCall) -> RuleResult:
+    """(..., I) with weight (O, I)."""
+    x, weight = call.args[:2]
+    if (axes := _matrix_axes(weight)) is None:
+        return lock_computed_weight(call)
+    inputs = call.labels_along(x, len(x.shape) - 1)
+    call.assign(weight, axes[1], inputs, "in")
+    made = call.sets.fresh(weight.shape[0])
+    call.assign(weight, axes[0], made, "out")
+    call.assign_bias(made)
+    call.state.linear_layers.append((call.path, made, inputs))
+    call.add_cost(math.prod(call.shape) * weight.shape[1], made, inputs)
+    return expand_along(made, len(call.shape) - 1, call.shape)
+
+
+@rule_for(aten.embedding.default, aten.embedding_bag.default, aten._embedding_bag.default)
+def rule_embedding(call: OperatorCall) -> RuleResult:
+    """Integers with weight (rows, width): the width is new channels; rows stay, since the integers name them."""
+    weight = call.args[0]
+    if (axes := _matrix_axes(weight)) is None or not call.has_one_result:
+        return call.lock_inputs()
+    made = call.sets.fresh(weight.shape[1])
+    call.assign(weight, axes[1], made, "out")
+    call.sets.add_axis(weight.name, axes[0][0], torch.zeros(weight.shape[0], dtype=torch.long), "with")
+    return expand_along(made, len(call.shape) - 1, call.shape)
+
+
+def lock_computed_weight(call: OperatorCall) -> RuleResult:
+    """Lock the inputs of a layer whose weight is no parameter."""
+    return call.lock_inputs(f"the weight of {call.where} is computed in the forward pass")
+
+
+def equal_groups(call: OperatorCall, labels: Tensor, groups: int) -> Tensor:
+    """(groups * n,) to (groups, n), with the same position of every group joined so that groups stay equally large."""
+    rows = labels.view(groups, -1)
+    return call.sets.join_rows(rows, "a grouped layer needs equal groups, and one of them cannot be cut here")
+
+
+def _channel_dim(call: OperatorCall, weight: ParameterView) -> int:
+    """The channel dimension of a convolution's input and output; a sample may come without a batch."""
+    return len(call.shape) - (len(weight.shape) - 2) - 1
+
+
+def _matrix_axes(weight: Any) -> tuple[ParameterAxis, ParameterAxis] | None:
+    """The stored dimensions behind the first two of a weight; None where it is no parameter or they cannot be told apart."""
+    if not isinstance(weight, ParameterView):
+        return None
     if not weight.moved:
         return (0, torch.arange(weight.shape[0])), (1, torch.arange(weight.shape[1]))
     first, second = weight.axis(0), weight.axis(1)
     if weight.shape[1] == 1 and second is None:
         second = (1, torch.arange(1))
     return None if first is None or second is None or first[0] == second[0] else (first, second)
-
-
-def uniform(walk: Walk, labels: Tensor, groups: int) -> Tensor:
-    """(groups * n,) to (groups, n) with the same position of every group made one unit, so that groups stay equal."""
-    rows = labels.view(groups, -1)
-    walk.units.join(rows[:1], rows, "a grouped layer needs equal groups, and one of them cannot be cut here")
-    return rows
-
-
-@rule(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-def conv_transpose(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """(N, I, ...) with weight (I, O/groups, ...)."""
-    x, weight = args[:2]
-    groups = argument(node, args, kwargs, "groups")
-    if not isinstance(weight, Raw) or weight.moved:
-        return walk.give_up(node, f"the weight of {walk.where(node)} is computed in the forward pass")
-    channels = len(walk.shape(node)) - weight_spatial(weight) - 1
-    inputs = walk.along(x, channels)
-    per_group = weight.shape[1]
-    depthwise = groups == len(inputs) and groups > 1
-    if depthwise:
-        made = inputs.repeat_interleave(per_group)
-        per = None
-    else:
-        uniform(walk, inputs, groups)
-        rows = uniform(walk, walk.units.fresh(per_group * groups), groups)
-        walk.units.member(weight.name, 1, rows[0], "out")
-        made, per = rows.reshape(-1), rows[0]
-    walk.units.member(weight.name, 0, inputs, "with" if depthwise else "in")
-    walk.bias(argument(node, args, kwargs, "bias"), made, node)
-    positions = math.prod(x.shape if isinstance(x, Tensor) else ()) * math.prod(weight.shape[1:])
-    walk.cost(positions, inputs, per)
-    return spread(made, channels, walk.shape(node))
-
-
-@rule(aten.linear.default)
-def linear(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """(..., I) with weight (O, I)."""
-    x, weight = args[:2]
-    if not isinstance(weight, Raw) or (own := _matrix(weight)) is None:
-        return walk.give_up(node, f"the weight of {walk.where(node)} is computed in the forward pass")
-    inputs = walk.along(x, len(x.shape) - 1)
-    walk.reads(weight, own[1], inputs, "in")
-    made = walk.units.fresh(weight.shape[0])
-    walk.reads(weight, own[0], made, "out")
-    walk.bias(argument(node, args, kwargs, "bias"), made, node)
-    walk.made_from(made, inputs)
-    walk.cost(math.prod(walk.shape(node)) * weight.shape[1], made, inputs)
-    return spread(made, len(walk.shape(node)) - 1, walk.shape(node))
-
-
-@rule(aten.embedding.default, aten.embedding_bag.default, aten._embedding_bag.default)
-def embedding(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whole numbers with weight (rows, width): the width is made of new units, rows stay since numbers name them."""
-    weight = args[0]
-    if not isinstance(weight, Raw) or (own := _matrix(weight)) is None or node.name not in walk.shapes:
-        return walk.give_up(node, f"{walk.where(node)} could not be followed")
-    made = walk.units.fresh(weight.shape[1])
-    walk.reads(weight, own[1], made, "out")
-    walk.units.member(weight.name, own[0][0], torch.zeros(weight.shape[0], dtype=torch.long), "with")
-    return spread(made, len(walk.shape(node)) - 1, walk.shape(node))

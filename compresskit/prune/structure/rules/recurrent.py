@@ -1,89 +1,86 @@
-"""Rules of LSTM, GRU and plain recurrent layers: a hidden unit is its row in every gate and its recurrent column."""
+"""Rules of LSTM, GRU and plain recurrent layers: a hidden channel is its row in every gate and its recurrent column."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from compresskit.graph.normalize import Node, aten
-from compresskit.prune.structure.channel_sets import spread
-from compresskit.prune.structure.rules.base import Raw, Rule, rules_of
+from compresskit.graph.normalize import aten
+from compresskit.prune.structure.channel_sets import expand_along
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.layers import lock_computed_weight
 
-if TYPE_CHECKING:
-    from compresskit.prune.structure.propagate import Walk
+_LAYER_GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+_CELL_GATES = {
+    aten.lstm_cell.default: 4,
+    aten.gru_cell.default: 3,
+    aten.rnn_tanh_cell.default: 1,
+    aten.rnn_relu_cell.default: 1,
+}
 
-RECURRENT: dict[Any, Rule] = {}
-rule = rules_of(RECURRENT)
 
-_GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
-
-
-@rule(*_GATES)
-def recurrent(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule_for(*_LAYER_GATES)
+def rule_recurrent(call: OperatorCall) -> RuleResult:
     """(N, T, I) to (N, T, directions * H). All layers and directions share one `hidden_size`, so they get narrower together."""
-    x, state, weights, biases, layers, _, _, both, _ = args
-    gates, directions = _GATES[node.target], 2 if both else 1
+    x, state, weights, biases, layers, _, _, bidirectional, _ = call.args
+    gates, directions = _LAYER_GATES[call.target], 2 if bidirectional else 1
     per_layer = len(weights) // (layers * directions)
-    if per_layer != (4 if biases else 2) or not all(isinstance(w, Raw) and not w.moved for w in weights):
-        return walk.give_up(node, f"{walk.where(node)} has projections, or weights computed in the forward pass")
-    hidden = weights[1].shape[1]
-    unit = walk.units.fresh(hidden)
-    _start(walk, node, unit, state, node.args[1])
-    inputs = walk.along(x, x.ndim - 1)
-    steps = math.prod(x.shape[:-1])
+    if per_layer != (4 if biases else 2) or not _are_parameters(weights):
+        return call.lock_inputs(f"{call.where} has projections, or weights computed in the forward pass")
+    hidden = call.sets.fresh(weights[1].shape[1])
+    _join_initial_state(call, hidden, state)
+    inputs = call.labels_along(x, x.ndim - 1)
     for layer in range(layers):
         for direction in range(directions):
-            own = weights[(layer * directions + direction) * per_layer :][:per_layer]
-            for position, weight in enumerate(own):
-                walk.units.member(weight.name, 0, unit.repeat(gates), "out" if position == 0 else "with")
-            walk.units.member(own[0].name, 1, inputs, "in")
-            walk.units.member(own[1].name, 1, unit, "in")
-            walk.cost(steps * gates * hidden * len(inputs), unit, inputs)
-            walk.cost(steps * gates * hidden * hidden, unit, unit)
-        inputs = unit.repeat(directions)
-    shapes = node.meta["parts"]
-    return [spread(inputs if i == 0 else unit, len(shape) - 1, shape) for i, shape in enumerate(shapes)]
+            first = (layer * directions + direction) * per_layer
+            _assign_gates(call, weights[first : first + per_layer], gates, hidden, inputs, math.prod(x.shape[:-1]))
+        inputs = hidden.repeat(directions)
+    outputs, *states = call.part_shapes
+    return [expand_along(inputs, -1, outputs), *(expand_along(hidden, -1, shape) for shape in states)]
 
 
-def _start(walk: Walk, node: Node, unit: Tensor, state: Any, made: Any) -> None:
-    """States that the model makes or is given are met unit by unit; zeros made for the purpose hold nothing."""
-    states, nodes = (v if isinstance(v, list | tuple) else [v] for v in (state, made))
-    for given, source in zip(states, nodes, strict=True):
-        if isinstance(given, Raw):
-            walk.pin(given.name, f"an initial state of {walk.where(node)}")
-        if isinstance(given, Raw) or not walk.is_new(source):
-            labels = walk.along(given, len(given.shape) - 1)
-            walk.units.join(unit, labels, f"an initial state of {walk.where(node)} cannot be cut")
-
-
-_CELLS = {aten.lstm_cell.default: 4, aten.gru_cell.default: 3, aten.rnn_tanh_cell.default: 1, aten.rnn_relu_cell.default: 1}
-
-
-@rule(*_CELLS)
-def cell(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule_for(*_CELL_GATES)
+def rule_recurrent_cell(call: OperatorCall) -> RuleResult:
     """One step: (N, I) and states (N, H) to states (N, H)."""
-    x, state, *weights = args
-    weights = [w for w in weights if w is not None]
-    if not all(isinstance(w, Raw) and not w.moved for w in weights):
-        return walk.give_up(node, f"the weight of {walk.where(node)} is computed in the forward pass")
-    gates, hidden = _CELLS[node.target], weights[1].shape[1]
-    unit, inputs = walk.units.fresh(hidden), walk.along(x, x.ndim - 1)
-    _start(walk, node, unit, state, node.args[1])
+    x, state, *rest = call.args
+    weights = [w for w in rest if w is not None]
+    if not _are_parameters(weights):
+        return lock_computed_weight(call)
+    hidden, inputs = call.sets.fresh(weights[1].shape[1]), call.labels_along(x, x.ndim - 1)
+    _join_initial_state(call, hidden, state)
+    _assign_gates(call, weights, _CELL_GATES[call.target], hidden, inputs, math.prod(x.shape[:-1]))
+    return call.expand_along(hidden, -1)
+
+
+@rule_for(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
+def rule_packed_sequence(call: OperatorCall) -> RuleResult:
+    """Packed sequences are not cut."""
+    return call.lock_inputs(f"packed sequences are not followed through {call.where}")
+
+
+def _are_parameters(weights: list[Any]) -> bool:
+    return all(isinstance(w, ParameterView) and not w.moved for w in weights)
+
+
+def _assign_gates(
+    call: OperatorCall, weights: list[ParameterView], gates: int, hidden: Tensor, inputs: Tensor, steps: int
+) -> None:
+    """Weights (input weight, hidden weight, biases), each with one block of rows per gate."""
     for position, weight in enumerate(weights):
-        walk.units.member(weight.name, 0, unit.repeat(gates), "out" if position == 0 else "with")
-    walk.units.member(weights[0].name, 1, inputs, "in")
-    walk.units.member(weights[1].name, 1, unit, "in")
-    rows = math.prod(x.shape[:-1])
-    walk.cost(rows * gates * hidden * len(inputs), unit, inputs)
-    walk.cost(rows * gates * hidden * hidden, unit, unit)
-    if node.name in walk.shapes:
-        return spread(unit, len(walk.shape(node)) - 1, walk.shape(node))
-    return [spread(unit, len(shape) - 1, shape) for shape in node.meta["parts"]]
+        call.sets.add_axis(weight.name, 0, hidden.repeat(gates), "out" if position == 0 else "with")
+    for weight, columns in zip(weights, (inputs, hidden), strict=False):
+        call.sets.add_axis(weight.name, 1, columns, "in")
+        call.add_cost(steps * gates * len(hidden) * len(columns), hidden, columns)
 
 
-@rule(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
-def packed(walk: Walk, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Packed sequences are left whole."""
-    return walk.give_up(node, f"packed sequences are not followed through {walk.where(node)}")
+def _join_initial_state(call: OperatorCall, hidden: Tensor, state: Any) -> None:
+    """An initial state that the model makes or is given has the hidden channels; zeros made for the purpose add no constraint."""
+    states, nodes = (v if isinstance(v, list | tuple) else [v] for v in (state, call.node.args[1]))
+    for value, node in zip(states, nodes, strict=True):
+        if isinstance(value, ParameterView):
+            call.state.lock_tensor(value.name, f"an initial state of {call.where}")
+        if isinstance(value, ParameterView) or not call.is_blank(node):
+            labels = call.labels_along(value, len(value.shape) - 1)
+            call.sets.join(hidden, labels, f"an initial state of {call.where} cannot be cut")

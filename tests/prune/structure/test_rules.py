@@ -1,20 +1,20 @@
-"""The special cases of structured pruning: each is cut and equals the zeroed model in float64, or is kept for a reason."""
+"""Rules: each special case is cut and equals the zeroed model in float64, or is kept for a reason."""
 
 from __future__ import annotations
 
-import copy
-import json
 import re
 
-import oracles
+import networks
 import pytest
 import special_networks as special
 import torch
-from networks import trained_like
+from networks import build
+from pruned import assert_equals_zeroed, built, cut, planned
 from torch import nn
 
 from compresskit import count_macs, keep
-from compresskit.prune import Plan, apply_, plan_channels
+from compresskit.prune import apply_, plan_channels
+from compresskit.prune.structure.rules.base import PROPAGATION_RULES, rule_for
 from compresskit.prune.structure.trial import TrialRepair, trial_plan
 
 #: network -> tensors of which channels must be gone along a dimension.
@@ -66,6 +66,7 @@ CUT = {
     special.DataDependent: [("a.0.weight", 0), ("b.0.weight", 1)],
 }
 
+
 #: network -> what the reason for keeping channels must say.
 KEPT = {
     special.HardView: r"view in the model to sizes written in the code; a copy that was cut there did not run",
@@ -78,38 +79,12 @@ KEPT = {
 }
 
 
-def built(kind):
-    model = kind()
-    return (
-        trained_like(model, special.example(kind))
-        if any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-        else model.eval()
-    )
-
-
-def cut(kind, macs=0.55, **settings):
-    """A model, its plan, and the pruned copy."""
-    model = built(kind)
-    plan = plan_channels(model, special.example(kind), budget=keep(macs=macs), round_to=1, **settings)
-    return model, plan, apply_(copy.deepcopy(model), plan)
-
-
-def assert_equals_zeroed(model, plan, inputs):
-    wanted = oracles.zeroed_forward(model, inputs, plan.remove)
-    pruned = apply_(copy.deepcopy(model).double().eval(), plan)
-    with torch.no_grad():
-        got = pruned(*(v.double() if v.is_floating_point() else v for v in inputs))
-    for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (wanted, got)), strict=True):
-        assert (a - b).abs().max() < 1e-9 * max(1, a.abs().max())
-        assert a.std() > 1e-3, "an output that is nearly constant proves nothing"
-
-
 @pytest.mark.parametrize("kind", CUT, ids=lambda k: k.__name__)
 def test_cut_equals_zeroed(kind) -> None:
     """A third of every group goes, so that every rule has to be right at once."""
     model, x = built(kind), special.example(kind)
     search = TrialRepair(model, x, inside=None, ignore=())
-    plan = trial_plan(search.find_groups(count_macs(model, x)), "")
+    plan = trial_plan(search.find_groups(count_macs(model, x)))
     for name, dim in CUT[kind]:
         assert plan.remove.get(name, {}).get(dim), f"{name} along {dim} was left whole"
     assert_equals_zeroed(model, plan, x)
@@ -131,7 +106,14 @@ def test_kept_for_a_reason(kind) -> None:
     assert_equals_zeroed(model, plan, special.example(kind))
 
 
-def test_global_response_norm_takes_its_mean_over_what_stays() -> None:
+def test_an_unknown_operator_locks_its_channels_and_is_named() -> None:
+    plan = planned(build(networks.Unknown), macs=0.75)
+    assert any("sort in the model mixes the channels" in reason for reason in plan.locked)
+    assert plan.remove["a.0.weight"]
+    assert "b.0.bias" not in plan.remove
+
+
+def test_global_response_norm_takes_its_mean_over_the_channels_that_stay() -> None:
     model, plan, pruned = cut(special.Grn)
     gone = plan.remove["up.weight"][0]
     assert plan.remove["gamma"][0] == plan.remove["beta"][0] == gone
@@ -147,83 +129,29 @@ def test_global_response_norm_takes_its_mean_over_what_stays() -> None:
         assert (model.head(wanted) - pruned.double()(x)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("kind", [special.FusedAttention, special.Multihead, special.CrossAttention], ids=lambda k: k.__name__)
-def test_whole_heads(kind) -> None:
-    model, plan, pruned = cut(kind, macs=0.45, whole_heads=True)
-    if kind is special.FusedAttention:
-        assert pruned.heads == pruned.table.shape[1] < 4  # the table of relative positions loses that head's column
-        assert pruned.qkv.out_features == 3 * 8 * pruned.heads
-    else:
-        assert pruned.attention.num_heads < 4
-        assert pruned.attention.head_dim == 8
-    assert_equals_zeroed(model, plan, special.example(kind))
+@torch.library.custom_op("compresskit_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """An operator that no rule of the package knows."""
+    return x * factor
 
 
-def test_heads_stay_equally_wide() -> None:
-    _, plan, pruned = cut(special.SeparateAttention)
-    for name in ("q", "k", "v"):
-        gone = torch.zeros(32, dtype=torch.bool)
-        gone[list(plan.remove[f"{name}.weight"][0])] = True
-        assert len(set(gone.view(4, 8).sum(1).tolist())) == 1
-    assert plan.remove["q.weight"][0] == plan.remove["k.weight"][0]
-    assert pruned.out.in_features == pruned.v.out_features
+class Custom(special.Images):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = special.conv(16, 16), special.conv(16, 16)
+
+    def body(self, x):
+        return self.b(scaled(self.a(x), 2.0))
 
 
-def test_queries_keep_their_scale() -> None:
-    """The code divides by the root of a width that shrinks: the rows of the queries make up for it."""
-    model, plan, pruned = cut(special.FusedAttention)
-    width = pruned.qkv.out_features // 3 // 4
-    factor, rows = plan.scales["qkv.weight"]
-    assert factor == pytest.approx((width / 8) ** 0.5)
-    assert set(rows) == set(range(32))
-    kept = [i for i in range(32) if i not in plan.remove["qkv.weight"][0]]
-    columns = [i for i in range(32) if i not in plan.remove["qkv.weight"][1]]
-    assert torch.allclose(pruned.qkv.weight[: len(kept)], model.qkv.weight[kept][:, columns] * factor)
-
-
-def test_numbers_of_the_users_own_follow() -> None:
-    _, plan, pruned = cut(special.StoredAttention)
-    assert plan.attributes == {"head_dim": (8, pruned.head_dim)}
-    assert pruned.head_dim < 8
-    assert not plan.scales  # the scale is stored, so it stays what it was
-
-
-def test_attributes_of_torchs_own_layers_follow() -> None:
-    _, _, lstm = cut(special.Recurrent)
-    assert lstm.rnn.hidden_size == lstm.rnn.weight_hh_l0.shape[1] < 24
-    assert lstm.rnn.input_size == lstm.embed.embedding_dim
-    _, _, attention = cut(special.Multihead)
-    assert attention.attention.embed_dim == attention.head.in_features == 4 * attention.attention.head_dim < 32
-    _, _, norm = cut(special.BareInstanceNorm)
-    assert norm.norm.num_features == norm.a.out_channels < 16
-    _, _, wide = cut(special.WideLayerNorm)
-    assert wide.norm.normalized_shape == (wide.a.out_channels, 8, 8)
-
-
-def test_ties_survive() -> None:
-    _, _, pruned = cut(special.TiedByModule)
-    assert pruned.head.weight is pruned.embed.weight
-    assert pruned.head.in_features == pruned.embed.embedding_dim < 32
-    assert pruned.head.out_features == 50
-
-
-def test_flags_survive() -> None:
-    model, _, pruned = cut(special.Frozen)
-    assert {n: p.requires_grad for n, p in pruned.named_parameters()} == {n: p.requires_grad for n, p in model.named_parameters()}
-
-
-def test_auxiliary_heads_train_after_the_cut() -> None:
-    _, plan, pruned = cut(special.Auxiliary)
-    one, two = pruned.train()(torch.randn(4, 3, 8, 8))
-    (one.sum() + two.sum()).backward()
-    assert pruned.side[0][0].weight.grad is not None
-    assert plan.locked["an output of the model"] == 20
-
-
-def test_plans_of_attention_replay_from_json() -> None:
-    model, plan, pruned = cut(special.FusedAttention)
-    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-    assert again == plan
-    x = special.example(special.FusedAttention)
-    with torch.no_grad():
-        assert torch.equal(apply_(copy.deepcopy(model), again)(*x), pruned(*x))
+def test_one_function_makes_an_unknown_operator_known(monkeypatch) -> None:
+    model, x = built(Custom), special.example(Custom)
+    plan = plan_channels(model, x, budget=keep(macs=0.8), round_to=1)
+    assert plan.locked["no rule for compresskit_tests.scaled.default (the model)"] == 16
+    assert 0 not in plan.remove.get("a.0.weight", {})
+    operator = torch.ops.compresskit_tests.scaled.default
+    monkeypatch.setitem(PROPAGATION_RULES, operator, None)  # taken out again after the test
+    rule_for(operator)(lambda call: call.args[0])
+    plan = plan_channels(model, x, budget=keep(macs=0.6), round_to=1)
+    assert plan.remove["a.0.weight"][0]
+    assert_equals_zeroed(model, plan, x)

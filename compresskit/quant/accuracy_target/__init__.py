@@ -1,0 +1,1 @@
+"""Quantize a model as fast as an accuracy target allows, matrix by matrix."""

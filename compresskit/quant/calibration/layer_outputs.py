@@ -1,0 +1,75 @@
+"""The layers of a quantized model that run in integers, and their outputs in float and quantized: what corrections minimise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.normalize import Node
+from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
+from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.quantizers import WeightQuantizer
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerLayer:
+    """A convolution or linear layer that runs in integers.
+
+    node: of the layer. quantizer: of its weight. weight, bias: names of its parameters; bias None where it has none.
+    """
+
+    node: Node
+    quantizer: WeightQuantizer
+    weight: str
+    bias: str | None
+
+    @property
+    def channel_dim(self) -> int:
+        """The dimension of its output channels in its output."""
+        return -1 if "linear" in str(self.node.target) else 1
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutputs:
+    """One batch of a layer: its output in the float model and in the quantized one, and the quantized tensors that it reads."""
+
+    float_output: Tensor
+    quantized_output: Tensor
+    arguments: list[Tensor]
+
+
+def integer_layers(quantized: Quantized) -> Iterator[IntegerLayer]:
+    """Yield the layers in the order of the graph, each weight once."""
+    body, seen = quantized.body, set[str]()
+    for node in body.graph.nodes:
+        if quantized.placement.integer.get(node.name) not in ("conv", "linear") or node.args[1].op != "call_module":
+            continue
+        quantizer = body.get_submodule(node.args[1].target)
+        if not isinstance(quantizer, WeightQuantizer) or node.args[1].target in seen:
+            continue
+        seen.add(node.args[1].target)
+        bias = node.args[2] if len(node.args) > 2 else None
+        bias = bias.args[0] if bias is not None and bias.op == "call_module" else bias
+        yield IntegerLayer(node, quantizer, str(node.args[1].args[0].target), parameter_name(bias))
+
+
+def layer_outputs(
+    body: fx.GraphModule, node: Node, batches: Iterable[Inputs], float_weights: Mapping[str, Tensor]
+) -> Iterator[LayerOutputs]:
+    """Yield the outputs of one layer for each batch; nothing after it is run.
+
+    float_weights: parameters of the float model, by name, before any correction changed them.
+    """
+    for inputs in batches:
+        arguments: list[Tensor] = []
+
+        def visit(here: Node, pair: Pair, pair_of: Callable[[Node], Pair], arguments: list[Tensor] = arguments) -> None:
+            if here is node:
+                arguments += [pair_of(a)[1] for a in node.args if isinstance(a, fx.Node)]
+
+        outputs = run_float_and_quantized(body, inputs, visit, float_weights, until=node)
+        yield LayerOutputs(*outputs, arguments)

@@ -1,0 +1,318 @@
+"""Write `docs/results.md` and `docs/accuracy_latency.svg` from `benchmarks/*.json`: `python docs/make_results.py`.
+
+Every figure that the project quotes stands on that page and is computed here, from the file that a benchmark script wrote. A test
+compares the committed page with what this script makes of the committed files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import geometric_mean, mean
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BENCHMARKS = HERE.parent / "benchmarks"
+RESULTS, PICTURE = HERE / "results.md", HERE / "accuracy_latency.svg"
+
+HEAD = """\
+# Results
+
+Every figure comes from a script in [benchmarks/](../benchmarks), which writes a JSON file and a full table beside itself; this page
+is written from those JSON files by `python docs/make_results.py`. Latencies are medians of ONNX files that ONNX Runtime executes in
+turn in one process, on one thread of a CPU with AVX512-VNNI, at batch 1, unless a line says otherwise. Accuracies are those of the
+last epoch, on the whole test set. A ratio below 1 means less time than the fp32 file takes.
+"""
+
+
+def load(name: str) -> Any:
+    """The results of one benchmark."""
+    return json.loads((BENCHMARKS / f"{name}.json").read_text())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; numbers are aligned to the right."""
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---'] + ['--:'] * (len(head) - 1))}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def source(*names: str) -> str:
+    """Links to the scripts and the full tables behind a section."""
+    return "; ".join(f"[{n}.py](../benchmarks/{n}.py), [all rows](../benchmarks/{n}.md)" for n in names) + "."
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Mean and range over seeds."""
+    values = list(values)
+    text = f"{mean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def chain() -> str:
+    """The whole chain on scikit-learn's digits, over seeds."""
+    runs = load("digits_chain")["runs"]
+    rows = []
+    for stages in zip(*runs, strict=True):
+        smaller = mean(run[0]["bytes"] / stage["bytes"] for run, stage in zip(runs, stages, strict=True))
+        faster = mean(run[0]["latency_ms"] / stage["latency_ms"] for run, stage in zip(runs, stages, strict=True))
+        accuracy = spread((stage["metric"] for stage in stages), 4)
+        rows.append((stages[0]["stage"], accuracy, f"{smaller:.1f}x", f"{faster:.2f}x", f"{all(s['verified'] for s in stages)}"))
+    return f"""\
+## The chain: `recipes/digits.py`
+
+Handwritten digits (scikit-learn, 1,257 images to train on, 540 to test), means over {len(runs)} seeds. {source("digits_chain")}
+
+{table(("stage", "accuracy", "smaller", "faster", "verified"), rows)}
+"""
+
+
+def static() -> str:
+    """Static int8 and QAT."""
+    cifar, zoo = load("quantize_cifar"), load("quantize_zoo")["rows"]
+    rows = []
+    for name, result in cifar["static"].items():
+        ratio = cifar["latency"][name]["b1"]
+        for tool, label in (("ours", "compresskit"), ("ort", "onnxruntime")):
+            runs = result[tool]
+            rows.append((name, label, f"{result['fp32']['top1']:.2f}", spread(r["top1"] for r in runs),
+                         spread((r["sqnr"] for r in runs), 1), f"{ratio[tool]:.3f}"))  # fmt: skip
+
+    def against(key: str) -> str:
+        ratios = [row[key][1] / row[key][2] for row in zoo.values()]
+        return f"{geometric_mean(ratios):.3f} (largest {max(ratios):.3f})"
+
+    coverage = load("quantize_coverage")["rows"].values()
+    cost = load("quantize_cost")["rows"]
+    moved = load("quantize_ties")["rows"].values()
+    qat = cifar["qat"]["resnet20"]
+    exact = sum(row["moved"]["integers"] < 1e-6 for row in moved)
+    steps = cifar["steps"]["resnet20"]
+    kernels = load("quantize_kernels")["rows"]
+    saved = [1 - row["tuned_ms"] / row["plain_ms"] for name, row in kernels.items() if name.startswith("Conv")]
+    pool = next(1 - row["tuned_ms"] / row["plain_ms"] for name, row in kernels.items() if name.startswith("Average"))
+    return f"""\
+## Static int8 and QAT
+
+CIFAR-10, trained networks, three draws of 512 calibration images, no option set. {source("quantize_cifar")}
+
+{table(("network", "quantizer", "fp32 %", "int8 %", "SQNR dB", "of fp32 latency"), rows)}
+
+* Simulation against execution on the 10,000 test images of CIFAR-10: the least share of outputs within one quantization step over the
+  draws is {min(r["within_one_step"] for s in cifar["static"].values() for r in s["ours"]):.3f} %, of equal classes
+  {min(r["executed_as_simulated"] for s in cifar["static"].values() for r in s["ours"]):.2f} %.
+* QAT of ResNet-20 for two epochs: {qat["qat"]["top1"]:.2f} %; float training as long: {qat["float"]["top1"]:.2f} % (one seed).
+  A step takes {steps["following"] / steps["float_seconds"]:.2f} times a float step, {steps["held"] / steps["float_seconds"]:.2f} times once the ranges are frozen.
+* {len(zoo)} torchvision networks against onnxruntime's quantizer in its strongest setting, geometric mean of the latency ratio:
+  {against("ms")} at batch 1, {against("ms_2_threads")} on two threads, {against("ms_batch_32")} at batch 32. {source("quantize_zoo")}
+* Coverage: {sum(row["verified"] for row in coverage)} of {len(coverage)} torchvision models (of detection models the backbone) are
+  quantized, exported with a dynamic batch and verified without an option. {source("quantize_coverage")}
+* Scales away from rounding boundaries: with random weights, {exact} of {len(moved)} networks give the same integers in both forms of
+  the file; in the others at most {max(row["moved"]["integers"] for row in moved):.1%} differ (up to
+  {max(row["calibrated"]["integers"] for row in moved):.0%} before). {source("quantize_ties")}
+* Layers rewritten for ONNX Runtime's integer kernels: first convolutions take {min(saved):.0%} to {max(saved):.0%} less time than as
+  they were placed, an average pool {pool:.0%} less. {source("quantize_kernels")}
+* Cost: a ResNet-50 with 512 images takes {cost["ours"]["seconds"]:.1f} s and {cost["ours"]["peak_gib"]:.2f} GiB; onnxruntime's quantizer
+  {cost["onnxruntime"]["seconds"]:.1f} s and {cost["onnxruntime"]["peak_gib"]:.2f} GiB. {source("quantize_cost")}
+"""
+
+
+def dynamic() -> str:
+    """Dynamic int8 and weight-only quantization."""
+    found = load("quantize_dynamic")["rows"]
+    names = {"ours": "compresskit", "ours, words in float": "compresskit, embeddings in float", "default": "onnxruntime",
+             "ours, per channel": "compresskit, per channel",
+             "channel": "onnxruntime, per channel", "fused": "onnxruntime, fused graph"}  # fmt: skip
+    rows = [
+        (
+            r["model"],
+            r["weights"].split(",")[0],
+            names[r["file"]],
+            f"{r['ratio']:.3f}",
+            f"{r['sqnr']:.1f}",
+            f"{r['bytes'] / 1e6:.1f}",
+        )
+        for r in found
+        if (r["batch"], r["length"]) == (1, 128) and r["file"] in names
+    ]
+    seeds = load("quantize_weights")["seeds"]
+    gptq = mean(seed["int4 GPTQ"]["kl"] / seed["int4 nearest"]["kl"] for seed in seeds)
+    return f"""\
+## Dynamic int8 and weight-only
+
+One thread, batch 1, length 128. {source("quantize_dynamic")}
+
+{table(("model", "weights", "quantizer", "of fp32 latency", "SQNR dB", "MB"), rows)}
+
+* int4 in blocks on SST-2: GPTQ loses {gptq:.2f} of the KL divergence that rounding to nearest loses ({len(seeds)} seeds).
+  {source("quantize_weights")}
+"""
+
+
+def channels() -> str:
+    """Channel pruning."""
+    found = load("prune_cifar")["rows"]
+    runs = [(*key.split(" | ")[:2], " | ".join(key.split(" | ")[2:-1]), row) for key, row in found.items() if "bn" in row]
+    rows = []
+    for (network, tool, setting), group in groupby(sorted(runs, key=lambda r: r[:3]), key=lambda r: r[:3]):
+        seeds = [row for *_, row in group]
+        cells = [spread(row[key] for row in seeds) for key in ("raw", "bn", "tuned")]
+        rows.append((network, tool, setting, len(seeds), f"{mean(r['macs'] for r in seeds) / 1e6:.1f} M", *cells))
+    speed = {key.split(" | ")[1]: row for key, row in found.items() if key.startswith("speed")}
+    zoo, times = load("prune_zoo")["rows"].values(), load("prune_time")["rows"]
+    proved = sum(bool(row.get("proof")) and row.get("eval") is True for row in zoo)
+    return f"""\
+## Channel pruning
+
+CIFAR-10. *raw*: right after the cut; *+BN*: with BatchNorm statistics re-estimated, without labels; *tuned*: after 78 steps
+(ResNet-20), or ten epochs (ResNet-56, whose dense self ends at {found["resnet56 | compresskit | dense, 10 epochs | 0"]["tuned"]:.2f} %). {source("prune_cifar")}
+
+{table(("network", "tool", "setting", "seeds", "MACs", "raw", "+BN", "tuned"), rows)}
+
+* Executed at half of the MACs: ResNet-20 {speed["resnet20"]["faster"]["ours"]:.2f} times faster (Torch-Pruning's best plan
+  {max(v for k, v in speed["resnet20"]["faster"].items() if k.startswith("Torch")):.2f} times), ResNet-18
+  {speed["resnet18"]["faster"]:.2f}, MobileNetV2 {speed["mobilenet_v2"]["faster"]:.2f}.
+* Coverage: {proved} of {len(zoo)} torchvision models (classification, segmentation, video, flow, detection) lose half of their MACs
+  without a hint; each plan is proved and the pruned model runs. {source("prune_zoo")}
+* Planning and proving: {", ".join(f"{name} {mean(row['seconds']):.1f} s" for name, row in times.items())}. {source("prune_time")}
+"""
+
+
+def sparsity() -> str:
+    """Masks of single weights."""
+    runs, cost = load("sparsity")["runs"], load("mask_cost")["rows"]
+    keys = sorted({(run["ratio"], run["method"]) for run in runs})
+    rows = []
+    for ratio, method in keys:
+        accuracies = [100 * run["accuracy"] for run in runs if (run["ratio"], run["method"]) == (ratio, method)]
+        rows.append((f"{ratio:.0%}", method, len(accuracies), spread(accuracies)))
+    return f"""\
+## Sparsity
+
+ResNet-20 on CIFAR-10, {load("sparsity")["settings"]["steps"]} steps. {source("sparsity")} On digits, three seeds, 50 to 95 %:
+[all rows](../benchmarks/sparsity_digits.md).
+
+{table(("zeros", "method", "seeds", "accuracy %"), rows)}
+
+* Holding masks costs {min(r["cost"] for r in cost):.1%} to {max(r["cost"] for r in cost):.1%} of a training step. {source("mask_cost")}
+  Zeros make files smaller when they are compressed; no speed is claimed for them.
+"""
+
+
+def distillation() -> str:
+    """Distillation."""
+    cifar, losses, teacher = load("distill_cifar"), load("distill_losses")["bars"], load("distill_teacher")["rows"]
+    arms = list(dict.fromkeys(row["arm"] for row in cifar["rows"]))
+    names = {"alone": "no teacher", "kd": "soft targets", "dkd": "DKD"}
+    rows = [(names[arm], spread(100 * row["accuracy"] for row in cifar["rows"] if row["arm"] == arm)) for arm in arms]
+    chunked = losses["chunked_soft_targets / soft_targets"]
+    memory = sorted(bar["memory"] for name, bar in losses.items() if "rkd" in name)
+    return f"""\
+## Distillation
+
+A ResNet-{cifar["settings"]["depth"]} on CIFAR-10, {cifar["settings"]["epochs"]} epochs, three seeds; its teacher is a ResNet-56 with {cifar["teacher"]:.2%}.
+{source("distill_cifar")}
+
+{table(("training", "accuracy %"), rows)}
+
+* Chunked KL at a vocabulary of 32,000 takes {chunked["memory"]:.1f} times less memory than plain KL; RKD {memory[0]:.0f} to {memory[-1]:.0f}
+  times less than a direct implementation. {source("distill_losses")}
+* A teacher in the loop costs {teacher["fp32"]["added_share"]:.0%} of its own forward pass in fp32; cached predictions cost nothing
+  that can be measured. {source("distill_teacher")}
+"""
+
+
+def mixed() -> str:
+    """Mixed precision on a CPU."""
+    found = load("mixed_cpu")
+    rows = [(r["row"], f"{r['ms']:.0f}", f"{r['times_fp32']:.2f}x") for r in found["CPU-2"]]
+    step = {r["row"]: r["times_bare"] for r in found["CPU-1"]}
+    return f"""\
+## Mixed precision
+
+ResNet-20, one thread of a CPU with bf16 units: a training step, and images a second against fp32 in the same memory layout. On a GPU
+nothing has been measured yet. {source("mixed_cpu")} What diverges without loss scaling: [table](../benchmarks/mixed_divergence.md).
+
+{table(("policy", "ms a step", "images a second"), rows)}
+
+* The optimizer's step with fp32 masters takes {step["MASTER_BF16, foreach"]:.2f} times a bare fused AdamW, {step["MASTER_BF16, compiled"]:.2f} times
+  compiled; torch's GradScaler {step["fused AdamW + torch GradScaler"]:.2f} times.
+"""
+
+
+def runs() -> str:
+    """Runs that survive."""
+    resume, processes = load("resume_cost"), load("processes")["times"]
+    return f"""\
+## Runs
+
+* Checkpoints inside a training cost {resume["resnet20"]["share"]:.3%} of ResNet-20's training time at one a minute. {source("resume_cost")}
+* Two processes take {processes["ratio"]:.2f} times as long as one that has both cores (ResNet-20). {source("processes")}
+"""
+
+
+SECTIONS: tuple[Callable[[], str], ...] = (chain, static, dynamic, channels, sparsity, distillation, mixed, runs)
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(section() for section in SECTIONS)])
+
+
+def points() -> list[tuple[str, str, float, float]]:
+    """(network, file, milliseconds, accuracy in percent) of the picture: trained CIFAR-10 networks before and after int8."""
+    found = load("quantize_cifar")
+    rows = []
+    for name, result in found["static"].items():
+        times = found["latency"][name]["b1"]
+        label = name.replace("resnet", "ResNet-")
+        rows.append((label, "fp32", times["fp32_ms"], result["fp32"]["top1"]))
+        for tool, kind in (("ort", "int8, onnxruntime"), ("ours", "int8, compresskit")):
+            rows.append((label, kind, times["fp32_ms"] * times[tool], mean(run["top1"] for run in result[tool])))
+    return rows
+
+
+COLORS = {"fp32": "#5f6b7a", "int8, onnxruntime": "#c2703d", "int8, compresskit": "#1f8f6b"}  # seen on white and on black
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 320, 64, 700, 16, 268
+FONT = 'font-family="sans-serif" font-size="13" fill="#7d8794"'
+
+
+def at(ms: float, accuracy: float) -> tuple[float, float]:
+    """The place in the picture of 0 to 2.8 ms and 87 to 90.5 %."""
+    return LEFT + (RIGHT - LEFT) * ms / 2.8, TOP + (BOTTOM - TOP) * (90.5 - accuracy) / 3.5
+
+
+def picture() -> str:
+    """Accuracy against latency as an SVG."""
+    title = "CIFAR-10 accuracy against latency of ResNet-20 and ResNet-56, in fp32 and in int8"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{title}</title>']
+    for percent in (87, 88, 89, 90):
+        x, y = at(0, percent)
+        parts.append(f'<line x1="{x:.0f}" y1="{y:.1f}" x2="{RIGHT}" y2="{y:.1f}" stroke="#7d8794" stroke-opacity="0.3"/>')
+        parts.append(f'<text x="{x - 8:.0f}" y="{y + 4:.1f}" text-anchor="end" {FONT}>{percent}</text>')
+    for halves in range(6):
+        x, _ = at(halves / 2, 87)
+        parts.append(f'<text x="{x:.0f}" y="{BOTTOM + 18}" text-anchor="middle" {FONT}>{halves / 2:.1f}</text>')
+    parts.append(
+        f'<text x="{(LEFT + RIGHT) // 2}" y="{BOTTOM + 42}" text-anchor="middle" {FONT}>ms for one image, one thread</text>'
+    )
+    middle = (TOP + BOTTOM) // 2
+    parts.append(f'<text x="18" y="{middle}" transform="rotate(-90 18 {middle})" text-anchor="middle" {FONT}>accuracy, %</text>')
+    for name, kind, ms, accuracy in points():
+        x, y = at(ms, accuracy)
+        label = f"{name}, {kind}: {accuracy:.2f} %, {ms:.2f} ms"
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{COLORS[kind]}"><title>{label}</title></circle>')
+        if kind == "fp32":
+            parts.append(f'<text x="{x:.1f}" y="{y + 24:.1f}" text-anchor="middle" {FONT}>{name}</text>')
+    for line, (kind, color) in enumerate(COLORS.items()):
+        y = BOTTOM - 64 + 20 * line
+        parts.append(
+            f'<circle cx="{RIGHT - 150}" cy="{y}" r="5" fill="{color}"/><text x="{RIGHT - 138}" y="{y + 4}" {FONT}>{kind}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    RESULTS.write_text(page())
+    PICTURE.write_text(picture())

@@ -1,0 +1,42 @@
+"""Groups of channels: what is in them, and what is left out."""
+
+from __future__ import annotations
+
+import networks
+import pytest
+from networks import build, image
+from pruned import planned
+
+from compresskit import count_macs, keep
+from compresskit.base.errors import SettingError
+from compresskit.prune import plan_channels
+from compresskit.prune.structure.groups import find_groups
+from compresskit.prune.structure.propagate import propagate
+from compresskit.prune.structure.trace import trace_model
+
+
+def test_the_middle_channels_of_a_padded_shortcut_are_locked() -> None:
+    model = build(networks.PaddedShortcut)
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
+    sizes = {g.layer: g.size for g in found.groups}
+    assert sizes == {"stem.0": 16, "inner.0": 32}  # the stem's 16 tie the middle of out's 32 channels
+    assert [n for reason, n in found.locked.items() if "cannot be cut" in reason] == [16]
+
+
+def test_ignored_modules_keep_their_channels() -> None:
+    plan = planned(build(networks.Concat), macs=0.8, ignore=("a",))
+    assert not any(name.startswith("a.") for name in plan.remove if 0 in plan.remove[name])
+    assert "ignored by the user" in plan.locked
+
+
+def test_the_number_of_classes_stays() -> None:
+    model = build(networks.Chain)
+    plan = planned(model, macs=0.2)
+    assert "head.bias" not in plan.remove
+    assert 0 not in plan.remove.get("head.weight", {})
+    assert plan.locked["an output of the model"] == 10
+
+
+def test_an_unknown_name_to_ignore_is_refused() -> None:
+    with pytest.raises(SettingError, match="no layer with channels stands in a module of that name"):
+        plan_channels(networks.build(networks.Chain), networks.image(2), budget=keep(macs=0.5), ignore=("backbone",))

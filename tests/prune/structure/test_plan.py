@@ -1,0 +1,121 @@
+"""Plans: print, serialize, apply, and refuse models that they were not made for."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import networks
+import pytest
+import special_networks as special
+import torch
+from networks import build, image, trained_like
+from pruned import assert_untouched, cut, planned, state
+from torch import nn
+
+from compresskit import keep
+from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.prune import Plan, apply_, plan_channels
+
+
+def test_attributes_of_a_depthwise_layer_follow() -> None:
+    model = build(networks.Depthwise)
+    apply_(model, planned(model))
+    depth = model.depth[0]
+    assert depth.groups == depth.in_channels == depth.out_channels == depth.weight.shape[0] < 32
+    assert model.depth[1].num_features == depth.out_channels == model.project.in_channels
+    assert model.head.in_features == model.stem[0].out_channels
+    again = nn.Conv2d(depth.in_channels, depth.out_channels, 3, 1, 1, groups=depth.groups, bias=False)
+    again.load_state_dict(depth.state_dict())
+
+
+def test_a_depthwise_layer_keeps_its_multiplier() -> None:
+    model = trained_like(networks.Depthwise(multiplier=2), image(16))
+    plan = planned(model)
+    apply_(model, plan)
+    depth = model.depth[0]
+    assert depth.out_channels == 2 * depth.in_channels == 2 * depth.groups < 64
+
+
+def test_two_layers_that_share_a_weight_still_do() -> None:
+    model = build(networks.Tied)
+    apply_(model, planned(model, macs=0.7))
+    assert model.a.weight is model.b.weight
+    assert model.a.weight.shape[0] == model.a.out_channels == model.b.out_channels < 16
+
+
+def test_an_embedding_tied_to_the_head_still_is() -> None:
+    _, _, pruned = cut(special.TiedByModule)
+    assert pruned.head.weight is pruned.embed.weight
+    assert pruned.head.in_features == pruned.embed.embedding_dim < 32
+    assert pruned.head.out_features == 50
+
+
+def test_requires_grad_survives() -> None:
+    model, _, pruned = cut(special.Frozen)
+    assert {n: p.requires_grad for n, p in pruned.named_parameters()} == {n: p.requires_grad for n, p in model.named_parameters()}
+
+
+def test_a_plan_prints_and_applies_again_from_json() -> None:
+    model = build(networks.Residual)
+    plan = planned(model)
+    assert "inner.0: keep" in str(plan)
+    assert "of 16, with inner.1, out[in]" in str(plan)
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    x = image(4)
+    with torch.no_grad():
+        assert torch.equal(apply_(copy.deepcopy(model), again)(*x), apply_(model, plan)(*x))
+
+
+def test_a_plan_with_attributes_and_scales_applies_again_from_json() -> None:
+    model, plan, pruned = cut(special.FusedAttention)
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    x = special.example(special.FusedAttention)
+    with torch.no_grad():
+        assert torch.equal(apply_(copy.deepcopy(model), again)(*x), pruned(*x))
+
+
+def test_a_record_that_is_no_plan_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="not a pruning plan"):
+        Plan.from_json({"remove": []})
+
+
+def test_a_model_of_other_layers_or_sizes_is_refused_untouched() -> None:
+    plan = planned(build(networks.Residual))
+    other = build(networks.Chain)
+    with pytest.raises(ModelError, match="no module|no parameter"):
+        apply_(other, plan)
+    wider = build(networks.Residual)
+    wider.inner[0] = nn.Conv2d(16, 24, 3, 1, 1, bias=False)
+    before = wider.inner[0].weight
+    with pytest.raises(ModelError, match=r"made for shape \(16, 16, 3, 3\)"):
+        apply_(wider, plan)
+    assert wider.inner[0].weight is before
+
+
+def test_a_model_with_another_attribute_is_refused_untouched() -> None:
+    plan = plan_channels(
+        special.StoredAttention().eval(), special.example(special.StoredAttention), budget=keep(macs=0.6), round_to=1
+    )
+    other = special.StoredAttention().eval()
+    other.head_dim = 4
+    before = state(other)
+    with pytest.raises(
+        ModelError, match=r"head_dim: the plan was made for 8, this StoredAttention has 4; replay a plan on a fresh"
+    ):
+        apply_(other, plan)
+    assert_untouched(other, before)
+    with pytest.raises(ModelError, match="no module|no parameter"):
+        apply_(networks.build(networks.Chain), plan)
+
+
+def test_a_plan_cannot_be_applied_twice() -> None:
+    model = networks.build(networks.Chain)
+    plan = plan_channels(model, networks.image(2), budget=keep(macs=0.5))
+    apply_(model, plan)
+    before = state(model)
+    with pytest.raises(ModelError, match="the plan was made for shape"):
+        apply_(model, plan)
+    assert_untouched(model, before)
