@@ -15,7 +15,8 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError, TrainingError
 from compresskit.graph.capture import capture
-from compresskit.prune import plan_channels, reestimate_batchnorm_, taylor
+from compresskit.prune import plan_channels, reestimate_batchnorm_
+from compresskit.prune.criteria import taylor
 from compresskit.quant import prepare_qat, quantize_static
 from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
@@ -187,8 +188,8 @@ def test_names_that_match_nothing() -> None:
 
 def test_kinds_of_settings() -> None:
     for make, message in (
-        (lambda: ck.Train(epochs=1, precision="bf16"), "wanted a policy of compresskit.mixed, got 'bf16'; write mixed.AMP_BF16"),
-        (lambda: ck.Prune(budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function such as prune.l2, got 'l2'"),
+        (lambda: ck.Train(epochs=1, precision="bf16"), "wanted a policy such as mixed.MASTER_BF16, got 'bf16'"),
+        (lambda: ck.Prune(budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function such as prune.criteria.l2, got 'l2'"),
         (lambda: ck.Prune(budget=ck.keep(macs="0.5")), "in \\(0, 1\\], got '0.5'"),
         (lambda: plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.5), criterion="l2"), "wanted a function"),
     ):

@@ -203,7 +203,7 @@ BAD = {
     "a criterion by name": (
         lambda: ck.Prune(budget=ck.keep(macs=0.5), criterion="l1"),
         SettingError,
-        "wanted a function such as prune.l2",
+        "wanted a function such as prune.criteria.l1",
     ),
     "steps of half": (lambda: ck.Prune(budget=ck.keep(macs=0.5), steps=0.5), SettingError, r"wanted a whole number, got 0.5"),
     "between nothing": (
@@ -226,7 +226,7 @@ BAD = {
     "a pattern by name": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), pattern="2:4"),
         SettingError,
-        r"wanted a pattern such as prune.NM\(2, 4\), got '2:4'",
+        r"wanted a pattern such as prune.patterns.NM\(2, 4\), got '2:4'",
     ),
     "a schedule without training": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), schedule=prune.schedules.Cubic()),

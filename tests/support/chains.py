@@ -80,7 +80,7 @@ def sparse(*, save=None, export="last"):
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.SPLIT_BF16),
         ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=6, regrow=0.2,
-                    criterion=prune.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
+                    criterion=prune.criteria.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
         ck.Densify(),
         ck.LotteryTicket(budget=ck.remove(weights=0.5), rounds=2, rewind=prune.rewind(to=0.3),
                          train=ck.Train(epochs=1, optimizer=sgd)),

@@ -51,10 +51,10 @@ def stages(name):
         "train": [train()],
         "half": [train(precision=mixed.MASTER_BF16, clip=1.0, accumulate=2)],
         "fp16": [train(precision=mixed.MASTER_FP16)],
-        "prune": [train(), ck.Prune(budget=ck.keep(macs=0.6), criterion=prune.taylor, round_to=2,
+        "prune": [train(), ck.Prune(budget=ck.keep(macs=0.6), criterion=prune.criteria.taylor, round_to=2,
                                     finetune=train(objective=ck.imitate()))],
         "sparse": [train(), ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=4, regrow=0.2,
-                                        criterion=prune.taylor, finetune=train())],
+                                        criterion=prune.criteria.taylor, finetune=train())],
         "qat": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61, learned=True)],
         "observed": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61)],
     }[name]  # fmt: skip

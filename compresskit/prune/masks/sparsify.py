@@ -19,13 +19,13 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_masks_, masks_of
 from compresskit.graph.surgery import frozen_copy
+from compresskit.prune.allocations import Allocation
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.masks.allocate import Allocation
+from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
 from compresskit.prune.masks.gradual import Gradual
-from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, fitting, maskable, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
+from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.schedules import RatioSchedule, check_schedule
 from compresskit.train.train import Train, fit_
 
@@ -77,10 +77,14 @@ class Sparsify(Budgeted, Stage):
                 )
         else:
             removed_fraction(self.budget, self.pattern, "Sparsify")
-        if not callable(self.criterion):
-            raise SettingError(f"Sparsify(criterion=...): wanted a function such as prune.l2, got {self.criterion!r}")
+        check_criterion(self.criterion, "Sparsify", WEIGHT_EVIDENCE)
         if self.schedule is not None:
             check_schedule(self.schedule, "Sparsify")
+            if other := needs_of(self.criterion) - {"gradients"}:
+                raise SettingError(
+                    f"Sparsify(schedule=...): a schedule cannot follow a criterion that reads {EVIDENCE[min(other)]}; leave"
+                    " schedule out, or take another"
+                )
         if self.finetune is None and (self.schedule is not None or self.rewind is not None):
             given = "schedule" if self.schedule is not None else "rewind"
             raise SettingError(f"Sparsify({given}=...): it is part of a training; pass finetune=Train(...)")

@@ -16,7 +16,8 @@ from torch import nn
 from compresskit import count_macs, keep
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.capture import capture
-from compresskit.prune import apply_, l2, plan_channels
+from compresskit.prune import apply_, plan_channels
+from compresskit.prune.criteria import l2
 from compresskit.prune.structure.plan import zero_
 
 

@@ -24,23 +24,10 @@ from compresskit.base import files
 from compresskit.base.errors import CheckpointError, ModelError, SettingError, StageOrderError
 from compresskit.graph.masks import attach_masks_
 from compresskit.mixed.formats import policy as policies
-from compresskit.prune import (
-    NM,
-    Block,
-    Masks,
-    enforce_masks_,
-    erk_ratios,
-    masks_of,
-    movement,
-    plan_mask,
-    random_scores,
-    rewind,
-    rewind_,
-    schedules,
-    shuffled,
-    snip,
-    wanda,
-)
+from compresskit.prune import Masks, enforce_masks_, masks_of, plan_mask, rewind, rewind_, schedules, shuffled
+from compresskit.prune.allocations import erk_ratios
+from compresskit.prune.criteria import movement, random_scores, snip, wanda
+from compresskit.prune.patterns import NM, Block
 from compresskit.recipe import store
 
 pytestmark = [
@@ -147,7 +134,7 @@ def test_the_ratio_is_reached_and_held(settings) -> None:
 
 
 @pytest.mark.parametrize("precision", [ck.mixed.SPLIT_BF16, ck.mixed.MASTER_FP16], ids=lambda p: p.name)
-@pytest.mark.parametrize("criterion", [ck.prune.l2, movement])
+@pytest.mark.parametrize("criterion", [ck.prune.criteria.l2, movement])
 def test_schedules_see_the_fp32_weights(precision, criterion) -> None:
     """Transient masters, and steps that are skipped while a loss scale is found."""
     how = replace(FOUR, precision=precision, clip=1.0)
@@ -271,7 +258,7 @@ def test_movement_removes_what_moves_to_zero() -> None:
         )
         return masks_of(stage(model, task)).masks["0.weight"].tolist()
 
-    assert kept(ck.prune.l2) == [[True, False]]
+    assert kept(ck.prune.criteria.l2) == [[True, False]]
     assert kept(movement) == [[False, True]]
 
 
@@ -574,7 +561,7 @@ def test_bad_settings() -> None:
         (dict(budget=ck.remove(weights=0.5), allocation={"head": 0.5}), "leaves no room for budget="),
         (
             dict(budget=ck.remove(weights=0.5), criterion=3),
-            r"Sparsify\(criterion=...\): wanted a function such as prune.l2, got 3",
+            r"Sparsify\(criterion=...\): wanted a function such as prune.criteria.l2, got 3",
         ),
         (
             dict(budget=ck.remove(weights=0.5), schedule=0.5, finetune=ONE),

@@ -300,7 +300,7 @@ def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
 
 def test_masks_are_kept(tmp_path) -> None:
     model = Reader().eval()
-    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.erk_ratios)
+    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.allocations.erk_ratios)
     masks.apply_(model)
     data = [ids(16)]
     quantized = quantize_weights(model, data, rounding=gptq, awq=True, scheme=BlockScheme(bits=3))
