@@ -170,8 +170,8 @@ def test_contrast_keeps_a_row_for_each_sample() -> None:
     heads = partial(kd.losses.projection_heads, width=8)
     term = Term(kd.losses.CRDLoss(samples=96, negatives=20, seed=7), "b", "down", adapt=heads, weight=2.0)
     goal = ck.imitate(teacher, terms=[term], weight=0, task_weight=0).bind(student.eval(), task)
-    (link,) = goal.links
-    bank, (adapter,) = link.loss, goal.adapters.values()
+    (bound,) = goal.bound_terms
+    bank, (adapter,) = bound.loss, goal.adapters.values()
     before = bank.student.clone()
     batch = next(iter(task.train))
     losses = goal(student, batch)
@@ -188,7 +188,7 @@ def test_contrast_keeps_a_row_for_each_sample() -> None:
     assert (bank.student != before).any(1).nonzero().flatten().tolist() == sorted(batch.indices.tolist())
     assert all(p.grad.any() for p in adapter.parameters() if p.ndim == 2)
     assert not bank.teacher.requires_grad
-    assert goal.bind(student, task).links[0].loss is not bank
+    assert goal.bind(student, task).bound_terms[0].loss is not bank
     ck.Train(epochs=1, objective=ck.imitate(teacher, terms=[term]))(student, task)
     assert not hasattr(student, ADAPTERS)
 
@@ -296,9 +296,9 @@ def test_bad_settings() -> None:
 def test_mixing_and_caches(tmp_path) -> None:
     teacher, student, task = build(networks.Residual), build(networks.Chain), images_task(ck)
     cached = kd.cache(teacher, task, tmp_path / "c")
-    with pytest.raises(SettingError, match=r"imitate\(mixup=\.\.\.\): a cache knows nothing of mixed inputs"):
+    with pytest.raises(SettingError, match=r"imitate\(mixup=\.\.\.\): a cache has no predictions of mixed inputs"):
         ck.imitate(cached, mixup=1.0, task_weight=0).bind(student, task)
-    with pytest.raises(SettingError, match=r"pseudo_label\(\): a cache knows nothing of the unlabelled data"):
+    with pytest.raises(SettingError, match=r"pseudo_label\(\): a cache has no predictions of the unlabelled data"):
         kd.pseudo_label(cached, [torch.zeros(1)]).bind(student, task)
 
 
