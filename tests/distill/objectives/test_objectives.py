@@ -11,7 +11,8 @@ import networks
 import oracles
 import pytest
 import torch
-from networks import build, images_task
+import torch.nn.functional as F
+from networks import build, image, images_task
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -291,6 +292,16 @@ def test_bad_settings() -> None:
         ck.imitate(teacher, terms=[Term(kd.losses.reviewkd, ("head",), adapt=kd.losses.abf)]).bind(student, task)
     with pytest.raises(DataError, match="reviewkd: wanted as many features of the student as of the teacher, got 1, 2"):
         kd.losses.reviewkd([torch.zeros(1, 1, 2, 2)], [torch.zeros(1, 1, 2, 2)] * 2)
+
+
+def test_one_channel_has_no_soft_targets() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
+    x = image(8)[0]
+    task = ck.Task(train=[(x, torch.rand(8, 1))], val=[(x, torch.rand(8, 1))], loss=F.mse_loss, metric=F.mse_loss)
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(768, 1)).eval()
+    with pytest.raises(ModelError, match="gives one channel, of which a softmax says nothing"):
+        ck.Distill(epochs=1, teacher=teacher)(model, task)
+    ck.Train(epochs=1, objective=ck.imitate(teacher, loss=F.mse_loss))(model, task)
 
 
 def test_mixing_and_caches(tmp_path) -> None:
