@@ -80,7 +80,7 @@ BAD = {
     "precision by a dtype": (
         lambda: ck.Train(epochs=1, precision=torch.bfloat16),
         SettingError,
-        "wanted a policy such as mixed.MASTER_BF16",
+        "wanted a policy of compresskit.mixed, got torch.bfloat16; write mixed.AMP_BF16",
     ),
     "an optimizer that is made": (
         lambda: ck.Train(epochs=1, optimizer=torch.optim.SGD(NET.parameters(), lr=1)),
@@ -106,6 +106,21 @@ BAD = {
         lambda: fit(how=ck.Train(epochs=1, objective="mse")),
         SettingError,
         "wanted an Objective or a function .* got str",
+    ),
+    "precision by an apex level": (
+        lambda: ck.Train(epochs=1, precision="O2"),
+        SettingError,
+        r"wanted a policy of compresskit.mixed, got 'O2'; write mixed.level\('O2'\)",
+    ),
+    "precision by the dtype fp16": (
+        lambda: ck.Train(epochs=1, precision=torch.float16),
+        SettingError,
+        "got torch.float16; write mixed.AMP_FP16 or mixed.MASTER_FP16",
+    ),
+    "a metric by name": (
+        lambda: ck.Task(val=[1], metric="accuracy"),
+        SettingError,
+        r"Task\(metric=...\): wanted a function .* with update, compute and reset, got str",
     ),
     "an unknown backend": (
         lambda: ck.Train(epochs=1, backend="fused"),
