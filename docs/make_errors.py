@@ -16,7 +16,8 @@ Written by `docs/make_errors.py` from the source; `tests/docs/test_errors_page.p
 ```
 
 Catch `CompressError` to catch them all. A message says what is wrong and where, what was wanted, what was given, and, after its
-last semicolon, what to do; `...` stands for names and numbers. Where the column "remedy" is empty, the message says what was wanted.
+last semicolon, what to do; `...` stands for names and numbers. Where there is no remedy in the table, the message says what was
+wanted.
 
 What can end a run from outside, and how to resume it:
 
