@@ -21,7 +21,7 @@ from compresskit.base.errors import (
     ModelError,
     TrainingError,
 )
-from compresskit.graph.masks import detach_
+from compresskit.graph.masks import detach_masks_
 
 
 def test_finished_stages_are_read_not_run_again(finished_run, monkeypatch) -> None:
@@ -224,7 +224,7 @@ def test_a_stage_of_the_user_runs_and_resumes(tmp_path) -> None:
 def test_a_stage_that_loses_the_masks_is_refused(tmp_path) -> None:
     class Lose(Halve):
         def __call__(self, model, task):
-            detach_(model)
+            detach_masks_(model)
             return model
 
     recipe = ck.Recipe(ck.Sparsify(budget=ck.remove(weights=0.5)), Lose(), export="last")
