@@ -1,10 +1,10 @@
 """Channel pruning of every torchvision model: half of the MACs, without any hint.
 
 One process per model, on small inputs, with the random weights of seed 0 (what may be pruned does not depend on weights). Each
-row: seconds to plan (whatever else the machine does), MACs, the proof (the pruned model equals the one with zeroed channels, as the
-planner checks; `masked` where LayerNorm or GroupNorm take their statistics over the channels that stay), forward in eval mode, a
-training step, and a verified ONNX export, where `--export` is given and the unpruned model exports too. Where half cannot be
-reached, as much is pruned as the locks allow, and the locks are listed. A model whose copy is over `--memory` GiB is left out.
+row: seconds to plan (whatever else the machine does), MACs, the proof (the pruned model equals the one with zeroed channels, as
+the planner checks; `masked` where LayerNorm or GroupNorm take their statistics over the channels that stay), forward in eval
+mode, a training step, and a verified ONNX export, where `--export` is given and the unpruned model exports too. Where half cannot
+be reached, as much is pruned as the locks allow, and the locks are listed. A model whose copy is over `--memory` GiB is left out.
 
 Writes `prune_zoo.json` and `prune_zoo.md` beside this file after every model; rows that are in the file are kept.
 """
