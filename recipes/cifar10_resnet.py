@@ -45,7 +45,7 @@ def main() -> None:
     tune = ck.Train(epochs=later, optimizer=partial(sgd, lr=0.05), schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16,
                     objective=ck.imitate())  # fmt: skip
     stages: list[ck.Stage] = [
-        ck.Prune(budget=ck.keep(macs=args.macs), criterion=ck.prune.taylor, finetune=tune),
+        ck.Prune(budget=ck.keep(macs=args.macs), criterion=ck.prune.criteria.taylor, finetune=tune),
         ck.QAT(epochs=max(1, later // 3), optimizer=partial(sgd, lr=0.002), objective=ck.imitate()),
     ]
     if args.start:

@@ -12,6 +12,7 @@ import onnx
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import NETWORKS, build, image, images_task, trained_like
 from torch import nn
 
@@ -20,6 +21,7 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
+from compresskit.prune import plan_channels
 from compresskit.quant import X86, Quantized, Target, prepare_qat, quantize_static
 from compresskit.quant.numerics.targets import Support
 from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
@@ -173,6 +175,43 @@ def test_linear_layers_of_three_dimensions(tmp_path) -> None:
     assert audit.operators["Add"][0] == 0  # a residual between float layers gains nothing
     floats = [t for t in onnx.load(path).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len(t.dims) == 2]
     assert [list(t.dims) for t in floats] == [list(model.head.weight.shape)]
+
+
+def test_channels_without_weights_keep_their_bias(tmp_path) -> None:
+    model = build(networks.Chain)
+    with torch.no_grad():
+        model.b[1].weight[3], model.b[1].bias[3] = 1e-9, 1.0
+    quantized = quantize_static(model, [image(16)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    assert ck.verify_onnx(path, quantized, [image(32)]).passed
+
+
+def test_a_concat_of_clamped_and_plain_values(tmp_path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 8, 1)
+
+        def forward(self, x):
+            return self.c(torch.cat([F.relu(self.a(x)), self.b(x)], 1))
+
+    quantized = quantize_static(Mixed().eval(), [image(16)])
+    audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
+    assert audit.operators["Conv"] == (3, 3)
+    assert audit.operators["Concat"] == (1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # it is what is tried
+@pytest.mark.parametrize("kernel", [3, 4])
+def test_padding_by_name(kernel, tmp_path) -> None:
+    first, second = nn.Conv2d(3, 16, kernel, padding="same"), nn.Conv2d(16, 16, 3, padding="valid")
+    model = nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 14 * 14, 4)).eval()
+    graph = capture(model, image(2)).module
+    x = image(4)
+    torch.testing.assert_close(graph(*x), model(*x))
+    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4).remove
+    quantized = quantize_static(model, [image(16)])
+    assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).share == 1.0
 
 
 def test_concat_shares_a_scale() -> None:

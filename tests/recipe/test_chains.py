@@ -389,7 +389,10 @@ def test_long_work_shows_itself_on_a_terminal(tmp_path, monkeypatch, capsys) -> 
             return True
 
     recipe = ck.Recipe(
-        ck.Train(epochs=1), ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.taylor), ck.StaticQuant(), export="last"
+        ck.Train(epochs=1),
+        ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.criteria.taylor),
+        ck.StaticQuant(),
+        export="last",
     )
     recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "quiet")
     assert capsys.readouterr().err == ""
