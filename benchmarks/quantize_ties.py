@@ -1,7 +1,7 @@
 """Effect of moving scales off rounding boundaries: torchvision networks in int8, simulated, as written, and in integer kernels.
 
 Random weights, BatchNorm statistics of random images, 32 images. Each network is quantized twice: with its scales as calibrated,
-and with scales moved off rounding boundaries (`compresskit/quant/passes/rounding_boundaries.py`), which is what `quantize_static` does.
+and with scales moved off rounding boundaries (`quant/passes/rounding_boundaries.py`), which is what `quantize_static` does.
 
     integers   fraction of the integers of all QuantizeLinear operators that differ between the file as written (no optimization,
                float kernels) and as ONNX Runtime optimizes it (integer kernels)
