@@ -43,7 +43,7 @@ class ActivationQuantizer(Quantizer):
     observer: finds the range.
     clamp: bounds of an activation function merged into the quantizer (0 and None for ReLU, 0 and 6 for ReLU6), or None.
     anchor: a number that must be exactly representable, see `placement.QuantizationPoint`.
-    label: the operator whose result is rounded, for messages.
+    label: name of the operator whose result is rounded, for messages.
 
     `observing`: the observer sees the values that pass, and in train mode the range follows it. `learn_` makes the scale a
     parameter.
@@ -121,7 +121,9 @@ class ActivationQuantizer(Quantizer):
     def learn_(self, on: bool = True) -> None:
         """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer."""
         if self.anchor is None:
-            _replace_tensor(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone())
+            _replace_tensor(
+                self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone()
+            )
 
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
