@@ -27,7 +27,7 @@ from vision import CifarResNet  # noqa: E402
 
 import compresskit as ck  # noqa: E402
 from compresskit.graph import masks as engine  # noqa: E402
-from compresskit.prune import hold_, plan_mask  # noqa: E402
+from compresskit.prune import enforce_masks_, plan_mask  # noqa: E402
 
 spent = 0.0
 
@@ -53,7 +53,7 @@ def cost(policy: ck.mixed.Policy, steps: int, batch_size: int) -> dict[str, Any]
     model = CifarResNet(20)
     plan_mask(model, ck.remove(weights=0.9)).apply_(model)
     run = ck.mixed.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), policy)
-    release = hold_(model, run)
+    release = enforce_masks_(model, run)
     run.after_update[:] = [timed(hook) for hook in run.after_update]
     shares, whole = [], []
     for step in range(steps + 2):
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    engine._without = timed(engine._without)
+    engine._masked_gradient = timed(engine._masked_gradient)
     rows = [cost(policy, args.steps, args.batch_size) for policy in (ck.mixed.FP32, ck.mixed.SPLIT_BF16)]
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1, "batch": args.batch_size}
     (HERE / "mask_cost.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")

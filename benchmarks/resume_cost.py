@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.train.progress import Progress
+from compresskit.base.progress import Progress
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
@@ -49,7 +49,7 @@ class Saves(logging.Handler):
 
 def listening() -> Saves:
     saves = Saves()
-    logger = logging.getLogger("compresskit.train.progress")
+    logger = logging.getLogger("compresskit.base.progress")
     logger.setLevel(logging.INFO)
     logger.addHandler(saves)
     return saves
@@ -122,7 +122,7 @@ def memory(width: int = 4096, layers: int = 4) -> dict[str, Any]:
         "model_and_optimizer_mb": round(kept / 1e6, 1),
         "extra_mb": round((peak.most - peak.before) / 1e6, 1),
         "extra_share": round((peak.most - peak.before) / kept, 4),
-        "seconds": round(training.took, 2),
+        "seconds": round(training.save_time, 2),
     }
 
 

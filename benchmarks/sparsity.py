@@ -34,7 +34,8 @@ import digits  # noqa: E402
 from vision import CifarResNet, Images, cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
-from compresskit.prune import Masks, Sparsify, masks_of, movement, random_scores, rewind, schedules  # noqa: E402
+from compresskit.prune import Masks, Sparsify, masks_of, rewind, schedules  # noqa: E402
+from compresskit.prune.criteria import movement, random_scores  # noqa: E402
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 SNAPSHOT = 0.33

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument(
         "--from", dest="start", metavar="CHECKPOINT", help="safetensors file of a trained network; skips training"
     )
-    parser.add_argument("--depth", type=int, default=20, choices=(20, 32, 44, 56), help="layers of the network")
+    parser.add_argument("--depth", type=int, default=20, choices=(8, 20, 32, 44, 56), help="layers of the network")
     parser.add_argument("--epochs", type=int, default=30, help="epochs of the first training, and of fine-tuning a third of it")
     parser.add_argument("--macs", type=float, default=0.5, help="share of the multiply-accumulates that stays")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
@@ -45,7 +45,7 @@ def main() -> None:
     tune = ck.Train(epochs=later, optimizer=partial(sgd, lr=0.05), schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16,
                     objective=ck.imitate())  # fmt: skip
     stages: list[ck.Stage] = [
-        ck.Prune(budget=ck.keep(macs=args.macs), criterion=ck.prune.taylor, finetune=tune),
+        ck.Prune(budget=ck.keep(macs=args.macs), criterion=ck.prune.criteria.taylor, finetune=tune),
         ck.QAT(epochs=max(1, later // 3), optimizer=partial(sgd, lr=0.002), objective=ck.imitate()),
     ]
     if args.start:

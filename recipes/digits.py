@@ -70,7 +70,7 @@ def main() -> None:
         ck.Distill(student=partial(resnet, 24, 48, 64), epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle()),
         ck.Prune(
             budget=ck.keep(macs=0.5),
-            criterion=ck.prune.taylor,
+            criterion=ck.prune.criteria.taylor,
             finetune=ck.Train(epochs=half, optimizer=sgd, objective=ck.imitate()),
         ),
         ck.QAT(epochs=max(1, half // 2), optimizer=partial(torch.optim.SGD, lr=0.005, momentum=0.9), objective=ck.imitate()),

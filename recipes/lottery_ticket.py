@@ -18,7 +18,8 @@ from digits import data
 from torch import nn
 
 import compresskit as ck
-from compresskit.prune import masks_of, plan_mask, random_scores, shuffled
+from compresskit.prune import masks_of, plan_mask, shuffled
+from compresskit.prune.criteria import random_scores
 
 
 def network() -> nn.Module:

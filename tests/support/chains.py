@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import mixed, prune, quant
+from compresskit.base.progress import Every
 from compresskit.distill import Term, indexed_loader, mutual, pseudo_label
 from compresskit.distill.losses import CRDLoss, projection_heads
 from compresskit.distill.models.teacher import EMA
-from compresskit.train.progress import Every
+from compresskit.measure import latency
+from compresskit.recipe import engine
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.003)
@@ -78,7 +80,7 @@ def sparse(*, save=None, export="last"):
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.SPLIT_BF16),
         ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=6, regrow=0.2,
-                    criterion=prune.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
+                    criterion=prune.criteria.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
         ck.Densify(),
         ck.LotteryTicket(budget=ck.remove(weights=0.5), rounds=2, rewind=prune.rewind(to=0.3),
                          train=ck.Train(epochs=1, optimizer=sgd)),
@@ -114,6 +116,7 @@ def short(*, save=None, export="last"):
 
 def run(name, out, **settings):
     torch.set_num_threads(1)
+    engine.latency = partial(latency, seconds=0.02)  # of a second for each file
     torch.manual_seed(0)
     if name == "taught":
         return taught(**settings).run(Net(), task(loader=indexed_loader), out)

@@ -13,12 +13,12 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, Task
 from compresskit.measure import count_macs
-from compresskit.prune.channels.normalize import Normalizer, by_mean
-from compresskit.prune.channels.ranking import Ranking, cost_aware
 from compresskit.prune.channels.resources import PRUNABLE, Limits, measured_quantity
 from compresskit.prune.channels.select import Cutter
-from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.scores import score_
+from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
+from compresskit.prune.normalizers import Normalizer, by_mean
+from compresskit.prune.rankings import Ranking, cost_aware
+from compresskit.prune.scores import score_groups_
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan
 from compresskit.prune.structure.trial import TrialRepair
@@ -52,7 +52,7 @@ def plan_channels(
             at or just below it, as far as the widths allow. For bytes and latency, candidates are exported and measured; for
             latency they run in turn with the dense model until one is fast enough.
         criterion: scores channels.
-        ranking: which group is cut next, see `compresskit.prune.channels.ranking`.
+        ranking: which group is cut next, see `compresskit.prune.rankings`.
         normalize: makes the scores of groups comparable, for rankings that compare them (`pooled`, `isomorphic`).
         task, samples: data and loss for criteria that read more than weights, and how many samples they see.
         round_to: widths stay multiples of this (at half the MACs ResNet-20 runs 1.5 times faster in ONNX Runtime, with ragged
@@ -69,12 +69,14 @@ def plan_channels(
     check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
     limits.check("plan_channels()")
-    _check(model, criterion=criterion, ranking=ranking, normalize=normalize)
+    check_criterion(criterion, "plan_channels", CHANNEL_EVIDENCE)
+    check_functions("plan_channels", ranking=ranking, normalize=normalize)
+    _check_parameters(model)
     search = TrialRepair(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
     total = count_macs(search.trace.module, search.trace.example)
     found = search.find_groups(total)
     while True:
-        score_(found.groups, model, search.prefix, criterion, normalize, task, samples)
+        score_groups_(found.groups, model, search.prefix, criterion, normalize, task, samples)
         cutter = Cutter(found, budget, limits, ranking, search.prefix, total, model)
         plan = cutter.plan() if measured_quantity(budget) is None else cutter.measured_plan(as_inputs(example))
         failure = search.prove(plan, found)
@@ -92,10 +94,14 @@ def find(
     return search.find_groups(total), search.prefix, total
 
 
-def _check(model: nn.Module, **given: object) -> None:
-    for name, function in given.items():
-        if not callable(function):
-            raise SettingError(f"plan_channels({name}=...): wanted a function such as prune.l2, got {function!r}")
+def check_functions(where: str, *, ranking: object, normalize: object) -> None:
+    """Raise SettingError for what is no function."""
+    for setting, value, example in (("ranking", ranking, "rankings.uniform"), ("normalize", normalize, "normalizers.by_mean")):
+        if not callable(value):
+            raise SettingError(f"{where}({setting}=...): wanted a function such as prune.{example}, got {value!r}")
+
+
+def _check_parameters(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.dtype in (torch.float16, torch.bfloat16):
             raise ModelError(f"{name} is {p.dtype}; prune the fp32 model (model.float(), or run.finish() of mixed precision)")

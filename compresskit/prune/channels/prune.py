@@ -11,22 +11,22 @@ from typing import Any, ClassVar
 from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, check_budget, keep
-from compresskit.base.distributed import first_of, ranks
+from compresskit.base.distributed import on_rank_zero, world_size
 from compresskit.base.errors import SettingError
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_parameters
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.channels.normalize import Normalizer, by_mean
-from compresskit.prune.channels.plan_channels import plan_channels
-from compresskit.prune.channels.ranking import Ranking, cost_aware
+from compresskit.prune.channels.plan_channels import check_functions, plan_channels
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
-from compresskit.prune.channels.sparse_learning import GroupLasso, Growing, group_lasso
-from compresskit.prune.criteria import Criterion, l2
+from compresskit.prune.channels.sparse_learning import GReg, GroupLasso, group_lasso
+from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
+from compresskit.prune.normalizers import Normalizer, by_mean
+from compresskit.prune.rankings import Ranking, cost_aware
 from compresskit.prune.schedules import Linear, RatioSchedule, check_schedule
 from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.train.train import Train, fit_
@@ -42,7 +42,7 @@ class Prune(Budgeted, Stage):
     criterion: scores channels, see `compresskit.prune`. ranking, normalize: how groups compete, see `plan_channels`.
     reconstruct: refit the layers that lost inputs by least squares, from calibration inputs without labels: worth more right
         after the cut than any criterion.
-    learn: training before the cut under a penalty that empties channels: its objective is `group_lasso(...)` or `growing(...)`,
+    learn: training before the cut under a penalty that empties channels: its objective is `group_lasso(...)` or `greg(...)`,
         or anything else, to which `group_lasso` is then added.
     steps: cut in so many steps; after each but the last `between` trains. schedule: `(done, *, end) -> removed` over the steps.
     finetune: training after the last cut, with a schedule of its own; None leaves it at re-estimated BatchNorm statistics.
@@ -77,9 +77,8 @@ class Prune(Budgeted, Stage):
         check_budget(self.budget, "Prune(budget=...)", PRUNABLE)
         check_kinds(self)
         Limits(round_to=self.round_to, minimum=self.minimum, ratios=self.ratios).check("Prune()")
-        for name in ("criterion", "ranking", "normalize"):
-            if not callable(getattr(self, name)):
-                raise SettingError(f"Prune({name}=...): wanted a function such as prune.l2, got {getattr(self, name)!r}")
+        check_criterion(self.criterion, "Prune", CHANNEL_EVIDENCE)
+        check_functions("Prune", ranking=self.ranking, normalize=self.normalize)
         check_schedule(self.schedule, "Prune")
         for name in ("samples", "steps"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -97,7 +96,7 @@ class Prune(Budgeted, Stage):
         goal = task if task.reference is not None else replace(task, reference=dense)
         if self.learn is not None:
             objective = self.learn.objective
-            sparse = objective if isinstance(objective, GroupLasso | Growing) else group_lasso(objective)
+            sparse = objective if isinstance(objective, GroupLasso | GReg) else group_lasso(objective)
             fit_(model, goal, self.learn, objective=sparse, label="learn sparsely")
         plans: list[Plan] = []
         kept = 1.0
@@ -129,7 +128,7 @@ class Prune(Budgeted, Stage):
 
         if self.budget.quantity == "latency" and task.progress is not None:
             return Plan.from_json(task.progress.decide(made))  # what a clock said once holds when the stage is started again
-        return self._fresh_plan(model, task, share) if ranks() == 1 else Plan.from_json(first_of(made))
+        return self._fresh_plan(model, task, share) if world_size() == 1 else Plan.from_json(on_rank_zero(made))
 
     def _fresh_plan(self, model: nn.Module, task: Task, share: float) -> Plan:
         return plan_channels(

@@ -10,8 +10,8 @@ from compresskit.base.budget import Budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.prune.channels.measured import Files
-from compresskit.prune.channels.ranking import Ranking, Step
 from compresskit.prune.channels.resources import Limits, ResourceCounter, counted_unit, measured_quantity
+from compresskit.prune.rankings import Ranking, Step
 from compresskit.prune.structure.assemble import assemble_plan
 from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
 from compresskit.prune.structure.plan import Plan, PlanLine

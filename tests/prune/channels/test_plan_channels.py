@@ -13,10 +13,12 @@ from networks import NETWORKS, build, image, trained_like
 from pruned import assert_untouched, planned, state
 from torch import nn
 
+import compresskit as ck
 from compresskit import count_macs, keep
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.capture import capture
-from compresskit.prune import apply_, l2, plan_channels
+from compresskit.prune import apply_, plan_channels
+from compresskit.prune.criteria import l2
 from compresskit.prune.structure.plan import zero_
 
 
@@ -92,6 +94,27 @@ def test_the_lowest_scores_go() -> None:
     plan = planned(model, macs=0.9)
     gone, lowest = set(plan.remove["a.0.weight"][0]), {3, 4, 5, 6}
     assert gone <= lowest or gone >= lowest
+
+
+def test_depthwise_transposed_convolutions() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1), nn.ReLU(), nn.ConvTranspose2d(32, 32, 4, 2, 1, groups=32), nn.ReLU(), nn.Conv2d(32, 4, 1)
+    ).eval()
+    ck.prune.apply_(model, plan_channels(model, image(2), budget=ck.keep(macs=0.6)))
+    assert model[2].groups == model[2].in_channels == model[2].out_channels < 32
+
+
+def test_a_model_that_takes_uint8_images_is_cut() -> None:
+    class Bytes(networks.Chain):
+        def forward(self, x):
+            return super().forward(x.float() / 255)
+
+    x = (torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8),)
+    model = Bytes().eval()
+    before = ck.count_macs(model, x)
+    ck.prune.apply_(model, plan_channels(model, x, budget=ck.keep(macs=0.6)))
+    assert ck.count_macs(model, x) <= 0.6 * before
+    assert model(*x).shape == (2, 10)
 
 
 @pytest.mark.parametrize("macs", [0, -0.5, 1.5, float("nan")])

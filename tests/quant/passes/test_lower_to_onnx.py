@@ -83,3 +83,12 @@ def test_linear_layers_of_three_dimensions_are_integer_matmuls(tmp_path) -> None
     assert audit.operators["Add"][0] == 0  # a residual between float layers gains nothing
     floats = [t for t in onnx.load(path).graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len(t.dims) == 2]
     assert [list(t.dims) for t in floats] == [list(model.head.weight.shape)]
+
+
+def test_channels_without_weights_keep_their_bias(tmp_path) -> None:
+    model = build(networks.Chain)
+    with torch.no_grad():
+        model.b[1].weight[3], model.b[1].bias[3] = 1e-9, 1.0
+    quantized = quantize_static(model, [image(16)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    assert ck.verify_onnx(path, quantized, [image(32)]).passed

@@ -11,6 +11,8 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ModelError
+from compresskit.graph.capture import capture
+from compresskit.prune import plan_channels
 from compresskit.quant import Target, quantize_static
 from compresskit.quant.numerics.targets import Support
 
@@ -178,3 +180,31 @@ def test_operator_families_are_exported_and_agree(kind, inputs, tmp_path) -> Non
     operators = ck.audit(path).operators
     assert operators.get("Conv", (0, 0))[0] == operators.get("Conv", (0, 0))[1]
     assert operators.get("Gemm", (1, 0))[0] >= 1 or operators["MatMul"][0] >= 4
+
+
+def test_a_concat_of_clamped_and_plain_values_runs_in_integers(tmp_path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 8, 1)
+
+        def forward(self, x):
+            return self.c(torch.cat([F.relu(self.a(x)), self.b(x)], 1))
+
+    quantized = quantize_static(Mixed().eval(), [image(16)])
+    audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
+    assert audit.operators["Conv"] == (3, 3)
+    assert audit.operators["Concat"] == (1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # it is what is tried
+@pytest.mark.parametrize("kernel", [3, 4])
+def test_convolutions_padded_by_name_run_in_integers(kernel, tmp_path) -> None:
+    first, second = nn.Conv2d(3, 16, kernel, padding="same"), nn.Conv2d(16, 16, 3, padding="valid")
+    model = nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 14 * 14, 4)).eval()
+    graph = capture(model, image(2)).module
+    x = image(4)
+    torch.testing.assert_close(graph(*x), model(*x))
+    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4).remove
+    quantized = quantize_static(model, [image(16)])
+    assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).share == 1.0

@@ -1,4 +1,4 @@
-"""`Train` uses `mixed.prepare` and nothing else: its settings arrive there."""
+"""`Train` hands its precision settings to `mixed.prepare` and trains as a loop by hand does."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import math
 
 import pytest
 import torch
+from mixed_runs import USER_WARNINGS
 from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
-from compresskit.mixed import KAHAN_BF16, MASTER_BF16, MASTER_FP16, SPLIT_BF16, SR_BF16, prepare
+from compresskit.mixed import (
+    KAHAN_BF16,
+    MASTER_BF16,
+    MASTER_FP16,
+    SPLIT_BF16,
+    SR_BF16,
+    prepare,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+pytestmark = USER_WARNINGS
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -52,13 +60,13 @@ def by_hand(policy, accumulate):
 
 @pytest.mark.parametrize("policy", [MASTER_BF16, MASTER_FP16, SPLIT_BF16, KAHAN_BF16, SR_BF16], ids=lambda p: p.name)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_train_is_the_loop_by_hand(policy, accumulate) -> None:
+def test_train_equals_the_loop_by_hand(policy, accumulate) -> None:
     got, wanted = trained(precision=policy, clip=1.0, accumulate=accumulate), by_hand(policy, accumulate)
     for name, value in got.items():
         torch.testing.assert_close(value, wanted[name], atol=1e-6, rtol=1e-5)
 
 
-def test_train_hands_layout_and_backend_on(monkeypatch) -> None:
+def test_train_passes_layout_and_backend_on(monkeypatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(trained().values(), trained(flat=True).values(), strict=True))
     seen = []
     true = ck.mixed.prepare

@@ -1,4 +1,4 @@
-"""Groups that are added while training, masks that hold masters, layers with their own weights' ways."""
+"""Param groups that are added while training, and hooks that change masters after an update."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import functools
 
 import pytest
 import torch
+from mixed_runs import HAS_COMPILER, USER_WARNINGS
 from torch import nn
 
-from compresskit import mixed
 from compresskit.base.errors import SettingError
-from compresskit.mixed import FP32, KAHAN_BF16, MASTER_BF16, MASTER_FP16, SPLIT_BF16, SR_BF16, LossScaler, prepare
+from compresskit.mixed import (
+    FP32,
+    KAHAN_BF16,
+    MASTER_BF16,
+    MASTER_FP16,
+    SPLIT_BF16,
+    SR_BF16,
+    LossScaler,
+    prepare,
+)
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*:UserWarning"),
+    USER_WARNINGS,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.compile's own machinery
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 FULL = [FP32, MASTER_BF16, MASTER_FP16, SPLIT_BF16, KAHAN_BF16, SR_BF16]
-compiles = mixed.step.compiled.has_compiler(torch.device("cpu"))
 
 
 def together(*compiled):
     """Policies with layouts and backends that go with them; the compiled backend for one of them, as it takes seconds."""
     cases = [(policy, {}) for policy in FULL] + [(policy, {"flat": True}) for policy in FULL if policy.bf16_format is None]
-    cases += [(policy, {"backend": "compiled"}) for policy in compiled if compiles]
+    cases += [(policy, {"backend": "compiled"}) for policy in compiled if HAS_COMPILER]
     return [pytest.param(policy, settings, id=f"{policy.name} {settings}") for policy, settings in cases]
 
 
@@ -58,7 +66,7 @@ def plain(steps):
 
 
 @pytest.mark.parametrize(("policy", "settings"), together(SPLIT_BF16))
-def test_b4_a_group_added_later_trains_like_one_that_was_there(policy, settings) -> None:
+def test_a_group_added_later_trains_like_one_that_was_there(policy, settings) -> None:
     """FP32 against a plain loop of torch; the others by what becomes of their masters, and by a resume."""
     model = net()
     late = start(policy, model, model[2].parameters(), **settings)
@@ -89,7 +97,7 @@ def test_b4_a_group_added_later_trains_like_one_that_was_there(policy, settings)
 
 
 @pytest.mark.parametrize("policy", [FP32, MASTER_BF16, SPLIT_BF16], ids=lambda p: p.name)
-def test_b4_a_new_head_is_cast_and_gets_masters(policy) -> None:
+def test_a_new_head_is_cast_and_gets_masters(policy) -> None:
     model = net()
     run = start(policy, model, list(model.parameters()))
     go(run, range(2))
@@ -105,7 +113,7 @@ def test_b4_a_new_head_is_cast_and_gets_masters(policy) -> None:
     assert {p.dtype for p in run.finish().parameters()} == {torch.float32}
 
 
-def test_groups_that_cannot_be_added() -> None:
+def test_groups_that_cannot_be_added_are_refused() -> None:
     model = net()
     run = start(MASTER_BF16, model, model[2].parameters())
     with pytest.raises(SettingError, match="the optimizer has 2.weight already; leave it out"):
@@ -119,7 +127,7 @@ def test_groups_that_cannot_be_added() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_parameters_outside_the_optimizer_are_named() -> None:
+def test_parameters_outside_the_optimizer_are_named_in_a_warning() -> None:
     model = net()
     with pytest.warns(
         UserWarning, match=r"does not have 0.weight \(2 parameters in all\) that require gradients: they will not move"
@@ -131,17 +139,17 @@ def test_parameters_outside_the_optimizer_are_named() -> None:
 
 
 @pytest.mark.parametrize(("policy", "settings"), together(KAHAN_BF16))
-def test_masks_hold_masters_and_what_completes_them(policy, settings) -> None:
+def test_masks_applied_after_the_update_hold_masters_and_remainders(policy, settings) -> None:
     """Momentum and decay revive a pruned weight where only its half copy is masked."""
     model = net()
     run = start(policy, model, model.parameters(), **settings)
     go(run, range(2))  # momentum first
     mask = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)) > 0.5
 
-    def hold():
+    def apply_mask():
         run.named_masters()["0.weight"].mul_(mask)
 
-    run.after_update.append(hold)
+    run.after_update.append(apply_mask)
     go(run, range(2, 6))
     for values in (
         model[0].weight,
@@ -161,56 +169,3 @@ def test_masks_on_the_half_weight_alone_do_not_hold() -> None:
     model[0].weight.data[0] = 0
     go(run, range(2, 3))
     assert model[0].weight[0].all()
-
-
-def test_observers_stay_in_fp32_under_half_policies() -> None:
-    """A quantizer's scale in bf16 would be off by up to 0.4 %, and an observer's range with it."""
-    import compresskit as ck
-
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    )
-    batches = [(torch.randn(8, 3, 8, 8),) for _ in range(3)]
-    quantized = ck.quant.quantize_static(model.eval(), batches)
-    kept = [module for module in quantized.modules() if getattr(module, "keeps_fp32", False)]
-    state = {name: b.clone() for name, b in quantized.named_buffers()}
-    assert kept
-    run = prepare(quantized, torch.optim.SGD(quantized.parameters(), lr=0.0), MASTER_BF16)
-    assert {b.dtype for module in kept for b in module.buffers() if b.is_floating_point()} <= {torch.float32}
-    assert any(p.dtype == torch.bfloat16 for p in quantized.parameters())
-    out = run(batches[0][0])
-    run.backward(out.square().mean())
-    run.step()
-    finished = run.finish()
-    assert all(torch.equal(state[name], b) for name, b in finished.named_buffers() if "scale" in name or "zero" in name)
-    torch.testing.assert_close(out, finished(batches[0][0]), atol=0.1, rtol=0.1)
-
-
-def test_b4_parametrized_weights_keep_their_ways() -> None:
-    model = net()
-    torch.nn.utils.parametrizations.weight_norm(model[0])
-    run = start(MASTER_BF16, model, model.parameters())
-    assert {name for name in run.named_masters() if name.startswith("0.p")} == {
-        "0.parametrizations.weight.original0",
-        "0.parametrizations.weight.original1",
-    }
-    before = run.named_masters()["0.parametrizations.weight.original0"].clone()
-    go(run, range(3))
-    run.finish()
-    assert model[0].weight.dtype == torch.float32
-    assert not torch.equal(before, model[0].parametrizations.weight.original0)
-
-
-def test_a_compiled_model_runs_under_a_policy() -> None:
-    """`torch.compile` wraps the model like DDP does: prepare first, then assign it back. No breaks: casts are around it."""
-    results = []
-    for wrap in (False, True):
-        model = net()
-        run = start(MASTER_BF16, model, model.parameters())
-        if wrap:
-            run.model = torch.compile(run.model, backend="aot_eager", fullgraph=True)
-        go(run, range(4))
-        results.append(run.masters())
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
