@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.objective import Losses, Objective
-from compresskit.base.randomness import forked
+from compresskit.base.randomness import fork_rng_state
 from compresskit.base.task import Inputs, Task, call, to_device
 from compresskit.distill.losses.logits import hard_targets
 from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
 from compresskit.distill.objectives.terms import DistillLoss
 from compresskit.graph.surgery import mode
-from compresskit.train.cursor import Feed
+from compresskit.train.cursor import DataCursor
 from compresskit.train.objective import supervised_loss
 
 
@@ -26,25 +26,25 @@ class RepeatedLoader:
     """Iterate over a loader without end; it draws its random numbers from a stream of its own."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._feed = Feed(loader, forked(torch.get_rng_state(), salt=1), "pseudo_label(unlabelled=...)")
+        self._cursor = DataCursor(loader, fork_rng_state(torch.get_rng_state(), salt=1), "pseudo_label(unlabelled=...)")
         self._batches: Iterator[Any] = iter(())
 
     def __next__(self) -> Any:
         for _ in range(2):
             for batch in self._batches:
                 return batch
-            self._batches = self._feed.epoch()
+            self._batches = self._cursor.next_epoch()
         raise DataError("pseudo_label(unlabelled=...): the loader is empty")
 
     def resume_state(self) -> dict[str, Any]:
         """Return the position in the loader."""
-        return self._feed.resume_state()
+        return self._cursor.resume_state()
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
         """Continue from what `resume_state` returned."""
-        if state["number"]:
-            self._feed.resume_from_(dict(state))
-            self._batches = self._feed.epoch()
+        if state["epoch"]:
+            self._cursor.resume_from_(dict(state))
+            self._batches = self._cursor.next_epoch()
 
 
 @dataclass(frozen=True, kw_only=True)
