@@ -1,4 +1,4 @@
-"""The processes of `tests/mixed/formats/test_parallel.py`: every case is a function of the rank, whose results are compared there."""
+"""The processes of `tests/mixed/formats/test_parallel.py`: every case is a function of the rank and returns what is compared."""
 
 from __future__ import annotations
 
