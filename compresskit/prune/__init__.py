@@ -10,7 +10,7 @@ What scores, compares and distributes is in modules of its own: `criteria`, `ran
 `allocations`.
 """
 
-from compresskit.graph.masks import Masks, detach_, hold_, masks_of
+from compresskit.graph.masks import Masks, detach_masks_, enforce_masks_, masks_of
 from compresskit.prune import allocations, criteria, normalizers, patterns, rankings, schedules
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import plan_channels
@@ -36,10 +36,10 @@ __all__ = [
     "apply_",
     "channel_sensitivity",
     "criteria",
-    "detach_",
+    "detach_masks_",
+    "enforce_masks_",
     "greg",
     "group_lasso",
-    "hold_",
     "mask_sensitivity",
     "masks_of",
     "normalizers",

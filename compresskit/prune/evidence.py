@@ -20,8 +20,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
+from compresskit.base.inputs import some_batches
 from compresskit.base.objective import Objective
-from compresskit.base.samples import some_batches
 from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.criteria import Need

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.distributed import ranks
+from compresskit.base.distributed import world_size
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.task import Task
 from compresskit.prune.criteria import EVIDENCE, Criterion, Slices, needs_of
@@ -67,7 +67,7 @@ def score_weights(
             yield name, check_scores(criterion(rows), len(rows.weight), name).double()
 
     scores = _mean_scores(_evidence(model, list(weights), criterion, task, samples, "plan_mask"), score, "weights")
-    if ranks() > 1:
+    if world_size() > 1:
         for name in sorted(scores):
             torch.distributed.all_reduce(scores[name])
     return scores

@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from compresskit.base.budget import Budget
 from compresskit.base.errors import CheckpointError, DataError, SettingError
-from compresskit.base.inputs import AnyInputs
-from compresskit.base.samples import calibration_inputs, some_batches
+from compresskit.base.inputs import AnyInputs, calibration_inputs, some_batches
 from compresskit.base.task import Task, batch_size
 from compresskit.measure import evaluate
 from compresskit.prune.allocations import Allocation, measured_ratios

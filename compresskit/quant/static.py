@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches, first_and_all
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import Batches, calibration_inputs, first_and_all
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import build, images_task
+from networks import build, image, images_task, trained_like
+from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
@@ -272,6 +273,29 @@ def test_sample_gradients_without_vmap() -> None:
     quick, slow = (sample_gradients(m, objective, batch, names) for m in (model, other))
     for name in names:
         torch.testing.assert_close(quick[name], slow[name], atol=1e-5, rtol=1e-4)
+
+
+def test_taylor_with_a_second_head_and_dead_channels() -> None:
+    class Heads(networks.Chain):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Linear(32, 3)
+
+        def forward(self, x):
+            z = self.b(self.a(x)).mean((2, 3))
+            return self.head(z), self.extra(z)
+
+    model = trained_like(Heads(), image(16))
+    with torch.no_grad():
+        model.a[1].weight.zero_()
+        model.a[1].bias.fill_(-1)
+    task = images_task(ck)
+    before = ck.count_macs(model, task.example())
+    pruned = ck.Prune(budget=ck.keep(macs=0.6), criterion=taylor, round_to=4)(model, task)
+    assert ck.count_macs(pruned, task.example()) <= 0.6 * before
+    assert pruned.a[0].out_channels < 16  # all of them are dead
+    assert pruned.head.in_features == pruned.extra.in_features == pruned.b[0].out_channels
+    assert all(torch.isfinite(output).all() for output in pruned(*task.example()))
 
 
 def test_collected_activations() -> None:

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 import compresskit as ck
 from compresskit import cli
 from compresskit.base.errors import CheckpointError, CompressError
-from compresskit.base.files import DTYPES, read_json, read_tensor_file, read_tensors, write_json, write_tensors
+from compresskit.base.files import SAFETENSORS_DTYPES, read_json, read_tensors, write_json, write_tensors
+from compresskit.base.progress import Progress
 from compresskit.recipe import folder
 from compresskit.recipe.report import read_stage_report
 from compresskit.recipe.store import load_snapshots_
-from compresskit.train.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +202,14 @@ def test_checkpoints_of_somebody_who_knows_the_format(run, tmp_path) -> None:
     """A whole checkpoint whose state is another's: refused before anything of the model has changed."""
     where = run / "1-train" / "progress"
     newest = max(where.glob("2-*.safetensors"), key=lambda p: int(p.stem.partition("-")[2]))
-    tensors, record = read_tensor_file(newest)
+    tensors, record = read_tensors(newest)
     draw = random.Random(0)
     for number in range(40):
         changes = dict(tensors)
         name = draw.choice(sorted(n for n in tensors if n.startswith("run/")))
-        changes[name] = torch.zeros(draw.choice([(0,), (3, 3), (7,), (2, 2, 2, 2, 2)]), dtype=draw.choice(list(DTYPES)))
+        changes[name] = torch.zeros(
+            draw.choice([(0,), (3, 3), (7,), (2, 2, 2, 2, 2)]), dtype=draw.choice(list(SAFETENSORS_DTYPES))
+        )
         if number % 2:
             changes = {n: v for n, v in tensors.items() if n != name}
         shutil.rmtree(tmp_path / "p", ignore_errors=True)
@@ -283,7 +285,7 @@ def test_names_that_lead_out_of_the_folder(run, tmp_path) -> None:
     record = read_json(stage / "row.json", "a row")
     with pytest.raises(CheckpointError, match="passwd: not there"):
         folder.check_files(stage, record | {"files": {"../../../../../../etc/passwd": "0" * 64}})
-    tensors = read_tensors(stage / "model.safetensors")
+    tensors, _ = read_tensors(stage / "model.safetensors")
     write_tensors(stage / "model.safetensors", {f"../../{name}": value for name, value in tensors.items()})
     with pytest.raises(CheckpointError, match="disagree about|the file lacks"):
         ck.load(chains.Net(), stage)
@@ -330,13 +332,13 @@ def test_deep_json_and_long_json(tmp_path) -> None:
 
 def test_every_dtype_and_shape_comes_back(tmp_path) -> None:
     tensors = {}
-    for i, dtype in enumerate(DTYPES):
+    for i, dtype in enumerate(SAFETENSORS_DTYPES):
         raw = torch.randint(0, 2, (3, 5), dtype=torch.uint8)
         tensors[f"t{i}"] = raw.to(dtype)
         tensors[f"scalar{i}"], tensors[f"empty{i}"] = raw[0, 0].to(dtype), raw[:0].to(dtype)
     tensors["turned"] = torch.randn(4, 6, 2).permute(2, 0, 1)
     write_tensors(tmp_path / "t.safetensors", tensors, {"a": [1, None, "ü"]})
-    got, record = read_tensor_file(tmp_path / "t.safetensors")
+    got, record = read_tensors(tmp_path / "t.safetensors")
     assert record == {"a": [1, None, "ü"]}
     assert got.keys() == tensors.keys()
     for name, value in tensors.items():

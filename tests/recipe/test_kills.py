@@ -12,8 +12,8 @@ import torch
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, Interrupted
+from compresskit.base.progress import Progress, stoppable
 from compresskit.recipe.folder import locked
-from compresskit.train.progress import Progress, stoppable
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
 

@@ -97,24 +97,24 @@ def test_parts_of_a_batch(monkeypatch) -> None:
     for count in (2, 3, 9):
         seen, weights = [], []
         for number in range(count):
-            monkeypatch.setattr(distributed, "ranks", lambda count=count: count)
+            monkeypatch.setattr(distributed, "world_size", lambda count=count: count)
             monkeypatch.setattr(distributed, "rank", lambda number=number: number)
-            (part, target), weight = distributed.part_of((x, y), None)
+            (part, target), weight = distributed.shard_batch((x, y), None)
             assert torch.equal(part.long(), target)
             seen.append(weight * part.mean() if weight else torch.zeros(()))
             weights.append(weight)
         assert torch.stack(seen).mean().item() == pytest.approx(x.mean().item())
         assert sum(weights) == pytest.approx(count)
     with pytest.raises(ck.DataError, match=r"no rows to share out in a batch of shapes \[\(7,\), \(3,\)\]"):
-        distributed.part_of((x, y[:3]), None)
+        distributed.shard_batch((x, y[:3]), None)
     sampler = torch.utils.data.distributed.DistributedSampler(list(range(8)), num_replicas=2, rank=0)
     loader = torch.utils.data.DataLoader(list(range(8)), 2, sampler=sampler)
-    assert distributed.part_of((x, y), loader) == ((x, y), 1.0)
+    assert distributed.shard_batch((x, y), loader) == ((x, y), 1.0)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_what_is_sharded_is_read_whole_outside_of_training(shuffle, monkeypatch) -> None:
-    monkeypatch.setattr(distributed, "ranks", lambda: 2)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     data = [(torch.full((1,), float(i)), i) for i in range(11)]
     seen = []
     for number in range(2):

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import mixed, prune, quant
+from compresskit.base.progress import Every
 from compresskit.distill import Term, indexed_loader, mutual, pseudo_label
 from compresskit.distill.losses import CRDLoss, projection_heads
 from compresskit.distill.models.teacher import EMA
 from compresskit.measure import latency
 from compresskit.recipe import engine
-from compresskit.train.progress import Every
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.003)

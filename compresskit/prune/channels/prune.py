@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, check_budget, keep
-from compresskit.base.distributed import first_of, ranks
+from compresskit.base.distributed import on_rank_zero, world_size
 from compresskit.base.errors import SettingError
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
@@ -132,7 +132,7 @@ class Prune(Budgeted, Stage):
 
         if self.budget.quantity == "latency" and task.progress is not None:
             return Plan.from_json(task.progress.decide(made))  # a resumed stage keeps the plan that was measured
-        return self._fresh_plan(model, task, fraction) if ranks() == 1 else Plan.from_json(first_of(made))
+        return self._fresh_plan(model, task, fraction) if world_size() == 1 else Plan.from_json(on_rank_zero(made))
 
     def _fresh_plan(self, model: nn.Module, task: Task, fraction: float) -> Plan:
         return plan_channels(

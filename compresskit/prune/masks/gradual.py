@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.distributed import mean_
+from compresskit.base.distributed import all_reduce_mean_
 from compresskit.graph.masks import Masks, masks_of
 from compresskit.prune.allocations import Allocation
 from compresskit.prune.criteria import Criterion, needs_of
@@ -28,7 +28,7 @@ from compresskit.prune.scores import check_scores, weight_slices
 
 @dataclass(kw_only=True)
 class Gradual:
-    """Updates the masks that a model carries while a run trains it; `attend` and `count` are what `fit_` takes.
+    """Updates the masks that a model carries while a run trains it; `setup` and `count` are what `fit_` takes.
 
     ratio, or ratios by tensor: at the end. until: share of the training after which masks hold still. updates: how often they
     change until then. swap: share of what stays that is dropped and grown anew at an update, falling to 0 along half a cosine.
@@ -51,7 +51,7 @@ class Gradual:
     grads: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
-    def attend(self, run: Any, steps: int) -> Callable[[], None]:
+    def setup(self, run: Any, steps: int) -> Callable[[], None]:
         """Follow a run of so many steps; call what is returned after the last."""
         parameters = dict(self.model.named_parameters())
         carried = masks_of(self.model)
@@ -107,7 +107,7 @@ class Gradual:
         scale = 1.0 if run.scaler is None else run.scaler.scale
         grads = {name: self.grads.pop(name) / scale for name in self.names if name in self.grads}
         if self.reads or step >= min(self.due):
-            mean_(list(grads.values()))  # of all processes: what one process would see
+            all_reduce_mean_(list(grads.values()))  # of all processes: what one process would see
         with torch.no_grad():
             if self.reads:
                 self._remember({n: self._score(n, weights[n], grads) for n in self.names})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.budget import Budget, check_budget, takes_budget
-from compresskit.base.distributed import ranks
+from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, masks_of
@@ -93,12 +93,12 @@ def plan_mask(
         pattern: `Unstructured()`, `Block(outputs=1, inputs=4)`, `NM(n=2, m=4)`.
         criterion: scores rows, larger = keep; `l2` is the magnitude.
         allocation: distributes the budget over the layers: a function such as `erk_ratios`, or a ratio for each tensor or module
-            by name (a missing one stays dense; `budget` is then left out). None ranks the weights of all layers together.
+            by name (a missing one stays dense; `budget` is then left out). None world_size the weights of all layers together.
         protect: dotted names of tensors or modules that stay dense.
         task: data and loss, for criteria that read more than weights; `samples` of it are looked at.
 
     The order in which a model names its parameters does not matter. Warns of layers that cannot have the pattern (left dense,
-    named in `Masks.left`), that are all zero, or that lose all their weights. Raises SettingError for a budget
+    named in `Masks.unmasked`), that are all zero, or that lose all their weights. Raises SettingError for a budget
     smaller than what is removed already; ModelError where nothing can be masked.
     """
     check_pattern(pattern, "plan_mask")
@@ -110,7 +110,7 @@ def plan_mask(
     weights, left = fitting(model, pattern, protect, given)
     for name, weight in weights.items():
         if not bool(weight.detach().any()):
-            warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=2)
+            warnings.warn(f"{name}: all of its weights are zero already, so that nothing world_size them", stacklevel=2)
     scores = score_weights(model, weights, pattern, criterion, task, samples)
     old = masks_of(model)
     before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
@@ -159,7 +159,7 @@ def by_tensor(model: nn.Module, ratios: Mapping[str, float]) -> dict[str, float]
 
 def broadcast_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """The first process's masks on every process, where there are several."""
-    if ranks() > 1:
+    if world_size() > 1:
         for name in sorted(masks):
             sent = masks[name].to(torch.uint8)
             torch.distributed.broadcast(sent, 0)

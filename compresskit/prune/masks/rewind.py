@@ -68,7 +68,7 @@ def shuffled(masks: Masks) -> Masks:
     for name, mask in masks.masks.items():
         order = torch.randperm(mask.numel()).to(mask.device)
         drawn[name] = mask.flatten()[order].view(mask.shape)
-    return Masks(drawn, masks.left)
+    return Masks(drawn, masks.unmasked)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_kinds
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
-from compresskit.graph.masks import Masks, detach_, masks_of
+from compresskit.graph.masks import Masks, detach_masks_, masks_of
 from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.allocations import Allocation
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
@@ -122,7 +122,7 @@ class Sparsify(Budgeted, Stage):
             if gradual is None:
                 fit_(model, goal, how, label="sparsify")
             else:
-                fit_(model, goal, how, attend=gradual.attend, after_step=[gradual.count], remember=[gradual], label="sparsify")
+                fit_(model, goal, how, setup=gradual.setup, after_step=[gradual.count], resumables=[gradual], label="sparsify")
                 if not gradual.finished:
                     replace(self, schedule=None, regrow=0.0, finetune=None)(model, task)
         return model.eval()
@@ -201,5 +201,5 @@ class Densify(Stage):
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         if masks_of(model) is None:
             warnings.warn(f"Densify: this {type(model).__name__} carries no masks; nothing was done", stacklevel=2)
-        detach_(model)
+        detach_masks_(model)
         return model

@@ -11,7 +11,8 @@ import networks
 import oracles
 import pytest
 import torch
-from networks import build, images_task
+import torch.nn.functional as F
+from networks import build, image, images_task
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -170,8 +171,8 @@ def test_contrast_keeps_a_row_for_each_sample() -> None:
     heads = partial(kd.losses.projection_heads, width=8)
     term = Term(kd.losses.CRDLoss(samples=96, negatives=20, seed=7), "b", "down", adapt=heads, weight=2.0)
     goal = ck.imitate(teacher, terms=[term], weight=0, task_weight=0).bind(student.eval(), task)
-    (link,) = goal.links
-    bank, (adapter,) = link.loss, goal.adapters.values()
+    (bound,) = goal.bound_terms
+    bank, (adapter,) = bound.loss, goal.adapters.values()
     before = bank.student.clone()
     batch = next(iter(task.train))
     losses = goal(student, batch)
@@ -188,7 +189,7 @@ def test_contrast_keeps_a_row_for_each_sample() -> None:
     assert (bank.student != before).any(1).nonzero().flatten().tolist() == sorted(batch.indices.tolist())
     assert all(p.grad.any() for p in adapter.parameters() if p.ndim == 2)
     assert not bank.teacher.requires_grad
-    assert goal.bind(student, task).links[0].loss is not bank
+    assert goal.bind(student, task).bound_terms[0].loss is not bank
     ck.Train(epochs=1, objective=ck.imitate(teacher, terms=[term]))(student, task)
     assert not hasattr(student, ADAPTERS)
 
@@ -293,12 +294,22 @@ def test_bad_settings() -> None:
         kd.losses.reviewkd([torch.zeros(1, 1, 2, 2)], [torch.zeros(1, 1, 2, 2)] * 2)
 
 
+def test_one_channel_has_no_soft_targets() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
+    x = image(8)[0]
+    task = ck.Task(train=[(x, torch.rand(8, 1))], val=[(x, torch.rand(8, 1))], loss=F.mse_loss, metric=F.mse_loss)
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(768, 1)).eval()
+    with pytest.raises(ModelError, match="gives one channel, of which a softmax says nothing"):
+        ck.Distill(epochs=1, teacher=teacher)(model, task)
+    ck.Train(epochs=1, objective=ck.imitate(teacher, loss=F.mse_loss))(model, task)
+
+
 def test_mixing_and_caches(tmp_path) -> None:
     teacher, student, task = build(networks.Residual), build(networks.Chain), images_task(ck)
     cached = kd.cache(teacher, task, tmp_path / "c")
-    with pytest.raises(SettingError, match=r"imitate\(mixup=\.\.\.\): a cache knows nothing of mixed inputs"):
+    with pytest.raises(SettingError, match=r"imitate\(mixup=\.\.\.\): a cache has no predictions of mixed inputs"):
         ck.imitate(cached, mixup=1.0, task_weight=0).bind(student, task)
-    with pytest.raises(SettingError, match=r"pseudo_label\(\): a cache knows nothing of the unlabelled data"):
+    with pytest.raises(SettingError, match=r"pseudo_label\(\): a cache has no predictions of the unlabelled data"):
         kd.pseudo_label(cached, [torch.zeros(1)]).bind(student, task)
 
 

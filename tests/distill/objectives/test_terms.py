@@ -121,14 +121,14 @@ def test_adapters_are_made_trained_and_dropped() -> None:
     names, before = set(student.state_dict()), copy.deepcopy(teacher.state_dict())
     terms = [Term(kd.losses.hint, "b", weight=1.0, adapt=kd.project), Term(kd.losses.hint, "head:in", adapt=kd.project)]
     stage = ck.Distill(epochs=1, teacher=teacher, terms=terms, optimizer=partial(torch.optim.SGD, lr=0.05))
-    goal = stage.goal(teacher).bind(student, task)
+    goal = stage.imitation(teacher).bind(student, task)
     first, second = goal.adapters["hint:b"], goal.adapters["hint:head:in"]
     assert isinstance(first, nn.Conv2d)
     assert isinstance(second, nn.Linear)
     assert first.weight.shape == (64, 32, 1, 1)
     assert len(list(getattr(student, ADAPTERS).parameters())) == 4
     assert set(student.state_dict()) > names  # a checkpoint in the middle of training has them too
-    again = stage.goal(teacher).bind(student, task)  # the first ones are replaced, not added to
+    again = stage.imitation(teacher).bind(student, task)  # the first ones are replaced, not added to
     assert len(list(getattr(student, ADAPTERS).parameters())) == 4
     start = [p.detach().clone() for p in getattr(student, ADAPTERS).parameters()]
     adapters = [*getattr(student, ADAPTERS).parameters()]

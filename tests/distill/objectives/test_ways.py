@@ -32,8 +32,8 @@ class Recorded(nn.Module):
 
 def test_every_generation_is_taught_by_the_one_before(monkeypatch) -> None:
     teachers = []
-    plain = kd.Distill.goal
-    monkeypatch.setattr(kd.Distill, "goal", lambda self, teacher: teachers.append(teacher) or plain(self, teacher))
+    plain = kd.Distill.imitation
+    monkeypatch.setattr(kd.Distill, "imitation", lambda self, teacher: teachers.append(teacher) or plain(self, teacher))
     Recorded.made.clear()
     first, task = build(networks.Residual), images_task(ck)
     stage = kd.Distill(epochs=1, student=Recorded, generations=3)

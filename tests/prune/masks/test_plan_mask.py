@@ -21,7 +21,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
-from compresskit.prune import Masks, detach_, mask_sensitivity, masks_of, plan_mask, shuffled
+from compresskit.prune import Masks, detach_masks_, mask_sensitivity, masks_of, plan_mask, shuffled
 from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
 from compresskit.prune.criteria import grasp, l2, movement, random_scores, snip, taylor, wanda
 from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
@@ -56,7 +56,7 @@ WEIGHTS = {
 def test_what_is_masked() -> None:
     masks = plan_mask(Net(), ck.remove(weights=0.5))
     assert set(masks.masks) == WEIGHTS
-    assert not masks.left
+    assert not masks.unmasked
     assert list(masks.masks) == sorted(masks.masks)
     assert set(plan_mask(Net(), ck.remove(weights=0.5), protect=("lstm", "conv.weight")).masks) == {
         n for n in WEIGHTS if not n.startswith("lstm") and n != "conv.weight"
@@ -161,7 +161,7 @@ def test_planning_is_pure_and_twice_is_once(name) -> None:
         plan_mask(model, **settings_of(name)).apply_(model)
     masks.apply_(model)
     assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
-    assert masks.broken(model) == {}
+    assert masks.violations(model) == {}
     carried = masks_of(model)
     assert all(torch.equal(mask, masks.masks[n]) for n, mask in carried.masks.items())
     assert model.state_dict().keys() == before.keys()
@@ -326,7 +326,7 @@ def test_masks_travel_with_the_model() -> None:
     assert torch.equal(masks_of(twin).masks["conv.weight"], masks_of(model).masks["conv.weight"])
     assert masks_of(twin).masks["conv.weight"] is not masks_of(model).masks["conv.weight"]
     assert masks_of(model.half()).masks["conv.weight"].dtype == torch.bool
-    detach_(model)
+    detach_masks_(model)
     assert masks_of(model) is None
     assert not list(model.named_buffers())
 
@@ -463,7 +463,7 @@ def test_masks_for_other_shapes() -> None:
     masks = plan_mask(nn.Sequential(nn.Linear(4, 4)), ck.remove(weights=0.5))
     other = nn.Sequential(nn.Linear(4, 6))
     before = other[0].weight.detach().clone()
-    for use in (masks.apply_, masks.zero_, masks.broken):
+    for use in (masks.apply_, masks.zero_, masks.violations):
         with pytest.raises(ModelError, match=r"0\.weight: the mask is for shape \(4, 4\), this Sequential has \(6, 4\)"):
             use(other)
     assert torch.equal(other[0].weight, before)

@@ -306,7 +306,7 @@ def test_masks_are_kept(tmp_path) -> None:
     quantized = quantize_weights(model, data, rounding=gptq, awq=True, scheme=BlockScheme(bits=3))
     mine = masks_of(quantized)
     assert mine is not None
-    assert not mine.broken(quantized)
+    assert not mine.violations(quantized)
     for name, quantizer in block_quantizers(quantized.body).items():
         mask = mine.masks.get(f"body.{name}")
         if mask is not None:

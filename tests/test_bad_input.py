@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import importlib.util
-import os
-import re
-import signal
 from functools import partial
-from pathlib import Path
 
-import checkout
 import networks
 import pytest
 import torch
 from networks import build, image, images_task
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import distill, export, mixed, prune, quant
@@ -88,7 +80,7 @@ BAD = {
     "precision by a dtype": (
         lambda: ck.Train(epochs=1, precision=torch.bfloat16),
         SettingError,
-        "wanted a policy such as mixed.MASTER_BF16",
+        "wanted a policy of compresskit.mixed, got torch.bfloat16; write mixed.AMP_BF16",
     ),
     "an optimizer that is made": (
         lambda: ck.Train(epochs=1, optimizer=torch.optim.SGD(NET.parameters(), lr=1)),
@@ -114,6 +106,21 @@ BAD = {
         lambda: fit(how=ck.Train(epochs=1, objective="mse")),
         SettingError,
         "wanted an Objective or a function .* got str",
+    ),
+    "precision by an apex level": (
+        lambda: ck.Train(epochs=1, precision="O2"),
+        SettingError,
+        r"wanted a policy of compresskit.mixed, got 'O2'; write mixed.level\('O2'\)",
+    ),
+    "precision by the dtype fp16": (
+        lambda: ck.Train(epochs=1, precision=torch.float16),
+        SettingError,
+        "got torch.float16; write mixed.AMP_FP16 or mixed.MASTER_FP16",
+    ),
+    "a metric by name": (
+        lambda: ck.Task(val=[1], metric="accuracy"),
+        SettingError,
+        r"Task\(metric=...\): wanted a function .* with update, compute and reset, got str",
     ),
     "an unknown backend": (
         lambda: ck.Train(epochs=1, backend="fused"),
@@ -190,6 +197,17 @@ BAD = {
         SettingError,
         "wanted a function such as prune.criteria.l1",
     ),
+    "precision by name": (
+        lambda: ck.Train(epochs=1, precision="bf16"),
+        SettingError,
+        "wanted a policy such as mixed.MASTER_BF16, got 'bf16'",
+    ),
+    "a criterion by name, without a stage": (
+        lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), criterion="l2"),
+        SettingError,
+        "wanted a function",
+    ),
+    "a budget of text": (lambda: ck.Prune(budget=ck.keep(macs="0.5")), SettingError, r"in \(0, 1\], got '0.5'"),
     "steps of half": (lambda: ck.Prune(budget=ck.keep(macs=0.5), steps=0.5), SettingError, r"wanted a whole number, got 0.5"),
     "between nothing": (
         lambda: ck.Prune(budget=ck.keep(macs=0.5), between=TRAIN),
@@ -204,14 +222,14 @@ BAD = {
     "an unknown layer": (
         lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), ignore=("nosuch",)),
         SettingError,
-        r"ignore=\['nosuch'\]",
+        r"ignore=\['nosuch'\]: no layer",
     ),
     "a plan that is none": (lambda: prune.Plan.from_json({"remove": 3}), CheckpointError, "not a pruning plan"),
     "a ratio above one": (lambda: ck.Sparsify(budget=ck.remove(weights=1.5)), SettingError, "got 1.5"),
     "a pattern by name": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), pattern="2:4"),
         SettingError,
-        r"wanted a pattern such as prune.patterns.NM\(2, 4\), got '2:4'",
+        r"wanted a pattern such as prune.patterns.NM\(n=2, m=4\), got '2:4'",
     ),
     "a schedule without training": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), schedule=prune.schedules.Cubic()),
@@ -250,7 +268,7 @@ BAD = {
     "skip what is not there": (
         lambda: quant.quantize_static(NET, [image(4)], skip=("nosuch",)),
         SettingError,
-        r"skip=\['nosuch'\]",
+        r"skip=\['nosuch'\]: no operator",
     ),
     "freeze after the end": (lambda: ck.QAT(epochs=1, freeze=2.0), SettingError, r"a share of the training in \[0, 1\], got 2.0"),
     "QAT on no samples": (lambda: ck.QAT(epochs=1, samples=0), SettingError, "a whole number >= 1, got 0"),
@@ -296,141 +314,3 @@ def test_there_are_enough() -> None:
     assert {kind for _, kind, _ in BAD.values()} >= {
         SettingError, DataError, ModelError, TrainingError, StageOrderError, ExportError, CheckpointError,
     }  # fmt: skip
-
-
-SAVE = ck.Every(seconds=None, steps=1)
-
-
-def run(out, given=None, epochs=2):
-    torch.manual_seed(0)
-    recipe = ck.Recipe(ck.Train(epochs=epochs, optimizer=partial(torch.optim.SGD, lr=0.01)), save=SAVE, export="last")
-    return recipe.run(networks.Chain(), task() if given is None else given, out)
-
-
-def goes_on(out, wanted):
-    """A run that failed is started again and ends with the weights of one that never did."""
-    got = run(out).model.state_dict()
-    assert all(torch.equal(got[name], value) for name, value in wanted.items())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole") / "run").model.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(errno.ENOSPC, "the disk is full; make room and run the same command again"), (errno.EROFS, "cannot be written"),
-     (errno.EACCES, "look at its rights, or choose another out=")],
-)  # fmt: skip
-@pytest.mark.parametrize("at", [6, 9, 12, 15])
-def test_a_disk_that_is_full_or_read_only(number, said, at, whole, tmp_path, monkeypatch) -> None:
-    real, seen = os.fsync, [0]
-
-    def fsync(handle):
-        seen[0] += 1
-        if seen[0] == at:
-            raise OSError(number, os.strerror(number))
-        return real(handle)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(CompressError, match=said):
-        run(tmp_path / "run")
-    monkeypatch.undo()
-    assert not list(tmp_path.rglob("*.part"))
-    goes_on(tmp_path / "run", whole)
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 GB")])
-@pytest.mark.parametrize("where", ["__call__", "backward", "step"])
-def test_no_memory(error, where, whole, tmp_path, monkeypatch) -> None:
-    real, seen = getattr(mixed.Run, where), [0]
-
-    def fails(self, *args, **kwargs):
-        seen[0] += 1
-        if seen[0] == 3:
-            raise error
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(mixed.Run, where, fails)
-    with pytest.raises(TrainingError, match=r"memory.*; lower the batch size \(accumulate= keeps the step what it was\)"):
-        run(tmp_path / "run")
-    monkeypatch.undo()
-    goes_on(tmp_path / "run", whole)
-
-
-class Fragile(Dataset):
-    def __init__(self, how):
-        self.how, self.x, self.y = how, *task().train[0]
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, i):
-        if i == 13:
-            self.how()
-        return self.x[i], self.y[i]
-
-
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def missing():
-    raise FileNotFoundError(2, "No such file or directory", "picture13.png")
-
-
-def lose_a_sample(how, workers):
-    fit(given=ck.Task(train=DataLoader(Fragile(how), 4, num_workers=workers), val=task().val))
-
-
-NO_BATCH = r"epoch 1, batch 4: the training loader gives no batch: .*{}.*num_workers=0"
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize(("workers", "said"), [(0, "picture13.png"), (1, "FileNotFoundError")])
-def test_data_that_fails(workers, said) -> None:
-    with pytest.raises(DataError, match="(?s)" + NO_BATCH.format(said)):
-        lose_a_sample(missing, workers)
-
-
-def test_a_worker_that_is_killed() -> None:
-    # In a process of its own: torch raises the death of a worker again whenever another child ends.
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_messages as t; t.lose_a_sample(t.killed, 1)"
-    )
-    done = checkout.python("-c", code, check=False)
-    assert done.returncode != 0
-    # It is noticed at that batch or, as loaders read ahead, at one before, by torch or by the pipe that closed.
-    said = r"DataError: epoch 1, batch [1-4]: the training loader gives no batch: .*num_workers=0"
-    assert re.search(said, done.stderr, re.S), done.stderr[-2000:]
-
-
-class Changing(list):
-    def __len__(self):
-        return 4
-
-
-@pytest.mark.parametrize("count", [3, 5])
-def test_a_loader_that_changes_its_length(count) -> None:
-    given = ck.Task(train=Changing([task().train[0]] * count), val=task().val)
-    with pytest.raises(DataError, match="the training loader has length 4 and gave (3|more) batches; it must not change"):
-        fit(given=given)
-
-
-def test_a_metric_of_nan_can_be_mended(whole, tmp_path) -> None:
-    broken = task()
-    broken = ck.Task(train=broken.train, val=broken.val, metric=lambda p, t: float("nan"))
-    with pytest.raises(DataError, match="the metric is nan"):
-        run(tmp_path / "run", broken)
-    goes_on(tmp_path / "run", whole)
-
-
-@pytest.mark.slow
-def test_the_page_of_errors_is_complete() -> None:
-    spec = importlib.util.spec_from_file_location("make_errors", checkout.ROOT / "docs" / "make_errors.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    page = (checkout.ROOT / "docs" / "errors.md").read_text()
-    assert page == module.page(), "python docs/make_errors.py writes the page anew"
-    assert len(re.findall(r"^\| .* \| `[a-z/_]+\.py` \|$", page, re.M)) > 300
