@@ -229,7 +229,7 @@ BAD = {
     "a pattern by name": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), pattern="2:4"),
         SettingError,
-        r"wanted a pattern such as prune.patterns.NM\(2, 4\), got '2:4'",
+        r"wanted a pattern such as prune.patterns.NM\(n=2, m=4\), got '2:4'",
     ),
     "a schedule without training": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), schedule=prune.schedules.Cubic()),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -304,7 +305,7 @@ class OperatorCall:
 
     def add_hard_coded_size(self, labels: Tensor) -> None:
         """The code gives a size for the result, which has channels."""
-        sizes = [s for s in leaves(self.node.args[1:]) if type(s) is int and s > 1]
+        sizes = [s for s in pytree.tree_leaves(self.node.args[1:]) if type(s) is int and s > 1]
         small = collapse_expanded(labels)
         if sizes and bool((small > 0).any()):
             reason = f"{self.where} to sizes written in the code"
@@ -361,15 +362,6 @@ def operator_name(target: Any) -> str:
     return str(target).removeprefix("aten.").split(".")[0]
 
 
-def leaves(value: Any) -> list[Any]:
-    """All values inside nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return [leaf for entry in value.values() for leaf in leaves(entry)]
-    if isinstance(value, list | tuple):
-        return [leaf for entry in value for leaf in leaves(entry)]
-    return [value]
-
-
 def tensor_leaves(value: Any) -> list[Labelled]:
     """The labels and parameters inside nested dicts, lists and tuples."""
-    return [v for v in leaves(value) if isinstance(v, Tensor | ParameterView)]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor | ParameterView)]
