@@ -102,7 +102,7 @@ def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
 
 
 def replace_chunks_(module: fx.GraphModule) -> None:
-    """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, which its optimizer rejects."""
+    """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, on which it fails."""
     for node in list(module.graph.nodes):
         if node.target is aten.chunk.default:
             _replace_by_slices(module.graph, node)

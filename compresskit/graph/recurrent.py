@@ -1,8 +1,8 @@
 """LSTM, GRU and RNN layers as single operators of a graph.
 
 `torch.export` unrolls them: one copy of the cell for each time step of the example, which fixes the sequence length. While a
-model is traced, `KeepRecurrent` therefore replaces them by one custom operator, whatever the length. In the captured graph torch's
-own operator takes its place again, so that the graph can be trained, cast and copied as any other.
+model is traced, `KeepRecurrent` therefore replaces them by one custom operator, whatever the length. In the captured graph
+torch's own operator takes its place again, so that the graph can be trained, cast and copied as any other.
 
     while tracing:  torch.lstm, aten.lstm.input  ->  compresskit::recurrent      (`KeepRecurrent`)
     in the graph:   compresskit::recurrent       ->  aten.lstm.input             (`restore_recurrent_`)
