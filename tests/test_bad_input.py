@@ -200,7 +200,7 @@ BAD = {
     "precision by name": (
         lambda: ck.Train(epochs=1, precision="bf16"),
         SettingError,
-        "wanted a policy such as mixed.MASTER_BF16, got 'bf16'",
+        "wanted a policy of compresskit.mixed, got 'bf16'; write mixed.AMP_BF16",
     ),
     "a criterion by name, without a stage": (
         lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), criterion="l2"),
