@@ -217,7 +217,7 @@ BAD = {
     "ratios that are none": (
         lambda: ck.Prune(budget=ck.keep(macs=0.5), ratios=[0.5]),
         SettingError,
-        r"Prune\(ratios=...\): wanted Mapping",
+        r"Prune\(ratios=...\): wanted a mapping",
     ),
     "an unknown layer": (
         lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), ignore=("nosuch",)),
