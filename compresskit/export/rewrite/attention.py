@@ -30,8 +30,6 @@ def expand_attention_masks(model: ir.Model) -> None:
         count = ir.node("Shape", [queries], {"start": place, "end": place + 1})
         sizes = (("a", len(mask.shape) - 2), ("b", 1))
         ones_before, ones_after = (_constant(model.graph, f"{node.name}.{suffix}", size) for suffix, size in sizes)
-            _constant(model.graph, f"{node.name}.{n}", size) for n, size in (("a", len(mask.shape) - 2), ("b", 1))
-        )
         shape = ir.node("Concat", [ones_before, count.outputs[0], ones_after], {"axis": 0})
         expanded = ir.node("Expand", [mask, shape.outputs[0]])
         for i, new in enumerate((count, shape, expanded)):
