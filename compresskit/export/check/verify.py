@@ -4,10 +4,10 @@ Errors are counted in *steps*: one step is 1/255 of the range of the reference o
 kernels may round ties to the other side (onnxruntime#32132), and one step that flips early moves all later values a little.
 
 * A quantized file passes if enough values lie within two steps and the largest class agrees. Where the network amplifies every
-  rounding (deep and untrained, for example), it also passes if its difference is small compared with the quantization error, or if
+  rounding (deep and untrained, for example), it also passes if its difference is small next to the quantization error, or if
   it is as near to the unrounded model as the simulation is: after dozens of layers, two correct executions differ as much as
   independent noise does.
-* A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As it is written, a file of
+* A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
   which only weights are rounded counts as a float file.
 """
 
