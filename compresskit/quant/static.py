@@ -52,9 +52,7 @@ def quantize_static(
     model: nn.Module, batches: Batches, *, inside: None = None, **options: Unpack[StaticOptions]
 ) -> Quantized: ...
 @overload
-def quantize_static(
-    model: nn.Module, batches: Batches, *, inside: str | None, **options: Unpack[StaticOptions]
-) -> nn.Module: ...
+def quantize_static(model: nn.Module, batches: Batches, *, inside: str | None, **options: Unpack[StaticOptions]) -> nn.Module: ...
 def quantize_static(
     model: nn.Module, batches: Batches, *, inside: str | None = None, **options: Unpack[StaticOptions]
 ) -> nn.Module:

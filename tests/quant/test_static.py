@@ -20,7 +20,8 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import X86, Quantized, Support, Target, prepare_qat, quantize_static
+from compresskit.quant import X86, Quantized, Target, prepare_qat, quantize_static
+from compresskit.quant.numerics.targets import Support
 from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 

@@ -82,13 +82,13 @@ def test_frozen_layers_stay_frozen_in_qat() -> None:
 @pytest.mark.parametrize(("freeze", "moves"), [(0, 0), (0.5, 4), (1, 8)])
 def test_every_share_freezes(freeze, moves, monkeypatch) -> None:
     seen = []
-    real = ck.quant.MovingAverage.update
+    real = ck.quant.observers.MovingAverage.update
 
     def counted(self, values):
         seen.append(1)
         real(self, values)
 
-    monkeypatch.setattr(ck.quant.MovingAverage, "update", counted)
+    monkeypatch.setattr(ck.quant.observers.MovingAverage, "update", counted)
     task = images_task(ck, samples=64, batch=8)
     model = build(networks.Chain)
     ck.QAT(epochs=1, freeze=freeze)(model, task)

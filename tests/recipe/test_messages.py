@@ -259,7 +259,7 @@ BAD = {
         SettingError,
         r"StaticQuant\(samples=...\): wanted a whole number, got 'all'",
     ),
-    "momentum of zero": (lambda: quant.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
+    "momentum of zero": (lambda: quant.observers.MovingAverage(0.0), SettingError, r"wanted \(0, 1\], got 0.0"),
     "a half model": (
         lambda: mixed.prepare(build(networks.Chain).half(), torch.optim.SGD(NET.parameters(), lr=1)),
         CompressError,

@@ -98,7 +98,7 @@ def taught(*, save=None, export="last"):
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.KAHAN_BF16, objective=pseudo_label(teacher, unlabelled, threshold=0.1)),
         ck.Prune(budget=ck.keep(macs=0.6), round_to=2,
                  learn=ck.Train(epochs=1, optimizer=sgd, objective=prune.group_lasso(strength=1e-4))),
-        ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.HistogramMSE, 8), freeze=0.8),
+        ck.QAT(epochs=1, optimizer=sgd, samples=64, observer=partial(quant.observers.HistogramMSE, 8), freeze=0.8),
         save=save or Every(seconds=None, steps=2), export=export,
     )  # fmt: skip
 

@@ -12,7 +12,8 @@ from networks import build, image
 from safetensors.torch import save_file
 from torch import nn
 
-from compresskit.quant import OBSERVERS, prepare_qat
+from compresskit.quant import prepare_qat
+from compresskit.quant.numerics.observers import OBSERVERS
 
 
 def observed(rank: int) -> dict[str, torch.Tensor]:

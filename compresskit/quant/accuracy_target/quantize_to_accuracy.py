@@ -44,7 +44,7 @@ from compresskit.quant.accuracy_target.mixed_model import (
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
 from compresskit.quant.dynamic.quantize_dynamic import quantize_dynamic
 from compresskit.quant.numerics.operators import PRODUCTS
-from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.quant.passes.channel_scaling import weight_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
 from compresskit.quant.weight_only.quantize_weights import quantize_weights
@@ -132,6 +132,7 @@ def quantize_to_accuracy(
     Raises SettingError unless one valid target is given, DataError where there is no batch, ModelError where no quantized model
     reaches the target or float is the fastest.
     """
+    check_target(target, "quantize_to_accuracy")
     wanted_sqnr = _wanted_sqnr(sqnr, cosine)
     data = list(first_and_all(batches, "quantize_to_accuracy")[1])
     captured, _, _ = prepare_graph(model, data[0], replace(target, operators={}), skip, dynamic)

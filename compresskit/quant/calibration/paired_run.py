@@ -14,7 +14,7 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.operators import moved
+from compresskit.quant.numerics.operators import moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
 
 Pair = tuple[Any, Any]  # (value in the float graph, value in the quantized graph)
@@ -77,5 +77,5 @@ def quantizer_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | Dyn
         module = body.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, ActivationQuantizer | DynamicActivation):
             return module
-        node = moved(node)
+        node = moved_input(node)
     return None

@@ -14,7 +14,7 @@ from compresskit.graph.capture import Dynamic
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
 from compresskit.quant.numerics.scheme import Scheme
-from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.numerics.targets import X86, Target, check_target
 
 
 def quantize_dynamic(
@@ -46,6 +46,7 @@ def quantize_dynamic(
     Raises ModelError where the model cannot be captured, is quantized already, or has nothing to quantize; SettingError for
     names that it does not have.
     """
+    check_target(target, "quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
     return build_dynamic(model, example, target, weights=weights, operators=operators, skip=skip, dynamic=dynamic)
 
@@ -65,6 +66,9 @@ class DynamicQuant(Stage):
     operators: tuple[str, ...] = DEFAULT_OPERATORS
     skip: tuple[str, ...] = ()
     dynamic: Dynamic = (0,)
+
+    def __post_init__(self) -> None:
+        check_target(self.target, "DynamicQuant")
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()

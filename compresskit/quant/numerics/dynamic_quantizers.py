@@ -1,4 +1,4 @@
-"""Modules that stand in a captured graph and round at run time: activations, looked-up rows, whole LSTMs."""
+"""Quantizers of dynamic quantization: activations rounded to the range of each call, embedding rows, LSTMs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compresskit.quant.numerics.scheme import Scheme
 
 
 class DynamicActivation(Quantizer):
-    """Rounds an activation to the uint8 grid over the range that it has right then. label: for messages."""
+    """Rounds an activation to uint8 over the range of the present call. label: name of the layer, for messages."""
 
     def __init__(self, label: str = "") -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class DynamicActivation(Quantizer):
 
 
 class RowQuantizer(Quantizer):
-    """Rounds looked-up rows of a table: (rows of it, the table) to the rows as they are stored."""
+    """Rounds rows that were looked up in an embedding table as the stored table holds them: (rows, table) -> rows."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -46,14 +46,15 @@ class RowQuantizer(Quantizer):
             low, high = self.table.scheme.low, self.table.scheme.high
             steps = (torch.round(rows.detach() / scale) + zero_point).clamp(low, high) - zero_point
             return rows + (steps * scale - rows).detach()
-        flat = rows.reshape(-1, rows.shape[-1])  # each row has its own scale, so those that were looked up are enough
+        flat = rows.reshape(-1, rows.shape[-1])  # each row has its own scale, so the table is not needed
         return self.table(flat).reshape(rows.shape)
 
 
 class LstmQuantizer(Quantizer):
-    """An LSTM in place of torch's operator, with its matrices in integers and its inputs and states rounded at run time.
+    """Replaces torch's LSTM operator: matrices in integers, inputs and states rounded to their range at run time.
 
-    The recurrent matrix of a projected one is rounded times the projection, as it is stored (see `export.recurrent`).
+    The recurrent matrix of an LSTM with projection is multiplied by the projection before rounding, as the file stores it
+    (see `export.rewrite.recurrent`).
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -62,21 +63,21 @@ class LstmQuantizer(Quantizer):
         self.matrix.enabled = True
 
     def unrounded(self, x: Any, *rest: Any) -> Any:
-        """What torch's operator gives."""
+        """The output of torch's operator."""
         return OPERATORS["lstm"](x, *rest)
 
     def effective(self, weights: list[Tensor], *settings: Any) -> list[Tensor]:
-        """The weights with the recurrent ones times the projection, where there is one."""
+        """The weights, recurrent matrices multiplied by the projection where there is one."""
         has_biases, layers, bidirectional = settings
-        found: list[Tensor] = []
+        effective: list[Tensor] = []
         for layer in cells(weights, has_biases, layers, bidirectional):
             for cell in layer:
                 recurrent = cell.recurrent if cell.projection is None else cell.recurrent @ cell.projection
-                found += [cell.input, recurrent, *cell.biases, *([] if cell.projection is None else [cell.projection])]
-        return found
+                effective += [cell.input, recurrent, *cell.biases, *([] if cell.projection is None else [cell.projection])]
+        return effective
 
     def is_matrix(self, place: int, weights: list[Tensor], *settings: Any) -> bool:
-        """Whether the weight at that place of the list is stored in integers: neither a bias nor a projection."""
+        """Whether the weight at a position of the list is stored in integers: it is neither a bias nor a projection."""
         _, layers, bidirectional = settings
         return place % (len(weights) // (layers * (2 if bidirectional else 1))) < 2
 

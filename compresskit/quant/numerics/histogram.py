@@ -1,4 +1,7 @@
-"""A histogram of each channel that grows its range by merging bins, and what range it recommends."""
+"""Histograms of values per channel, and the quantization ranges of least squared error or least divergence that follow from them.
+
+A histogram widens its range as values arrive, by merging pairs of bins.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ CHUNK = 2**18  # values that are counted at once: their bin numbers take eight b
 
 
 class Histogram:
-    """Counts of (channels, n) values in `bins` bins of a channel's own width; exact zeros are counted apart.
+    """A histogram of each channel with `bins` bins of equal width; exact zeros are counted separately.
 
-    counts: (channels, bins), float64. origin: where the first bin begins; width: of a bin; both (channels,), float64.
+    counts: values in each bin, (channels, bins), float64. zeros: exact zeros, (channels,).
+    origin: start of the first bin; width: of one bin; both (channels,), float64.
     """
 
     counts: Tensor
@@ -52,7 +56,7 @@ class Histogram:
         self.counts += torch.bincount(index[nonzero], minlength=self.counts.numel()).view_as(self.counts)
 
     def _grow(self, under: Tensor, over: Tensor) -> None:
-        """Double the width of some channels' bins: what was there moves to the upper half where room below is wanted."""
+        """Double the bin width of some channels by merging pairs; `under`: the free half is below the old range, else above."""
         merged = self.counts.view(len(self.counts), -1, 2).sum(2)
         empty = torch.zeros_like(merged)
         new = torch.where(under[:, None], torch.cat([empty, merged], 1), torch.cat([merged, empty], 1))
@@ -61,11 +65,11 @@ class Histogram:
         self.width = torch.where(under | over, self.width * 2, self.width)
 
     def centres(self) -> Tensor:
-        """Middles of the bins, (channels, bins)."""
+        """Centres of the bins, (channels, bins)."""
         return self.origin[:, None] + (torch.arange(self.bins, device=self.width.device) + 0.5) * self.width[:, None]
 
     def joined(self) -> Histogram:
-        """The histogram of all ranks; this one where there is only one. Bins of other ranks are counted at their middles."""
+        """The histogram over all ranks of torch.distributed, with bins at their centres; itself for one rank."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
         parts = [self.origin, self.width, self.zeros]
@@ -84,45 +88,53 @@ class Histogram:
             whole.counts.scatter_add_(1, index, g[:, 3:])
         return whole
 
-    def quantile(self, share: float) -> Tensor:
-        """The value below which that share lies, (channels,), evenly spread inside a bin."""
+    def quantile(self, fraction: float) -> Tensor:
+        """The value below which the given fraction of all values lies, (channels,); values are taken as uniform inside a bin."""
         counts = self.counts.clone()
         zero = ((0 - self.origin) / self.width).floor().long()
         inside = (zero >= 0) & (zero < self.bins)
         counts.scatter_add_(1, zero.clamp(0, self.bins - 1)[:, None], torch.where(inside, self.zeros, 0)[:, None])
         total = counts.cumsum(1)
-        wanted = total[:, -1:] * share
-        index = torch.searchsorted(total, wanted).clamp(max=self.bins - 1)
+        rank = total[:, -1:] * fraction
+        index = torch.searchsorted(total, rank).clamp(max=self.bins - 1)
         before = total.gather(1, index) - counts.gather(1, index)
-        within = ((wanted - before) / counts.gather(1, index).clamp(min=1)).clamp(0, 1)
+        within = ((rank - before) / counts.gather(1, index).clamp(min=1)).clamp(0, 1)
         return (self.origin[:, None] + (index + within) * self.width[:, None])[:, 0].float()
 
 
 def least_error(
     histogram: Histogram, low: Tensor, high: Tensor, steps: int, *, symmetric: bool, candidates: int = 100
 ) -> tuple[Tensor, Tensor]:
-    """The range, within (low, high) and with 0, whose grid has the least squared error; each (channels,).
+    """The range inside (low, high), 0 included, whose grid has the least squared error.
 
-    A value inside costs step^2 / 12 on average, one outside its distance from the end, squared. Both ends are searched in
-    turn, in hundredths of what was seen.
+    A value inside the range costs step^2 / 12 on average, one outside its squared distance from the end. The two ends are
+    searched alternately, over `candidates` fractions of the observed range.
+
+    Args:
+        histogram: of the values.
+        low, high: the observed range, each (channels,).
+        steps: number of integers of the grid.
+        symmetric: search ranges (-t, t).
+
+    Returns (low, high), each (channels,) fp32.
     """
     low, high = low.double().clamp(max=0), high.double().clamp(min=0)
     if symmetric:
         high = torch.maximum(-low, high)
         low = -high
-    shares = torch.linspace(1, 1 / candidates, candidates, device=low.device, dtype=torch.float64)
-    ends = [torch.ones_like(low), torch.ones_like(high)]  # shares of low and of high that are kept
+    fractions = torch.linspace(1, 1 / candidates, candidates, device=low.device, dtype=torch.float64)
+    ends = [torch.ones_like(low), torch.ones_like(high)]  # fractions of low and of high that are kept
     for side in (0, 1) if symmetric else (1, 0, 1, 0):
         tried = [end.repeat(candidates, 1) for end in ends]
         for changed in (0, 1) if symmetric else (side,):
-            tried[changed] = shares[:, None].expand(-1, len(low))
-        errors = torch.stack([_error(histogram, low * a, high * b, steps) for a, b in zip(*tried, strict=True)])
-        best = shares[errors.argmin(0)]
+            tried[changed] = fractions[:, None].expand(-1, len(low))
+        errors = torch.stack([_squared_error(histogram, low * a, high * b, steps) for a, b in zip(*tried, strict=True)])
+        best = fractions[errors.argmin(0)]
         ends = [best, best] if symmetric else [best if i == side else end for i, end in enumerate(ends)]
     return (low * ends[0]).float(), (high * ends[1]).float()
 
 
-def _error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tensor:
+def _squared_error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tensor:
     centres, counts = histogram.centres(), histogram.counts
     outside = (centres - centres.clamp(low[:, None], high[:, None])).square() * counts
     inside = ((centres >= low[:, None]) & (centres <= high[:, None])) * counts
@@ -130,7 +142,7 @@ def _error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tenso
 
 
 def least_divergence(histogram: Histogram, channel: int, largest: float, levels: int) -> float:
-    """The bound t of |x| in one channel for which `levels` equal levels over [0, t] diverge least from what was counted."""
+    """The bound t in one channel for which |x|, quantized to `levels` levels over [0, t], diverges least from the histogram."""
     # Bins of |x| as wide as those of x: narrower ones would stand empty in between, and look like information.
     width = float(histogram.width[channel])
     bins = max(levels, int(largest / width) + 1)
@@ -139,7 +151,7 @@ def least_divergence(histogram: Histogram, channel: int, largest: float, levels:
     best, bound = float("inf"), largest
     for end in range(levels, bins + 1, max(1, bins // 256)):
         kept = counts[:end].clone()
-        kept[-1] += counts[end:].sum()  # what is clipped
+        kept[-1] += counts[end:].sum()  # clipped values
         divergence = _divergence(counts[:end], kept, levels)
         if divergence < best:
             best, bound = divergence, end * width
@@ -147,12 +159,12 @@ def least_divergence(histogram: Histogram, channel: int, largest: float, levels:
 
 
 def _divergence(counts: Tensor, kept: Tensor, levels: int) -> float:
-    """KL(kept || counts on the grid): a level's count is spread evenly over its bins that are not empty."""
+    """KL(kept || quantized counts), where the count of a level is spread evenly over its non-empty bins."""
     level = (torch.arange(len(counts), device=counts.device) * levels) // len(counts)
     filled = (kept > 0).double()
     total = torch.zeros(levels, dtype=torch.float64, device=counts.device)
-    share = total.scatter_add(0, level, counts) / total.scatter_add(0, level, filled).clamp(min=1)
-    q = share[level] * filled
+    mean = total.scatter_add(0, level, counts) / total.scatter_add(0, level, filled).clamp(min=1)
+    q = mean[level] * filled
     p, q = kept / kept.sum(), q / q.sum().clamp(min=1e-300)
     here = p > 0
     return float((p[here] * (p[here] / q[here].clamp(min=1e-12)).log()).sum())

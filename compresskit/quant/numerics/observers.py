@@ -1,15 +1,17 @@
-"""Observers watch values go by and say in which range they lie.
+"""Observers collect statistics of activations during calibration and return the range to quantize.
 
-    update(values)    values: (channels, n); called once for each batch and place
-    range()           -> (low, high), each (channels,); where torch.distributed runs, over all ranks, which must all call it
+    update(values)    values: (channels, n); called once for each batch
+    range()           -> (low, high), each (channels,); under torch.distributed over all ranks, which must all call it
 
-Each looks at every value once and keeps a few numbers for a channel: extremes, or a histogram whose bins double in width, and
-are merged in pairs, when a value falls outside. A value that is not finite makes the range not finite.
+The observers here see every value once and keep a few numbers per channel: extremes, or a histogram that widens its range by
+merging bins. A value that is not finite makes the range not finite. To add an observer, write a class with these two methods and
+pass the class, or a factory such as `partial(Percentile, 0.999)`, as `observer=`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import abstractmethod
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,16 +21,31 @@ from compresskit.base.errors import SettingError
 from compresskit.quant.numerics.histogram import Histogram, least_divergence, least_error
 
 
+@runtime_checkable
 class Observer(Protocol):
-    """Two methods, because it has memory."""
+    """What an observer must have: any class with these two methods is one, and needs no arguments to be made."""
 
-    def update(self, values: Tensor) -> None: ...
+    def update(self, values: Tensor) -> None:
+        """Take in values, (channels, n), of any floating dtype."""
 
-    def range(self) -> tuple[Tensor, Tensor]: ...
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The range to quantize: (low, high), each (channels,)."""
+        ...
+
+
+def check_observer(observer: object, where: str) -> None:
+    """Raise SettingError unless `observer` is None or makes observers: a class, or a function without arguments."""
+    if observer is None or (callable(observer) and (isinstance(observer, type) or not isinstance(observer, Observer))):
+        return
+    if isinstance(observer, Observer):
+        kind = type(observer).__name__
+        hint = f"each activation needs its own: write observer={kind}, or functools.partial({kind}, ...) with its settings"
+        raise SettingError(f"{where}(observer=...): wanted a class or a function that makes observers, got an instance; {hint}")
+    raise SettingError(f"{where}(observer=...): wanted a class such as quant.observers.MinMax, got {observer!r}")
 
 
 def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest of each row of (channels, n); nan where a value is."""
+    """Smallest and largest value of each row of (channels, n), each (channels,); nan where a row holds nan."""
     if len(values) == 1:  # without a dimension torch's kernel is forty times faster
         low, high = torch.aminmax(values)
         return low.reshape(1), high.reshape(1)
@@ -37,7 +54,7 @@ def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduced over the ranks of torch.distributed, where it runs."""
+    """Reduce a tensor over the ranks of torch.distributed, where it runs."""
     if dist.is_available() and dist.is_initialized():
         values = values.clone()
         dist.all_reduce(values, operation)
@@ -45,7 +62,7 @@ def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 class _Extremes:
-    """What the observers share: extremes of all that was seen."""
+    """Common base of the observers: extremes of all values."""
 
     low: Tensor | None = None
     high: Tensor | None = None
@@ -69,17 +86,20 @@ class _Extremes:
     def range(self) -> tuple[Tensor, Tensor]:
         """(low, high), each (channels,)."""
         low, high = self._seen()
-        # nan is neither small nor large to every backend's reduction: infinities say the same and survive.
+        # Backends disagree on reductions of nan; infinities mark the range as not finite just as well.
         low, high = low.nan_to_num(-torch.inf, torch.inf, -torch.inf), high.nan_to_num(torch.inf, torch.inf, -torch.inf)
         return over_ranks(low, dist.ReduceOp.MIN), over_ranks(high, dist.ReduceOp.MAX)
 
 
 class MinMax(_Extremes):
-    """Smallest and largest value ever seen."""
+    """Smallest and largest value of the calibration data."""
 
 
 class MovingAverage(_Extremes):
-    """Average of the batches' extremes that forgets: new = old + momentum * (batch - old); over ranks, their mean."""
+    """Moving average of the extremes of batches: new = old + momentum * (batch - old); averaged over ranks.
+
+    momentum: weight of the newest batch, in (0, 1].
+    """
 
     def __init__(self, momentum: float = 0.1) -> None:
         if not 0 < momentum <= 1:
@@ -98,8 +118,8 @@ class MovingAverage(_Extremes):
         return both[0], both[1]
 
 
-class _Counting(_Extremes):
-    """An observer with a histogram beside the extremes."""
+class _HistogramObserver(_Extremes):
+    """Base of observers that choose a range from a histogram."""
 
     def __init__(self, bins: int) -> None:
         self.histogram = Histogram(bins)
@@ -119,12 +139,13 @@ class _Counting(_Extremes):
         chosen_low, chosen_high = self._choose(self.histogram.joined(), low, high)
         return torch.maximum(low, chosen_low), torch.minimum(high, chosen_high)
 
+    @abstractmethod
     def _choose(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        raise AssertionError  # every subclass chooses
+        """The range, from a histogram and the observed extremes."""
 
 
-class Percentile(_Counting):
-    """The range of the middle `share` of all values; half of the rest is cut off at each end.
+class Percentile(_HistogramObserver):
+    """The range of the middle `fraction` of all values; half of the rest is clipped at each end.
 
     >>> seen = Percentile(0.98)
     >>> seen.update(torch.arange(1001.0).reshape(1, -1))
@@ -132,21 +153,21 @@ class Percentile(_Counting):
     [10, 990]
     """
 
-    def __init__(self, share: float = 0.9999, *, bins: int = 2048) -> None:
-        if not 0.5 < share <= 1:
-            raise SettingError(f"Percentile(share=...): wanted (0.5, 1], got {share}")
+    def __init__(self, fraction: float = 0.9999, *, bins: int = 2048) -> None:
+        if not 0.5 < fraction <= 1:
+            raise SettingError(f"Percentile(fraction=...): wanted (0.5, 1], got {fraction}")
         super().__init__(bins)
-        self.share = share
+        self.fraction = fraction
 
     def _choose(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        rest = (1 - self.share) / 2
+        rest = (1 - self.fraction) / 2
         return histogram.quantile(rest), histogram.quantile(1 - rest)
 
 
-class HistogramMSE(_Counting):
-    """The range of least mean squared error on a grid of 2**bits steps, rounding and clipping together.
+class HistogramMSE(_HistogramObserver):
+    """The range of least mean squared error, of rounding and clipping together, for a format of 2**bits integers.
 
-    symmetric: the same number of steps each side of 0. Zeros, which every grid has, cost nothing and are not counted.
+    bits: 2 to 8. symmetric: search ranges (-t, t). Exact zeros are not counted, because every format represents them.
     """
 
     def __init__(self, bits: int = 8, *, symmetric: bool = False, bins: int = 2048) -> None:
@@ -158,10 +179,12 @@ class HistogramMSE(_Counting):
         return least_error(histogram, low, high, 2**self.bits, symmetric=self.symmetric)
 
 
-class Entropy(_Counting):
-    """The range [-t, t], cut to what was seen, whose grid of 2**bits steps loses least information: KL(values || grid).
+class Entropy(_HistogramObserver):
+    """The range [-t, t], within the observed extremes, of least KL divergence between values and quantized values.
 
-    The search of TensorRT's calibrator (Migacz, GTC 2017): what lies beyond t counts at t.
+    The search of TensorRT's calibrator (Migacz, "8-bit inference with TensorRT", GTC 2017): values beyond t count at t.
+
+    bits: 2 to 8.
     """
 
     def __init__(self, bits: int = 8, *, bins: int = 8192) -> None:
@@ -170,7 +193,7 @@ class Entropy(_Counting):
         self.bits = bits
 
     def _choose(self, histogram: Histogram, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        sides = torch.where((low < 0) & (high > 0), 2, 1)  # of one side, all steps lie there
+        sides = torch.where((low < 0) & (high > 0), 2, 1)  # values of one sign use all steps
         largest = torch.maximum(-low, high)
         bounds = [least_divergence(histogram, c, float(largest[c]), 2**self.bits // int(sides[c])) for c in range(len(low))]
         t = torch.tensor(bounds, device=low.device)
@@ -182,5 +205,5 @@ def _check_bits(name: str, bits: int) -> None:
         raise SettingError(f"{name}(bits=...): wanted 2..8, got {bits}")
 
 
-#: Every observer of the library; the contract tests run over this list.
+#: All observers of the library; the contract tests run over this list.
 OBSERVERS = (MinMax, MovingAverage, Percentile, HistogramMSE, Entropy)

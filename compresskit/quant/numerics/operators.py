@@ -1,4 +1,8 @@
-"""What kind of operator each ATen operator is, as far as quantization is concerned."""
+"""Operator kinds: how quantization classifies ATen operators, and the tables of operators that its passes share.
+
+`OPERATOR_KINDS` names a kind for each operator that a rule knows: "conv", "linear", "add", ... A "clamp" bounds its input and can
+be merged into a quantizer; a "move" copies values to other places and keeps them on their grid.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +92,7 @@ OPERATOR_KINDS: dict[Any, str] = {
 
 
 def bounds(node: Node) -> tuple[float, float | None]:
-    """Lower and upper bound of a clamp; None for no upper one."""
+    """Lower and upper bound of a clamp; None where there is no upper bound."""
     if node.target is aten.relu.default:
         return 0.0, None
     low, high = (*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]) if node.target is aten.hardtanh.default else (0.0, 6.0)
@@ -96,12 +100,12 @@ def bounds(node: Node) -> tuple[float, float | None]:
 
 
 def fusible(node: Node) -> bool:
-    """A clamp from 0 up: an unsigned grid with zero point 0 does its work."""
+    """Whether a clamp starts at 0, so that the range of an unsigned format with zero point 0 has the same effect."""
     return node.target is not aten.clamp.default and bounds(node)[0] == 0.0
 
 
 def is_float_tensor(node: Node) -> bool:
-    """Whether the operator gives a floating point tensor, or several."""
+    """Whether the operator returns a floating point tensor, or several."""
     value = node.meta.get("val")
     parts = value if isinstance(value, tuple | list) else [value]
     return any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
@@ -114,7 +118,7 @@ def is_depthwise(module: fx.GraphModule, conv: Node) -> bool:
 
 
 def is_global(node: Node) -> bool:
-    """Whether a mean goes over all spatial positions and nothing else."""
+    """Whether a mean is taken over all spatial positions and no other dimension."""
     rank = node.args[0].meta["val"].ndim
     if node.target is aten.mean.dim:
         return rank > 2 and sorted(d % rank for d in node.args[1]) == list(range(2, rank))
@@ -122,8 +126,8 @@ def is_global(node: Node) -> bool:
     return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
 
 
-def moved(node: Node) -> Node | None:
-    """What a node reads that only moves values, so that they stay on their grid; None for one that computes."""
+def moved_input(node: Node) -> Node | None:
+    """The input of a node that only moves values, so that they stay on the grid of the input; None for other nodes."""
     if OPERATOR_KINDS.get(node.target) not in ("move", "concat") or not keeps_grid(node):
         return None
     first = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
@@ -131,7 +135,7 @@ def moved(node: Node) -> Node | None:
 
 
 def keeps_grid(node: Node) -> bool:
-    """Whether the moved values lie on the grid of the input: padding with anything but zeros does not."""
+    """Whether moved values stay on the grid of the input. Padding with a value other than zero leaves it."""
     if node.target in (aten.pad.default, aten.constant_pad_nd.default):
         mode = node.args[2] if node.target is aten.pad.default and len(node.args) > 2 else "constant"
         fill = node.args[-1] if len(node.args) > (3 if node.target is aten.pad.default else 2) else 0.0

@@ -1,4 +1,8 @@
-"""Modules that stand on the edges of a captured graph and round what passes: activations, weights, biases."""
+"""Quantizers: modules inside a captured graph that round activations, weights and biases, and their exported counterparts.
+
+ActivationQuantizer, WeightQuantizer, BiasQuantizer       simulate rounding, with gradients
+DeployedActivation, DeployedConstant, DeployedHardSigmoid  QuantizeLinear and DequantizeLinear, integers stored
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,11 @@ from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import Observer, extremes
 from compresskit.quant.numerics.scheme import Scheme, affine, anchored, fake_quantize, to_integers
 
-LEAST = 1e-12  # a learned scale goes no lower
+LEAST_SCALE = 1e-12  # lower bound of a learned scale
 
 
 class Quantizer(nn.Module):
-    """What the three have in common: a switch, and that mixed precision leaves them in fp32.
-
-    `enabled` lets it round; until then everything passes as it is.
-    """
+    """Base of all quantizers. `enabled` switches rounding on; until then values pass unchanged. Mixed precision keeps fp32."""
 
     keeps_fp32 = True  # a scale in bf16 is off by up to 0.4 %
 
@@ -31,17 +32,21 @@ class Quantizer(nn.Module):
         self.enabled = False
 
     def unrounded(self, x: Tensor, *rest: Any) -> Any:
-        """What passes while it is switched off."""
+        """The output while rounding is switched off."""
         return x
 
 
 class ActivationQuantizer(Quantizer):
-    """Rounds an activation to a per-tensor grid.
+    """Rounds an activation with one scale and zero point for the tensor.
 
-    clamp: bounds of an activation function (0 and None for ReLU, 0 and 6 for ReLU6) whose work the ends of the grid do.
-    anchor: a number that must lie on the grid, see `placement.QuantizationPoint`.
-    label: the operator whose result it rounds, for messages.
-    `observing` lets its observer see what passes, and the grid follow it; `learn_` makes the scale a parameter.
+    scheme: number format.
+    observer: finds the range.
+    clamp: bounds of an activation function merged into the quantizer (0 and None for ReLU, 0 and 6 for ReLU6), or None.
+    anchor: a number that must be exactly representable, see `placement.QuantizationPoint`.
+    label: the operator whose result is rounded, for messages.
+
+    `observing`: the observer sees the values that pass, and in train mode the range follows it. `learn_` makes the scale a
+    parameter.
     """
 
     scale: Tensor
@@ -67,31 +72,31 @@ class ActivationQuantizer(Quantizer):
             if self.observing:
                 self.observer.update(x.detach().reshape(1, -1))
             return x
-        # Once it rounds, what is only evaluated must not move the range.
+        # Once rounding is on, evaluation must not move the range.
         if self.observing and self.training:
             self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
             self.freeze_range_()
-        share = 1.0
+        factor = 1.0
         if self.scale.requires_grad:
-            share = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
-        return fake_quantize(x, self.effective_scale(), self.zero_point, self.scheme, share=share)
+            factor = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
+        return fake_quantize(x, self.effective_scale(), self.zero_point, self.scheme, gradient_scale=factor)
 
     def unrounded(self, x: Tensor, *rest: Any) -> Tensor:
-        """The value, clamped where the grid does an activation function's work."""
+        """The value, clamped where an activation function is merged into the quantizer."""
         if self.clamp is None:
             return x
         low, high = self.clamp
         return F.relu(x) if low == 0 and high is None else F.hardtanh(x, low, torch.inf if high is None else high)
 
     def effective_scale(self) -> Tensor:
-        """The scale; a learned one may not pass zero."""
+        """The scale that rounding uses; a learned one is kept above zero."""
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST)
-        # A quantizer that stands in several places moves its scale between them; each needs its own for the gradient.
+            return self.scale.clamp(min=LEAST_SCALE)
+        # The scale of a quantizer called several times changes between the calls; each needs its own for the gradient.
         return self.scale.clone() if self.observing else self.scale
 
     def freeze_range_(self, *, checked: bool = False) -> None:
-        """Take the scale and zero point of the range seen so far; DataError, if `checked`, where it is none."""
+        """Take scale and zero point from the observed range; `checked`: raise DataError where it is empty or not finite."""
         low, high = self.observer.range()
         if checked:
             self._check(float(low[0]), float(high[0]))
@@ -114,9 +119,9 @@ class ActivationQuantizer(Quantizer):
             )
 
     def learn_(self, on: bool = True) -> None:
-        """Make the scale a parameter, with its present value, or a buffer again; one with an anchor stays as it is."""
+        """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer."""
         if self.anchor is None:
-            _turn(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone())
+            _register(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone())
 
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
@@ -125,15 +130,15 @@ class ActivationQuantizer(Quantizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
         new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
         new.observing, new.enabled = self.observing, self.enabled
-        _turn(new, "scale", copy.deepcopy(self.scale, memo))
+        _register(new, "scale", copy.deepcopy(self.scale, memo))
         new.zero_point = self.zero_point.clone()
         new.training = self.training
         memo[id(self)] = new
         return new
 
 
-def _turn(module: nn.Module, name: str, value: Tensor) -> None:
-    """A parameter where there was a buffer, or the other way round."""
+def _register(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a buffer by a parameter of the same name, or the other way round."""
     delattr(module, name)
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)
@@ -142,12 +147,13 @@ def _turn(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 class WeightQuantizer(Quantizer):
-    """Rounds a weight; its grid follows the weight, from the extremes of each channel along `axis`.
+    """Rounds a weight, with scales from the extremes of each channel along `axis`, recomputed whenever the weight changes.
 
-    scale: of each channel, or one; 0 where it follows the weight. `learn_` makes it a parameter, `fix_scale_` fixes it.
-    min_scale: smallest scale of each channel. Where the weights of a channel are next to nothing, its bias would be more steps of
-        their grid than int32 can hold.
-    scale_factor: factor of each scale, 1 or next to it, that keeps results off ties (see `ties`).
+    scale: of each channel, or one; 0 while it follows the weight. `learn_` makes it a parameter, `fix_scale_` sets a constant.
+    min_scale: lower bound of each scale. Where the weights of a channel are tiny, the bias, in steps of their scale, would
+        exceed int32.
+    scale_factor: factor of each scale, 1 or slightly more, that keeps results away from rounding boundaries (see
+        `passes.rounding_boundaries`).
     """
 
     scale: Tensor
@@ -161,26 +167,26 @@ class WeightQuantizer(Quantizer):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
 
     def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, zero_point) for a weight, each (channels,) or a scalar."""
+        """Scale and zero point of a weight, each (channels,) or a scalar."""
         values = weight.detach().float()
         values = values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1)
         low, high = extremes(values)
         low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
         scale, zero_point = affine(low, high, self.scheme)
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST).maximum(self.min_scale) * self.scale_factor, zero_point
+            return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor, zero_point
         return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor, zero_point
 
     def fix_scale_(self, scale: Tensor) -> None:
-        """Fix the scale from now on, whatever the weight does."""
+        """Set a constant scale that no longer follows the weight."""
         self.scale.copy_(scale)
         self.scale_factor.fill_(1)
 
     def learn_(self, weight: Tensor, on: bool = True) -> None:
-        """Make the scale a parameter, or a fixed number again.
+        """Make the scale a parameter (LSQ), or a constant again.
 
-        It begins at 2 mean|w| / sqrt(largest integer) (1902.08153, section 2.1), or at that of the extremes where it is smaller,
-        as it is for 8 bits.
+        The first value is 2 mean|w| / sqrt(largest integer) (Esser et al., arXiv 1902.08153, section 2.1), or the scale of the
+        extremes where that is smaller, as it is for 8 bits.
         """
         scale = self.qparams(weight)[0].detach()
         if on:
@@ -188,11 +194,11 @@ class WeightQuantizer(Quantizer):
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5
             scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
-        _turn(self, "scale", scale)
+        _register(self, "scale", scale)
         self.scale_factor.fill_(1)
 
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
-        """Make what `mask` keeps and the grid rounds to zero one step of the grid instead, in place."""
+        """Move weights that `mask` keeps but that would round to zero to one step of the grid, in place."""
         scale, zero_point = self.qparams(weight)
         rounded = fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis)
         steps = scale.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
@@ -203,16 +209,16 @@ class WeightQuantizer(Quantizer):
         if not self.enabled:
             return weight
         scale, zero_point = self.qparams(weight)
-        share = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
-        return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, share=share)
+        factor = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
+        return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor)
 
 
 class BiasQuantizer(Quantizer):
-    """Rounds a bias as the runtime does: to int32 in steps of (scale of the input) * (scale of the weight)."""
+    """Rounds a bias as the runtime does: to int32 with scale (scale of the input) * (scale of the weight)."""
 
     def __init__(self, activation: ActivationQuantizer, weight: WeightQuantizer) -> None:
         super().__init__()
-        # In a tuple, so that they are not registered here as well: state dicts name each quantizer once.
+        # In a tuple, so that they are not registered as submodules: state dicts name each quantizer once.
         self.grid = (activation, weight)
 
     def scale(self, weight: Tensor) -> Tensor:
@@ -220,10 +226,10 @@ class BiasQuantizer(Quantizer):
         return (self.grid[0].effective_scale() * self.grid[1].qparams(weight)[0]).detach()
 
     def make_room_(self, bias: Tensor) -> None:
-        """Raise the floor of the weight's scale so that this bias, and one twice as large, is an int32."""
+        """Raise the lower bound of the weight's scale so that this bias, and one twice as large, fits in int32."""
         activation, weight = self.grid
-        floor = bias.detach().float().abs() / (activation.scale * 2.0**30)
-        weight.min_scale.copy_(torch.maximum(weight.min_scale, floor if weight.min_scale.ndim else floor.max()))
+        least = bias.detach().float().abs() / (activation.scale * 2.0**30)
+        weight.min_scale.copy_(torch.maximum(weight.min_scale, least if weight.min_scale.ndim else least.max()))
 
     def forward(self, bias: Tensor, weight: Tensor) -> Tensor:
         if not self.enabled:
@@ -234,7 +240,7 @@ class BiasQuantizer(Quantizer):
 
 
 class DeployedActivation(nn.Module):
-    """QuantizeLinear, DequantizeLinear."""
+    """Exported form of an activation quantizer: QuantizeLinear, DequantizeLinear."""
 
     def __init__(self, quantizer: ActivationQuantizer) -> None:
         super().__init__()
@@ -246,8 +252,10 @@ class DeployedActivation(nn.Module):
 
 
 class DeployedHardSigmoid(nn.Module):
-    """hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1) on integers: with 3 on the grid at n steps from zero, it is the same integers,
-    clipped to [zero_point - n, zero_point + n] and read with zero point `zero_point - n` and scale / 6.
+    """hardsigmoid(x) = clip(x / 6 + 1/2, 0, 1) without arithmetic on integers.
+
+    With 3 exactly representable as n steps, the result is the same integers, clipped to [zero_point - n, zero_point + n] and
+    read with zero point `zero_point - n` and scale / 6.
     """
 
     bottom: Tensor
@@ -269,7 +277,7 @@ class DeployedHardSigmoid(nn.Module):
 
 
 class DeployedConstant(nn.Module):
-    """Stored integers and DequantizeLinear."""
+    """Exported form of a weight or bias: stored integers and DequantizeLinear."""
 
     def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int) -> None:
         super().__init__()
@@ -286,7 +294,7 @@ def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConst
     """The weight as stored integers."""
     scale, zero_point = quantizer.qparams(weight)
     integers = to_integers(weight, scale, zero_point, quantizer.scheme, quantizer.axis)
-    # A zero point of zeros may be left out by the standard, but ONNX Runtime fuses no Gemm without it.
+    # ONNX allows leaving out a zero point of zeros, but ONNX Runtime fuses no Gemm without it.
     return DeployedConstant(integers, scale, zero_point.to(quantizer.scheme.dtype), quantizer.axis)
 
 

@@ -1,4 +1,4 @@
-"""How real numbers become integers: widths, signs, ranges -> scale and zero point."""
+"""Affine quantization: number formats (`Scheme`), scale and zero point from a range, and rounding to a grid."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from compresskit.base.errors import SettingError
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """An affine grid: real = (integer - zero_point) * scale.
+    """An integer format: real = (integer - zero_point) * scale.
 
-    bits: width, 2 to 8. signed: int or uint. symmetric: zero point 0 and, signed, the same number of steps each side.
-    per_channel: a scale for each index of the channel axis, else one for the tensor.
-    narrow: a symmetric grid leaves out the most negative integer. Weights are stored so; an activation saturates where
-        QuantizeLinear does, at all that the width holds.
+    Args:
+        bits: width, 2 to 8.
+        signed: int or uint.
+        symmetric: zero point 0, and the same number of steps on each side of it. Needs `signed`.
+        per_channel: one scale per index of the channel axis, else one scale for the tensor.
+        narrow: leave out the most negative integer of a symmetric format. Weights are stored so; activations saturate where
+            QuantizeLinear does, at the full range of the width.
+
+    Raises SettingError for other widths, and for a symmetric unsigned format.
     """
 
     bits: int = 8
@@ -46,14 +51,18 @@ class Scheme:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the integers are stored as."""
+        """Type that the integers are stored in."""
         return torch.int8 if self.signed else torch.uint8
 
 
 def affine(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Ranges to (scale fp32, zero_point int32), each of the shape of `low`; 0 is always exactly representable.
+    """Scale and zero point of ranges, such that 0 is exactly representable (Jacob et al., arXiv 1712.05877, section 2).
 
-    An empty range (all zeros) gets scale 1. Relations as in Jacob et al., 1712.05877, section 2.
+    Args:
+        low, high: ends of the ranges, any shape. A range of zeros gets scale 1.
+        scheme: number format.
+
+    Returns (scale fp32, zero_point int32), each of the shape of `low`.
 
     >>> scale, zero_point = affine(torch.tensor(0.0), torch.tensor(2.55), Scheme())
     >>> round(scale.item(), 6), zero_point.item()
@@ -71,8 +80,9 @@ def affine(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def anchored(low: Tensor, high: Tensor, scheme: Scheme, anchor: float) -> tuple[Tensor, Tensor]:
-    """As `affine`, for scalars, with `anchor` and `-anchor` on the grid: the range is widened to reach down to `-anchor`, and the
-    scale is the next larger that divides it.
+    """As `affine`, for scalars, with `anchor` and `-anchor` exactly representable.
+
+    The range is widened to contain both, and the scale rounded up to the next that divides `anchor`.
 
     >>> scale, zero_point = anchored(torch.tensor(-1.0), torch.tensor(9.0), Scheme(), 3.0)
     >>> round(3.0 / scale.item(), 4), zero_point.item()
@@ -88,37 +98,49 @@ def anchored(low: Tensor, high: Tensor, scheme: Scheme, anchor: float) -> tuple[
 _TINY = 1e-30
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0, *, share: float = 1.0) -> Tensor:
-    """Round x to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0, *, gradient_scale: float = 1.0
+) -> Tensor:
+    """Round values to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
 
-    scale, zero_point: scalars, or (channels,) along `axis`. The error is at most scale / 2 inside the range. A scale that wants
-    a gradient gets that of a learned step (Esser et al., 1902.08153, equation 3) times `share`.
+    The error is at most scale / 2 inside the range. A scale that requires a gradient gets that of LSQ (Esser et al., arXiv
+    1902.08153, equation 3) times `gradient_scale`.
+
+    Args:
+        x: any shape and floating dtype.
+        scale, zero_point: scalars, or (channels,) along `axis`.
+        scheme: number format.
+        axis: the channel dimension of x.
+
+    Returns values of the shape and dtype of x.
     """
     shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
     s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
-    return round_to_grid(x, s, z, scheme, share=share)
+    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale)
 
 
-def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, *, share: float = 1.0) -> Tensor:
-    """As `fake_quantize`, with a scale and zero point that have the dimensions of x, 1 where they are shared."""
+def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, *, gradient_scale: float = 1.0) -> Tensor:
+    """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them)."""
     low, high = scheme.low - zero_point.to(scale.dtype), scheme.high - zero_point.to(scale.dtype)
-    return _Rounding.apply(x, scale, low, high, share)  # type: ignore[no-any-return]
+    return _RoundToGrid.apply(x, scale, low, high, gradient_scale)  # type: ignore[no-any-return]
 
 
-class _Rounding(torch.autograd.Function):
-    """clamp(round(x / scale), low, high) * scale. torch's own kernels compute the same but for ties, thirty times slower on a
-    CPU: a layer's activation of 2M values takes 24 ms there and back with `fake_quantize_per_tensor_affine` and 2 ms here.
+class _RoundToGrid(torch.autograd.Function):
+    """clamp(round(x / scale), low, high) * scale.
+
+    torch's own kernels compute the same, except halfway between two steps, and are slower on a CPU: forward and backward of an
+    activation of 2M values take 24 ms with `fake_quantize_per_tensor_affine` and 2 ms here.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, share: float) -> Tensor:
-        y = x.float() / scale  # as ONNX says: times the reciprocal, a tie of two steps may fall to the other side
+    def forward(ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, gradient_scale: float) -> Tensor:
+        y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
         y.round_()
         torch.maximum(y, low, out=y)
         torch.minimum(y, high, out=y)
         y.mul_(scale)
         y = y.to(x.dtype)
-        ctx.share = share
+        ctx.gradient_scale = gradient_scale
         ctx.save_for_backward(x, scale, low, high, y if ctx.needs_input_grad[1] else None)
         return y
 
@@ -133,18 +155,21 @@ class _Rounding(torch.autograd.Function):
             passed = grad * ((x > bottom) & (x < top))
         if y is None:
             return passed, None, None, None, None
-        # d/ds of what is inside: (y - x) / s; of what is clipped: y / s.
+        # d/ds inside the range: (y - x) / s; of clipped values: y / s.
         slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
         if slope is None:
             total = torch.dot(grad.reshape(-1).float(), y.reshape(-1).float())
             total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
         else:
             total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
-        return passed, (total / scale * ctx.share).to(scale.dtype).view_as(scale), None, None, None
+        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), None, None, None
 
 
 def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:
-    """The integers of the grid points that `fake_quantize` maps to, in `scheme.dtype`."""
+    """The integers that `fake_quantize` rounds to.
+
+    Args: as in `fake_quantize`. Returns a tensor of the shape of x and of `scheme.dtype`.
+    """
     shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
     s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
     return (torch.round(x / s) + z).clamp(scheme.low, scheme.high).to(scheme.dtype)

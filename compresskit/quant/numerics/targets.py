@@ -1,14 +1,14 @@
-"""Where a quantized model will run, as plain data: which operators run in integers there, and in which numbers.
+"""Targets: runtimes as plain data. Which operators a runtime executes in integers, in which number formats, at which opset.
 
-| target | activations | weights | what sets it apart |
+| target | activations | weights | specific to it |
 |---|---|---|---|
-| X86 (FBGEMM) | uint8 | int8 | ONNX Runtime with VNNI |
-| X86_NO_VNNI | uint8 | 7 bits | pairs of products are added in int16 there, see `saturating_matmul` |
-| ARM (QNNPACK) | uint8 | int8 | average pooling keeps its input's scale |
-| TENSORRT | int8, zero point 0 | int8 | rounding stands before operators, not behind them |
-| OPENVINO | uint8 | int8 | as X86, and a sum takes a convolution's result unrounded |
+| X86 (FBGEMM) | uint8 | int8 | ONNX Runtime on x86 with VNNI |
+| X86_NO_VNNI | uint8 | 7 bits | x86 without VNNI adds pairs of products in int16, see `saturating_matmul` |
+| ARM (QNNPACK) | uint8 | int8 | average pooling keeps the scale of its input |
+| TENSORRT | int8, zero point 0 | int8 | the inputs of operators are quantized, not their outputs |
+| OPENVINO | uint8 | int8 | as X86, but the output of a convolution reaches an addition unrounded |
 
-Weights are symmetric, with a scale for each output channel, everywhere.
+Weights are symmetric with one scale per output channel on every target.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from compresskit.quant.numerics.scheme import Scheme
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """How a runtime executes one kind of operator in integers.
+    """How a runtime supports one kind of operator in integers.
 
-    output: its result must be quantized too, at once, or the runtime computes in float after all.
-    follow: only worth it where all its inputs are in integers anyway; by itself it would cost more than it saves.
-    shared: its inputs and its result must have one scale and zero point.
-    fuses: a convolution's result that only it reads reaches it in float, inside the convolution's kernel; of two such, one.
-    axis: the dimension of its weight that may have a scale for each index; None where there must be one scale for all.
+    output: the result must be quantized at once, or the runtime computes in float after all.
+    follow: worthwhile only where all inputs are in integers anyway; alone, the conversions would cost more than it saves.
+    shared: inputs and result must share one scale and zero point.
+    fuses: the result of a convolution that only this operator reads arrives in float, inside the convolution's kernel; where
+        both inputs are such, one of them does.
+    axis: the dimension of the weight that may have one scale per index; None where the whole weight must have one scale.
     """
 
     output: bool = True
@@ -43,16 +44,18 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A runtime on a kind of machine; a user adds one by writing one value.
+    """A runtime on a type of machine. A new target is one value of this class, such as `replace(X86, name="mine", ...)`.
 
-    activations, weights: their grids.
-    operators: kind of operator (see `placement.OPERATOR_KINDS`) -> how it runs in integers; kinds not named stay float.
-    zero_points: whether activations may have a zero point other than 0.
-    saturates: products are added in pairs in int16, so that full 8-bit weights can overflow.
-    opset: of the exported file.
-    tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.kernels`.
+    Args:
+        name: for messages, placements and files.
+        activations, weights: number formats.
+        operators: operator kind (see `numerics.operators.OPERATOR_KINDS`) -> how it is supported; other kinds stay float.
+        zero_points: whether activations may have a zero point other than 0.
+        saturates: whether products are added in pairs in int16, which full 8-bit weights can overflow.
+        opset: version of the ONNX operator set of the exported file.
+        tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
-    Raises SettingError where a scheme cannot be expressed there, or in ONNX at all; the message names the field.
+    Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
     """
 
     name: str
@@ -81,9 +84,9 @@ class Target:
         raise SettingError(f"Target {self.name}: {which}.{name} must be {wanted}, got {got}: {why}")
 
 
-#: What has integer kernels in ONNX Runtime, and pays. Measured: uint8 activations let it keep residual adds in integers
-#: (ResNet-20: 0.47 of the fp32 latency, against 1.20 with int8); Gemm may hand its sum on in float, which saves the rounding of
-#: the logits; Add and pooling pay only between operators that are in integers already.
+#: Operators with integer kernels in ONNX Runtime that are worth using. Measured: uint8 activations keep residual adds in integers
+#: (ResNet-20: 0.47 of the fp32 latency, against 1.20 with int8); Gemm can return its sum in float, which leaves the logits
+#: unrounded; Add and pooling are worth it only between operators that are in integers already.
 _ONNX_RUNTIME = {
     "conv": Support(),
     "linear": Support(output=False),
@@ -103,15 +106,15 @@ X86 = Target(name="X86", operators=_ONNX_RUNTIME, tuned=True)
 #: sum is 2 * 255 * 63 = 32130, which fits.
 X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits=7), saturates=True)
 
-#: ONNX Runtime on ARM64. Its symmetric convolution kernels (onnxruntime#9772) want weights without a zero point and take
-#: activations of either sign; its documentation finds uint8 with int8 no slower than uint8 with uint8, and faster on small cores;
-#: it is QNNPACK's grid. The products are widened, so that nothing saturates. NNAPI and TFLite, to which a phone may hand the file
-#: on, give average pooling one scale.
+#: ONNX Runtime on ARM64. Its symmetric convolution kernels (onnxruntime#9772) need weights without a zero point and accept
+#: activations of either sign; by its documentation uint8 with int8 is no slower than uint8 with uint8, and faster on small cores;
+#: QNNPACK uses the same formats. Products are widened, so nothing saturates. NNAPI and TFLite, which a phone may delegate to,
+#: give input and output of average pooling one scale.
 ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)})
 
-#: TensorRT's explicit quantization: int8 with zero point 0 throughout; Q/DQ before the operators that run in integers, none
-#: between a convolution and what is fused into it (its activation, and the sum with a shortcut, whose other operand is rounded).
-#: Its parser knows Q/DQ with int8 zero points of 0 only.
+#: TensorRT with explicit quantization: int8 with zero point 0 throughout; Q/DQ before the operators that run in integers, none
+#: between a convolution and the operators fused into it (its activation, and the addition of a shortcut, whose other operand is
+#: quantized). Its parser accepts Q/DQ only with int8 zero points of 0.
 TENSORRT = Target(
     name="TENSORRT",
     activations=Scheme(signed=True, symmetric=True, narrow=False),
@@ -126,21 +129,39 @@ TENSORRT = Target(
     opset=19,
 )
 
-#: OpenVINO on a CPU: the grid of X86. A sum runs inside the convolution before it, so that the convolution's result is not
-#: rounded; what the sum gives is.
+#: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of
+#: the convolution is not rounded, but the result of the addition is.
 OPENVINO = Target(
     name="OPENVINO",
     operators={**_ONNX_RUNTIME, "conv": Support(output=False), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
 )
 
-#: Names of the kernel libraries under which PyTorch knew the first and the third.
-FBGEMM, QNNPACK = X86, ARM
+#: Every target of the library.
+TARGETS = (X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO)
+
+
+#: Backends of PyTorch's quantization -> the target that replaces them.
+_OF_PYTORCH = {"fbgemm": "X86", "x86": "X86", "onednn": "X86", "qnnpack": "ARM", "xnnpack": "ARM", "executorch": "ARM"}
+
+
+def check_target(target: object, where: str) -> None:
+    """Raise SettingError for anything but a `Target`; names of PyTorch's backends are told which target replaces them."""
+    if isinstance(target, Target):
+        return
+    known = _OF_PYTORCH.get(target.lower()) if isinstance(target, str) else None
+    known = known or next((t.name for t in TARGETS if isinstance(target, str) and t.name == target.upper()), None)
+    hint = f"write target=quant.{known}" if known else f"the targets are {', '.join(f'quant.{t.name}' for t in TARGETS)}"
+    raise SettingError(f"{where}(target=...): wanted a quant.Target, got {target!r}; {hint}")
 
 
 def saturating_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """X (M, K) uint8 times weight (N, K) int8, as x86 without VNNI adds: products of neighbours in K are summed in int16, which
-    saturates (`vpmaddubsw`), then in int32. Returns (M, N) int32; an odd K is filled up with a zero.
+    """Simulate an integer matrix product on x86 without VNNI: X (M, K) uint8 times weight (N, K) int8.
+
+    Products of neighbours in K are added in int16, which saturates (`vpmaddubsw`), and their sums in int32. An odd K is padded
+    with a zero.
+
+    Returns (M, N) int32. Raises DataError for other dtypes or shapes.
 
     >>> x, weight = torch.full((1, 2), 255, dtype=torch.uint8), torch.full((1, 2), 127, dtype=torch.int8)
     >>> saturating_matmul(x, weight).item(), 2 * 255 * 127

@@ -1,7 +1,8 @@
-"""Move a factor of each channel from a value to the weights that read it: layer norm(x) W = (layer norm(x) / s) (s W).
+"""Move a factor per channel from a value into the weights that read it: layer norm(x) W = (layer norm(x) / s) (s W).
 
-A value's channels stand in its last dimension. Dividing them by s > 0 costs nothing where what makes the value can be divided
-itself (layer norm, RMS norm, a linear layer, one factor of a product), and only matrix products by a constant read it.
+The channels of a value are its last dimension. Dividing them by s > 0 is free where the parameters of the operator that computes
+the value can be divided instead (layer norm, RMS norm, a linear layer, one factor of a product), and all readers are matrix
+products by a constant.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, PRODUCTS
 
 @dataclass(frozen=True)
 class ScalingLink:
-    """A value, the products that read it, and what makes it.
+    """A value, the matrix products that read it, and the parameters whose division divides it.
 
-    base: the node of the value. readers: matrix products by a constant, all that read it. weights: name and dimension of inputs
-    of each one's weight. makers: names of tensors, and the dimension, whose division by s divides the value; empty where there
-    are none.
+    base: the node of the value.
+    readers: all that read it, matrix products by a constant.
+    weights: name and dimension of inputs of the weight of each reader.
+    makers: name and dimension of each parameter that must be divided by s to divide the value; empty where there are none.
     """
 
     base: Node
@@ -34,22 +36,22 @@ class ScalingLink:
 
 
 def links_of(module: fx.GraphModule) -> list[ScalingLink]:
-    """All values of a captured graph that only matrix products by a constant read, in the order of the graph."""
+    """All values of a captured graph whose readers are all matrix products by a constant, in the order of the graph."""
     reads: dict[str, int] = {}
     for node in module.graph.nodes:
         if (name := parameter_name(node)) is not None:
             reads[name] = reads.get(name, 0) + len(node.users)
-    found: dict[Node, ScalingLink] = {}
+    links: dict[Node, ScalingLink] = {}
     for node in module.graph.nodes:
         if (weight_of(node)) is None:
             continue
         base = base_of(node.args[PRODUCTS[node.target][0]])
-        if base in found or (readers := _readers(base)) is None:
+        if base in links or (readers := _readers(base)) is None:
             continue
         weights = [w for reader in readers if (w := weight_of(reader)) is not None]
         if len(weights) == len(readers) and all(reads[name] == 1 for name, _ in weights):
-            found[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads))
-    return list(found.values())
+            links[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads))
+    return list(links.values())
 
 
 def weight_of(node: Node) -> tuple[str, int] | None:
@@ -59,13 +61,13 @@ def weight_of(node: Node) -> tuple[str, int] | None:
     _, place, axis = PRODUCTS[node.target]
     weight = node.args[place]
     if isinstance(weight, fx.Node) and weight.op == "call_module" and weight.args:
-        weight = weight.args[0]  # behind its quantizer
+        weight = weight.args[0]  # the input of its quantizer
     name = parameter_name(weight)
     return None if name is None or weight.meta["val"].ndim != 2 else (name, axis)
 
 
 def base_of(value: Node) -> Node:
-    """Where a value's channels were made, looking back through what keeps its last dimension."""
+    """The node that computes the channels of a value, before all operators that keep the last dimension."""
     while value.target in LAYOUT_OPERATORS and _keeps_channels(value):
         value = value.args[0]
     return value
@@ -88,7 +90,7 @@ def _keeps_channels(node: Node) -> bool:
 
 
 def _readers(base: Node) -> list[Node] | None:
-    """All matrix products that read a value, through moves; None where anything else does."""
+    """All matrix products that read a value, through layout operators; None where any other operator reads it."""
     found, pending = [], [base]
     while pending:
         value = pending.pop()
@@ -118,14 +120,14 @@ def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[
         for factor, other in (args, args[::-1]):
             if not isinstance(factor, fx.Node):
                 continue
-            if _is_vector(module, factor, other):  # the weight of an RMS norm that is written out
+            if _is_vector(module, factor, other):  # the weight of an RMS norm written as a product
                 tensors = [(factor, 0)]
                 break
             inner = base_of(factor)
             if len(factor.users) == 1 and inner is factor and inner.target in PRODUCTS:  # x * act(y): of a gated layer
                 return _makers(module, inner, reads)
     if base.target is aten.layer_norm.default and tensors and None in (tensors[0][0], tensors[1][0]):
-        return ()  # without both of them it has nothing to divide
+        return ()  # both are needed
     given = [(parameter_name(node), dim) for node, dim in tensors if node is not None]
     if not given or any(name is None or reads.get(name, 0) != 1 for name, _ in given):
         return ()
@@ -144,9 +146,9 @@ def _is_vector(module: fx.GraphModule, factor: Node, other: object) -> bool:
 
 
 def divide_(module: torch.nn.Module, link: ScalingLink, factor: Tensor) -> None:
-    """Divide the makers of a link by `factor` (channels,) and multiply the weights that read it, in place.
+    """Divide the makers of a link by `factor` (channels,) and multiply the weights of its readers, in place.
 
-    module: any model that calls its tensors by the same names.
+    module: the graph that the link was found in, or a model with the same names of parameters.
     """
     with torch.no_grad():
         for name, dim in link.makers:

@@ -1,4 +1,4 @@
-"""How much of a model runs in integers: by layers, parameters and multiply-accumulates."""
+"""How much of a model runs in integers: the fraction of its layers, parameters and multiply-accumulates (MACs)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compresskit.quant.numerics.operators import LAYER_KINDS, OPERATOR_KINDS
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """A layer's parameters, and its multiply-accumulates for one sample."""
+    """Parameters of a layer, and its multiply-accumulates for one sample."""
 
     parameters: int
     macs: int
@@ -25,7 +25,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Layers, parameters and MACs, each as (in integers, all). reasons: float layer -> why."""
+    """Layers, parameters and MACs, each as (in integers, all). reasons: layer that stays float -> reason."""
 
     layers: tuple[int, int]
     parameters: tuple[int, int]
@@ -34,8 +34,8 @@ class Coverage:
 
     def __str__(self) -> str:
         named = (("layers", self.layers), ("parameters", self.parameters), ("MACs", self.macs))
-        shares = ", ".join(f"{done / every:.1%} of {name}" for name, (done, every) in named if every)
-        head = f"{self.layers[0]} of {self.layers[1]} layers in integers: {shares}"
+        fractions = ", ".join(f"{done / every:.1%} of {name}" for name, (done, every) in named if every)
+        head = f"{self.layers[0]} of {self.layers[1]} layers in integers: {fractions}"
         return "\n".join([head, *(f"  {name}: float, {reason}" for name, reason in self.reasons.items())])
 
     def to_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Coverage:
 
 
 def layer_costs(graph: fx.Graph) -> dict[str, LayerCost]:
-    """The cost of each layer of a captured graph, by the name of its node."""
+    """Parameters and MACs of each layer of a captured graph, by the name of its node."""
     return {n.name: _layer_cost(graph, n) for n in graph.nodes if OPERATOR_KINDS.get(n.target) in LAYER_KINDS and "val" in n.meta}
 
 
@@ -69,7 +69,7 @@ def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:
 
 
 def _recurrent_cost(graph: fx.Graph, node: Node) -> LayerCost:
-    """Every matrix once for each step of a sequence."""
+    """Each matrix is multiplied once per step of a sequence."""
     tensors = [t for a in node.args[2] if (t := _tensor(graph, a)) is not None]
     x, batch_first = node.args[0].meta["val"], node.args[8]
     steps = int(x.shape[1 if batch_first else 0])
@@ -77,7 +77,7 @@ def _recurrent_cost(graph: fx.Graph, node: Node) -> LayerCost:
 
 
 def _example_rows(graph: fx.Graph) -> int:
-    """As many as the example had that the graph was captured with; heads and windows may stand in a value's first dimension."""
+    """Batch size of the example; the first dimension of a value may hold heads or windows as well."""
     inputs = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
     return next((int(v.shape[0]) for v in inputs if isinstance(v, Tensor) and v.ndim), 1)
 
@@ -96,7 +96,7 @@ def _tensor(graph: fx.Graph, value: Any) -> Tensor | None:
 def coverage_of(
     costs: Mapping[str, LayerCost], integer: Mapping[str, str], floating: Mapping[str, str], layers: Mapping[str, str]
 ) -> Coverage:
-    """Sum the costs of what runs in integers, and say why the rest does not."""
+    """Sum the costs of the layers that run in integers, and collect why the others do not."""
     inside = [cost for name, cost in costs.items() if name in integer]
     every = list(costs.values())
     return Coverage(

@@ -3,7 +3,7 @@
     conv(x; W, b) -> batch_norm(mean, var, gamma, beta, eps)  =  conv(x; W * k, (b - mean) * k + beta)
     k = gamma / sqrt(var + eps)
 
-It must come before quantizers are inserted: a BatchNorm behind a quantized convolution can be folded by nobody.
+It comes before quantizers are inserted: a BatchNorm after a quantized convolution cannot be folded any more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBatchNorm:
-    """What was folded into a layer, as it was before.
+    """A layer and the BatchNorm that was folded into it, as they were before.
 
     layer: the node. norm: dotted path of the BatchNorm. tensors: weight, bias (of the layer), gamma, beta, mean, var.
     """
@@ -35,16 +35,16 @@ class FoldedBatchNorm:
 
 
 def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None = None) -> int:
-    """Fold every BatchNorm that directly follows a convolution or linear layer; returns how many.
+    """Fold every BatchNorm that directly follows a convolution or linear layer, in place; returns how many.
 
-    folds: takes a record of each whose parameters are its own, so that training can bring it back to life.
+    folds: receives a record of each BatchNorm whose parameters are not shared, so that training can unfold it again.
     """
     count = 0
     for norm in list(module.graph.nodes):
         if norm.target is not aten.batch_norm.default:
             continue
         layer = norm.args[0]
-        # BatchNorm counts the channels in dim 1, which is the last of a linear layer only where there are two.
+        # The channels of BatchNorm are dim 1, which is the last dim of a linear layer only in two dimensions.
         foldable = layer.target in CONVS or (layer.target is aten.linear.default and norm.meta["val"].ndim == 2)
         foldable = foldable or (layer.target in TRANSPOSED_CONVS and (len(layer.args) < 7 or layer.args[6] == 1))
         tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
@@ -52,7 +52,7 @@ def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None 
             record = _record_norm(module, layer, norm)
             _fold_norm(module, layer, norm)
             count += 1
-            # A layer used twice has taken another name for its folded weight.
+            # The folded weight of a layer that is called twice has another name.
             if folds is not None and record is not None and parameter_name(layer.args[1]) == record[0]:
                 folds.append(record[1])
     module.graph.eliminate_dead_code()
@@ -104,7 +104,7 @@ def _fold_norm(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     with module.graph.inserting_before(layer):
         frozen = not get_tensor(module, str(parameter_name(weight_node))).requires_grad
         new_weight = _new_parameter(module, f"{path}.weight", weight_node, folded_weight, frozen=frozen)
-        copy_mask_(module, str(parameter_name(weight_node)), str(parameter_name(new_weight)))  # rows are scaled: zeros stay
+        copy_mask_(module, str(parameter_name(weight_node)), str(parameter_name(new_weight)))  # scaling keeps zeros
         new_bias = _new_parameter(module, f"{path}.bias", bias_node, folded_bias, frozen=frozen)
     rest = tuple(layer.args[3:])
     layer.args = (layer.args[0], new_weight, new_bias, *rest)
@@ -113,7 +113,7 @@ def _fold_norm(module: fx.GraphModule, layer: Node, norm: Node) -> None:
 
 
 def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: Tensor, *, frozen: bool) -> Node:
-    """A parameter called `name` with new values; where another layer reads one of that name, a name beside it is used."""
+    """A parameter called `name` with new values; where another layer reads that one, the name gets a number."""
     read = {parameter_name(n) for n in module.graph.nodes if n is not old and n.users}
     if old is not None and len(old.users) > 1:
         read.add(parameter_name(old))
@@ -128,11 +128,11 @@ def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: 
 
 
 def drop_unused_(module: fx.GraphModule) -> None:
-    """Delete parameters and buffers that no node reads any more, BatchNorm statistics above all."""
+    """Delete parameters and buffers that no node reads any more, such as BatchNorm statistics. Masks stay."""
     used = {parameter_name(node) for node in module.graph.nodes}
     for path, part in list(module.named_modules()):
         for store in (part._parameters, part._buffers):
             for leaf in list(store):
                 mask = leaf.startswith(PREFIX) and leaf.removeprefix(PREFIX) in part._parameters
-                if (f"{path}.{leaf}" if path else leaf) not in used and not hasattr(part, "keeps_fp32") and not mask:
+                if (f"{path}.{leaf}" if path else leaf) not in used and not mask:
                     del store[leaf]

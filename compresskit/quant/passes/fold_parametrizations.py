@@ -1,6 +1,6 @@
-"""Weights that the forward pass computes from parameters alone, made parameters: weight norm, spectral norm, standardisation.
+"""Fold parametrizations: replace weights computed from other parameters by their value (weight norm, spectral norm, ...).
 
-What they give is the same for every input in eval mode, so a file needs the result only, and integers need it beforehand.
+In eval mode such a weight is the same for every input, so the file stores its value, which can then be quantized.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from compresskit.quant.passes.fold_batchnorm import drop_unused_
 
 
 def fold_parametrizations_(module: fx.GraphModule) -> int:
-    """Replace every computed weight and bias of a layer by a parameter that holds it; returns how many.
+    """Replace every computed weight and bias of a layer by a parameter that holds its value, in place; returns how many.
 
-    The parameter stands where the layer's module is, as `weight` or `bias`; it trains where one of those that it came from did.
+    The parameter becomes `weight` or `bias` of the layer's module, and requires a gradient where one of its sources did.
     """
     count = 0
     layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED_CONVS or n.target is aten.linear.default]
@@ -49,7 +49,7 @@ def fold_parametrizations_(module: fx.GraphModule) -> int:
 
 
 def _sources(node: Node | None) -> list[Node] | None:
-    """The parameters that a computed value comes from; None where it is no such value, or where inputs have a part in it."""
+    """The parameters that a value is computed from; None where it is none, or depends on inputs."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     pending, seen = [node], {node}
@@ -69,7 +69,7 @@ def _evaluate(module: fx.GraphModule, node: Node) -> Tensor:
 
 
 def _free_name(module: fx.GraphModule, path: str, leaf: str) -> str:
-    """A dotted name in a module, which is made if the graph does not know it, that no parameter or buffer has yet."""
+    """A dotted name in the module at `path`, made where it is missing, that no parameter or buffer has yet."""
     if path and path not in dict(module.named_modules()):
         module.add_submodule(path, nn.Module())
     taken = {*dict(module.named_parameters()), *dict(module.named_buffers())}

@@ -1,4 +1,4 @@
-"""The form of a quantized model that is exported: QuantizeLinear, DequantizeLinear, weights and biases stored as integers."""
+"""Lower a quantized graph to the operators that are exported: QuantizeLinear, DequantizeLinear, stored integers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from compresskit.quant.numerics.quantizers import (
 
 
 def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
-    """A copy of a graph with quantizers, in ONNX's terms; `hardsigmoids` names those that run on integers."""
-    shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here: a copy would be dropped
+    """A copy of a graph with quantizers, in ONNX's terms.
+
+    hardsigmoids: names of the hardsigmoid nodes that run in integers.
+    """
+    shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here
     body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
     calls = [node for node in body.graph.nodes if node.op == "call_module"]
     quantizers: dict[Node, nn.Module] = {node: body.get_submodule(node.target) for node in calls}
@@ -58,8 +61,10 @@ def _clip_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> No
 
 
 def _linear_to_matmul(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module]) -> None:
-    """A linear layer of more than two dimensions is no Gemm: as MatMul and Add, its weight stored transposed so that nothing
-    stands between DequantizeLinear and MatMul. The bias, rounded as always, is added in float.
+    """Write a linear layer of more than two dimensions, which Gemm does not take, as MatMul and Add.
+
+    The weight is stored transposed, so that no operator is between DequantizeLinear and MatMul. The rounded bias is added in
+    float.
     """
     weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
     quantizer = quantizers.get(weight)

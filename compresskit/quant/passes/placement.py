@@ -1,9 +1,11 @@
-"""Decide, on a captured graph, which operators run in integers and where quantizers stand. Pure: nothing is changed.
+"""Place quantizers: decide which operators of a captured graph run in integers, and which values are quantized for that.
 
-* kinds: each operator gets a kind: "conv", "add", "move", "clamp", ...; what no rule knows is "unknown".
-* points: the values that are rounded. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled) is
-  rounded where it was made and keeps its numbers; one that only feeds a clamp is rounded behind it.
-* groups: values that a concat joins must share their numbers.
+Nothing is changed; `passes.insert` carries the decision out.
+
+* kinds: each operator has a kind ("conv", "add", "move", "clamp", ...), or is unknown and stays float.
+* points: the values that are quantized. A value that is only moved (reshaped, sliced, padded, concatenated, max-pooled) is
+  quantized where it was computed and keeps its scale and zero point; a value that only a clamp reads is quantized after it.
+* groups: points that must share scale and zero point, such as the inputs of a concatenation.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationPoint:
-    """A value that is rounded.
+    """A value of the graph that is quantized.
 
-    group: points with the same number share scale and zero point.
-    clamp: bounds whose work the ends of the grid do, or None.
-    everywhere: all readers see the rounded value, because the runtime never computes another; else only integer ones.
-    anchor: a number that must lie on the grid, on both sides of 0, or None. A hardsigmoid then needs no arithmetic: its result
-        is the same integers, clipped, read with another zero point and a sixth of the scale.
+    node: name of the node that computes it.
+    group: points of the same group share scale and zero point.
+    clamp: bounds of a clamp that the range of the quantizer replaces, or None.
+    everywhere: all readers see the rounded value, because the runtime has no other; else only those that run in integers.
+    anchor: a number that must be exactly representable, like its negative, or None. A hardsigmoid then needs no arithmetic: its
+        result is the same integers, clipped, read with another zero point and a sixth of the scale.
     """
 
     node: str
@@ -43,10 +46,15 @@ class QuantizationPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The plan: prints as a table, serializes to JSON, decides nothing more once it is made.
+    """Which operators run in integers, and which values are quantized for that. Prints as a table.
 
-    integer: operators that run in integers, node name -> kind. carried: those that pass integers on.
-    floating: operators that stay float, node name -> reason. costs: of each layer, by node name.
+    target: name of the target.
+    integer: operators that run in integers, node name -> kind.
+    carried: operators that only move integers, node name -> kind.
+    floating: operators that stay float, node name -> reason.
+    points: the values that are quantized.
+    layers: node name -> dotted path of the module that it is in.
+    costs: parameters and MACs of each layer, by node name.
     """
 
     target: str
@@ -59,7 +67,7 @@ class Placement:
 
     @property
     def coverage(self) -> Coverage:
-        """How much runs in integers, by layers, parameters and MACs, and why the rest does not."""
+        """How much of the model runs in integers, by layers, parameters and MACs, and why the rest does not."""
         return coverage_of(self.costs, self.integer, self.floating, self.layers)
 
     def __str__(self) -> str:
@@ -87,13 +95,15 @@ class Placement:
 def place_quantizers(
     graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None
 ) -> Placement:
-    """Decide where the integers are.
+    """Decide which operators run in integers and which values are quantized.
 
     Args:
-        graph: captured and BatchNorm-folded.
-        target: where it will run.
+        graph: a prepared graph, see `prepare_graph`.
+        target: the runtime.
         skip: dotted paths of modules whose operators stay float.
         floating: names of nodes that stay float, each with its reason.
+
+    Raises SettingError where no operator is in a module named by `skip`.
     """
     paths = {module_path(node) for node in graph.nodes}
     if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
@@ -102,6 +112,8 @@ def place_quantizers(
 
 
 class _Placer:
+    """One pass over the graph in the order of execution."""
+
     def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...], kept: Mapping[str, str]) -> None:
         self.graph, self.target, self.skip, self.kept = graph, target, skip, kept
         self.integer: dict[Node, str] = {}
@@ -139,12 +151,12 @@ class _Placer:
     def _visit(self, node: Node) -> None:
         kind = OPERATOR_KINDS.get(node.target, "unknown")
         if node.target is operator.getitem and node.args[0] not in self.carried:
-            return  # one result of an operator that has had its say
+            return  # one result of an operator that was visited
         if kind == "move" or kind == "concat":
             self._carry(node, kind)
             return
         if kind == "clamp" and self._fused(node):
-            return  # rounded behind it, when its producer was visited
+            return  # quantized after it, when its producer was visited
         reason = self._reason_to_stay_float(node, kind)
         if reason is not None:
             self.floating[node] = reason
@@ -153,15 +165,15 @@ class _Placer:
         self.integer[node] = kind
         for value in self._rounded_operands(node, kind):
             if self.integer.get(value) == "hardsigmoid":
-                continue  # it has the numbers of what it reads
+                continue  # it keeps the integers of its input
             for source in self._sources(value):
                 self._round(source, everywhere=False)
         if kind == "hardsigmoid":
             self.anchored.add(self._root(node.args[0]))
         if rule.output:
-            self._round(self._behind(node), everywhere=True)
+            self._round(self._clamped(node), everywhere=True)
         if rule.shared:
-            self._share([*self._operands(node, kind), self._behind(node)])
+            self._share([*self._operands(node, kind), self._clamped(node)])
 
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         path = module_path(node)
@@ -190,15 +202,15 @@ class _Placer:
         return None
 
     def _rounded_operands(self, node: Node, kind: str) -> list[Node]:
-        """The operands, without the one that a convolution hands over inside its kernel."""
+        """The operands that are quantized: all but one that a convolution adds inside its kernel."""
         operands = self._operands(node, kind)
         if self.target.operators[kind].fuses:
-            inside = [v for v in operands if self.integer.get(v) == "conv" and len(v.users) == 1]
-            operands = [v for v in operands if v not in inside[:1]]
+            fused = [v for v in operands if self.integer.get(v) == "conv" and len(v.users) == 1]
+            operands = [v for v in operands if v not in fused[:1]]
         return operands
 
     def _share(self, values: list[Node]) -> None:
-        """One scale for all of them."""
+        """Give all of them one scale and zero point."""
         sources = [s for value in values for s in self._sources(value) if s in self.rounded]
         for other in sources[1:]:
             self.group[self._root(other)] = self._root(sources[0])
@@ -211,9 +223,9 @@ class _Placer:
 
     def _carry(self, node: Node, kind: str) -> None:
         values = node.args[0] if kind == "concat" else [node.args[0]]
-        known = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
-        # A concat that joins mostly float values would cost more roundings than it saves bytes.
-        if sum(known) * 2 < len(known) or not any(known) or not keeps_grid(node):
+        rounded = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
+        # Quantizing the inputs of a concat that are mostly float would cost more than it saves.
+        if sum(rounded) * 2 < len(rounded) or not any(rounded) or not keeps_grid(node):
             if kind == "concat":
                 self.floating[node] = "most of what it joins is float"
             return
@@ -224,25 +236,25 @@ class _Placer:
         for source in sources:
             self._round(source, everywhere=self.rounded.get(source, False))
         if kind == "concat" and len({self._clamp(source) for source in sources}) > 1:
-            # On one grid for all, the clamps of some would have to be computed after all, in float.
+            # One range for all cannot replace different clamps; they would have to be computed in float.
             if kind not in self.target.operators:
                 self.floating[node] = "what it joins is clamped differently"
                 return
             self.integer[node] = kind
-            self._round(self._behind(node), everywhere=True)
+            self._round(self._clamped(node), everywhere=True)
             return
         self.carried[node] = kind
         self._share(sources)
 
     def _sources(self, value: Node) -> list[Node]:
-        """Where the value was made, looking through moves."""
+        """The nodes that compute a value, before all moves."""
         if value in self.carried:
             inputs = value.args[0] if self.carried[value] == "concat" else [value.args[0]]
             return [s for v in inputs for s in self._sources(v)]
         return [value]
 
     def _is_rounded(self, value: Node) -> bool:
-        """Whether the runtime has the value in integers only."""
+        """Whether the runtime holds the value in integers only."""
         if self.integer.get(value) == "hardsigmoid":
             return True
         return all(self.rounded.get(source, False) for source in self._sources(value))
@@ -256,16 +268,16 @@ class _Placer:
             value = self.group[value]
         return value
 
-    def _behind(self, node: Node) -> Node:
-        """The node itself, or the clamp that is its only reader."""
+    def _clamped(self, node: Node) -> Node:
+        """The clamp that is the only reader of a node, or the node itself."""
         users = list(node.users)
         if len(users) == 1 and OPERATOR_KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
             return users[0]
         return node
 
     def _fused(self, node: Node) -> bool:
-        """Whether the grid does this clamp's work: it is all that its integer producer feeds."""
-        return node.op == "call_function" and node.args[0] in self.integer and self._behind(node.args[0]) is node
+        """Whether the quantizer replaces this clamp: it is the only reader of a node that runs in integers."""
+        return node.op == "call_function" and node.args[0] in self.integer and self._clamped(node.args[0]) is node
 
     def _clamp(self, source: Node) -> tuple[float, float | None] | None:
         return bounds(source) if OPERATOR_KINDS.get(source.target) == "clamp" and self._fused(source) else None

@@ -1,9 +1,9 @@
-"""Rewrites of a captured graph that put its operators in the terms that integer kernels have.
+"""Rewrite operators of a captured graph to ones that have integer kernels.
 
-silu(x)        -> x * sigmoid(x)
-hardswish(x)   -> x * hardsigmoid(x)
-batch_norm(x) that no layer could take in  -> a depthwise 1x1 convolution: one scale and one bias for each channel
-conv(x) of patches, its result read in float only  -> a linear layer on the patches, whose result need not be rounded
+silu(x)                                           -> x * sigmoid(x)
+hardswish(x)                                      -> x * hardsigmoid(x)
+batch_norm(x) that could not be folded            -> a depthwise 1x1 convolution: one scale and one bias per channel
+conv(x) of patches whose result stays in float    -> a linear layer on the patches, whose result need not be rounded
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONV_OF_RANK = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.
 
 
 def rewrite_(module: fx.GraphModule, target: Target) -> None:
-    """Apply the rewrites that help on the target."""
+    """Apply the rewrites that help on the target, in place."""
     for node in list(module.graph.nodes):
         gate = _GATED_ACTIVATIONS.get(node.target)
         if gate is not None and _kind_of(gate) in target.operators and "mul" in target.operators:
@@ -55,7 +55,7 @@ def _split_gate(graph: fx.Graph, node: Node, gate: Node) -> None:
 
 
 def _is_of_patches(module: fx.GraphModule, node: Node, target: Target) -> bool:
-    """Whether a convolution cuts its input into patches without overlap or rest, and only float operators read what it gives."""
+    """Whether a convolution cuts its input into patches without overlap or remainder, and its result is read in float."""
     linear, weight = target.operators.get("linear"), parameter_name(node.args[1])
     if linear is None or linear.output or "conv" not in target.operators or weight is None:
         return False
@@ -70,8 +70,9 @@ def _is_of_patches(module: fx.GraphModule, node: Node, target: Target) -> bool:
 
 
 def _reads_in_float(module: fx.GraphModule, node: Node, target: Target) -> bool:
-    """Whether no layer that runs in integers reads a value, looking through what would only follow integers if there were any:
-    moves, clamps, sums, depthwise convolutions.
+    """Whether no layer that runs in integers reads a value.
+
+    Operators that are in integers only where their inputs are (moves, clamps, sums, depthwise convolutions) are looked through.
     """
     pending, seen = [node], {node}
     while pending:
@@ -89,9 +90,9 @@ def _reads_in_float(module: fx.GraphModule, node: Node, target: Target) -> bool:
 
 
 def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
-    """(N, C, H, W) as (N, H / h, W / w, C * h * w), times the weight as a matrix, and its channels back in their place.
+    """(N, C, H, W) as (N, H / h, W / w, C * h * w), times the weight as a matrix, permuted back to (N, channels, ...).
 
-    QLinearConv hands on integers, and a residual stream that is rounded is rounded for good, as ConvNeXt's would be.
+    QLinearConv would return integers, and the whole residual stream of a ConvNeXt, say, would then be rounded.
     """
     x, weight, bias = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
     name = str(parameter_name(weight))

@@ -1,14 +1,15 @@
-"""Grids on which no result lies next to a tie, so that every kernel rounds every value to the same side.
+"""Nudge scales so that no result lies on a rounding boundary, and every kernel rounds every value to the same integer.
 
-What a layer computes is a whole number times M = (scale of the input) * (scale of the weight) / (scale of the output); an
-addition is two whole numbers times two such factors. The simulation, the file as it is written (float kernels between
-DequantizeLinear and QuantizeLinear) and the file as a runtime rewrites it (integer kernels) differ only in the last bits of fp32.
-Where a result lies that near to a tie between two steps, one falls to one side and another to the other, and each such value
-moves others in the next layer: of all integers in ten torchvision networks 1.4 to 21 % differed so between the two forms of the
-file (benchmarks/quantize_ties.md).
+A rounding boundary, or tie, is a value halfway between two integers of the output. The result of a layer is a whole number times
+M = (scale of the input) * (scale of the weight) / (scale of the output); an addition is two whole numbers times two such factors.
+The simulation, the file as written (float kernels between DequantizeLinear and QuantizeLinear) and the file as a runtime rewrites
+it (integer kernels) differ only in the last bits of fp32. Where a result is that close to a rounding boundary, they round it to
+different integers, and each such value changes others in the next layer: of all integers in ten torchvision networks 1.4 to 21 %
+differed between the two forms of the file (benchmarks/quantize_ties.md).
 
-But whole numbers are countable: which of them land next to a tie is known before anything runs. So scales are made larger by as
-little as leaves none of the frequent ones there, or the fewest; by no more than `TRIES * NUDGE`, which no accuracy notices.
+The whole numbers that occur are known before anything runs, and so are those that land close to a boundary. Each scale is
+enlarged by the smallest factor for which none of the frequent ones does, or the fewest; by at most `TRIES * NUDGE`, which leaves
+accuracy as it is.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from torch import Tensor, fx, nn
 
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global, moved
+from compresskit.mixed.formats.parallel import full_tensor
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global, moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 
-NUDGE = 4e-6  # one try; a result half a step from zero moves by 2e-6 steps
+NUDGE = 4e-6  # relative change per try; a result half a step from zero moves by 2e-6 steps
 TRIES = 128
-CHANNELS_AT_ONCE = 512  # channels at once: what is computed for them stays in the cache
-HALF_ULP = 2.0**-24  # half a unit in the last place, as a share of the value
-#: How far from a tie a result of a product must stay, in output steps: a sum in fp32 is off by what was added up on the way, a
-#: rounded M by a share of the result. Found by trial on a few ResNets.
-NEAR, SLOPE = 2.0**-15, 2.0**-23
+CHANNELS_AT_ONCE = 512  # so that intermediate results stay in the cache
+HALF_ULP = 2.0**-24  # half a unit in the last place of fp32, relative to the value
+#: Distance that the result of a product must keep from a boundary, in output steps: `DISTANCE + RELATIVE_DISTANCE * |result|`.
+#: A sum in fp32 has an absolute error, a rounded M a relative one. Found by trial on a few ResNets.
+DISTANCE, RELATIVE_DISTANCE = 2.0**-15, 2.0**-23
 
 Grids = dict[Node, ActivationQuantizer]
 
 
 def nudge_scales_(body: fx.GraphModule) -> None:
-    """Enlarge the scales of a graph with quantizers, by at most 0.05 %, so that as few results as possible lie next to a tie.
+    """Enlarge the scales of a graph with quantizers, by at most 0.05 %, so that fewest results lie close to a rounding boundary.
 
-    Scales of activations move for additions, multiplications, pools and products of two activations; those of weights for
-    convolutions and linear layers, each channel by itself. A grid with an anchor stays where it is, and nothing moves for what
-    reads a hardsigmoid or, on targets that round before operators, for sums of which one side is unrounded. Weights are moved
-    from where calibration put them; activations from where they are, so that a second call may enlarge these again.
+    Scales of activations change for additions, multiplications, pooling and products of two activations; scales of weights for
+    convolutions and linear layers, each channel separately. Scales with an anchor stay, and nothing changes for operators that
+    read a hardsigmoid or, on targets that quantize inputs only, for sums with an unrounded operand. Weights start from their
+    calibrated scales, activations from their present ones, so that a second call may enlarge these again.
     """
     grids = {n: q for n in body.graph.nodes if isinstance(q := _module(body, n), ActivationQuantizer)}
     makers: dict[ActivationQuantizer, list[Node]] = {}
@@ -61,46 +63,46 @@ def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
 
 
 def _maker(node: Node) -> Node:
-    """The operator whose result is rounded; a clamp before the rounding moves no tie."""
+    """The operator whose result is rounded; a clamp in between does not move boundaries."""
     made = node.args[0]
     return made.args[0] if OPERATOR_KINDS.get(made.target) == "clamp" else made
 
 
 def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:
-    """The quantizer whose numbers a value has, looking back through what only moves it."""
+    """The quantizer whose scale and zero point a value has, before all operators that only move it."""
     while isinstance(value, fx.Node):
         if value in grids:
             return grids[value]
-        value = moved(value)
+        value = moved_input(value)
     return None
 
 
 # -- scales of activations
 
-BoundaryCost = Callable[[float], float]  # of a scale of the output: how much of what is often computed lies next to a tie
+BoundaryCost = Callable[[float], float]  # scale of the output -> how many of the frequent results lie close to a boundary
 
 
 def _boundary_cost(node: Node, out: ActivationQuantizer, grids: Grids) -> BoundaryCost | None:
-    """What ties cost the result of an operator between activations; None for any other."""
+    """The cost function of an operator between activations; None for other operators."""
     kind = OPERATOR_KINDS.get(node.target)
     inputs = [grid_behind(a, grids) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
-    found = [q for q in inputs if q is not None]
-    if len(found) < len(inputs):
+    quantizers = [q for q in inputs if q is not None]
+    if len(quantizers) < len(inputs):
         return None
-    if kind in ("add", "mul") and len(found) == 2 and len(node.args) == 2:
-        return None if kind == "add" and all(q is out for q in found) else _pairs(kind, found[0], found[1], out)
-    if kind == "matmul" and len(found) == 2:
-        return _sums(out, found, 1)
+    if kind in ("add", "mul") and len(quantizers) == 2 and len(node.args) == 2:
+        return None if kind == "add" and all(q is out for q in quantizers) else _pairs(kind, quantizers[0], quantizers[1], out)
+    if kind == "matmul" and len(quantizers) == 2:
+        return _sums(out, quantizers, 1)
     count = _values_averaged(node, kind) if kind in ("mean", "avg_pool") else 0
-    return _sums(out, found, count) if count else None
+    return _sums(out, quantizers, count) if count else None
 
 
 def _values_averaged(node: Node, kind: str | None) -> int:
-    """How many values of the example a pool averages; 0 where that differs from place to place."""
+    """How many values of the example a pooling operator averages; 0 where that differs between positions."""
     shape = node.args[0].meta["val"].shape
     if kind == "mean":
         return math.prod(int(n) for n in shape[2:]) if is_global(node) else 0
-    if len(node.args) > 4:  # windows over the edge, or another divisor
+    if len(node.args) > 4:  # windows beyond the edge, or another divisor
         return 0
     kernel = node.args[1]
     sizes = list(kernel) if isinstance(kernel, list | tuple) else [kernel]
@@ -108,40 +110,40 @@ def _values_averaged(node: Node, kind: str | None) -> int:
 
 
 def _pairs(kind: str | None, a: ActivationQuantizer, b: ActivationQuantizer, out: ActivationQuantizer) -> BoundaryCost:
-    """Of an addition or a multiplication: every pair of integers is looked at."""
+    """The cost of an addition or a multiplication, over all pairs of integers."""
     p, q = _steps(a)[:, None], _steps(b)[None, :]
-    often = 1 / (1 + p.abs() + q.abs())
+    frequency = 1 / (1 + p.abs() + q.abs())
     low, high = _steps(out)[[0, -1]].tolist()
 
     def cost(scale: float) -> float:
-        # The same grid on both sides: its factor is 1, however it moves.
+        # An input with the quantizer of the output: its factor is 1 for every scale.
         f, g = ((scale if one is out else float(one.scale)) for one in (a, b))
         if kind == "add":
             f, g = f / scale, g / scale
             result = p * f + q * g
-            # Kernels take the zero points out of the sum, as one constant.
+            # Kernels subtract the zero points from the sum as one constant.
             size = (p.abs() + abs(int(a.zero_point))) * f + (q.abs() + abs(int(b.zero_point))) * g + abs(low)
         else:
             result = p * q * (f * g / scale)
             size = 2 * result.abs() + abs(low)
-        apart = (result - 0.5 - (result - 0.5).round()).abs()
-        return float((often * (apart < 2 * HALF_ULP * size) * (result > low) * (result < high)).sum())
+        distance = (result - 0.5 - (result - 0.5).round()).abs()
+        return float((frequency * (distance < 2 * HALF_ULP * size) * (result > low) * (result < high)).sum())
 
     return cost
 
 
 def _sums(out: ActivationQuantizer, inputs: list[ActivationQuantizer], count: int) -> BoundaryCost:
-    """Of a sum of products of integers, divided by `count`."""
+    """The cost of a sum of products of integers, divided by `count`."""
 
     def cost(scale: float) -> float:
         factor = math.prod(scale if q is out else float(q.scale) for q in inputs) / (count * scale)
-        return float(_near(torch.tensor([factor], dtype=torch.float64), _ties(out)))
+        return float(_closeness(torch.tensor([factor], dtype=torch.float64), _boundaries(out)))
 
     return cost
 
 
 def _move_scale_(out: ActivationQuantizer, costs: list[BoundaryCost]) -> None:
-    """Take the first scale at which nothing lies next to a tie, or the one at which least does."""
+    """Take the first scale of cost 0, or the one of least cost."""
     start, least, best = float(out.scale), math.inf, float(out.scale)
     for k in range(TRIES):
         scale = _fp32(start * (1 + k * NUDGE))
@@ -155,66 +157,66 @@ def _move_scale_(out: ActivationQuantizer, costs: list[BoundaryCost]) -> None:
 # -- scales of weights
 
 
-Use = tuple[float, Tensor]  # of a weight by a layer: scale of the input over that of the output, and the output's ties
+Use = tuple[float, Tensor]  # of a weight by a layer: (scale of the input / scale of the output, boundaries of the output)
 
 
 def _weights(
     body: fx.GraphModule, makers: dict[ActivationQuantizer, list[Node]], grids: Grids
 ) -> dict[WeightQuantizer, tuple[Tensor, list[Use]]]:
-    """Weights of layers from one grid to another, with each such use."""
-    found: dict[WeightQuantizer, tuple[Tensor, list[Use]]] = {}
+    """Weights of layers with quantized input and output, each with its uses."""
+    weights: dict[WeightQuantizer, tuple[Tensor, list[Use]]] = {}
     for out, nodes in makers.items():
         for node in (n for n in nodes if len(n.args) > 1):
             rounding, source = _module(body, node.args[1]), grid_behind(node.args[0], grids)
             if isinstance(rounding, WeightQuantizer) and source is not None:
                 weight = get_tensor(body, node.args[1].args[0].target)
-                uses = found.setdefault(rounding, (weight, []))[1]
-                uses.append((float(source.scale) / float(out.scale), _ties(out)))
-    return found
+                uses = weights.setdefault(rounding, (weight, []))[1]
+                uses.append((float(source.scale) / float(out.scale), _boundaries(out)))
+    return weights
 
 
 def _move_weight_(rounding: WeightQuantizer, weight: Tensor, uses: list[Use]) -> None:
-    """Enlarge the scales of a weight, each channel's by itself; a weight that is trained on takes its factor along."""
+    """Enlarge the scales of a weight, each channel separately; the factor stays when the weight is trained further."""
     rounding.scale_factor.fill_(1)
-    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # one of FSDP2
-    scales = rounding.qparams(whole)[0].detach()
+    scales = rounding.qparams(full_tensor(weight))[0].detach()
     factors = torch.cat([_safest_factors(piece, uses) for piece in scales.cpu().reshape(-1).split(CHANNELS_AT_ONCE)])
     rounding.scale_factor.copy_(factors.view_as(scales))
 
 
 def _safest_factors(scales: Tensor, uses: list[Use]) -> Tensor:
-    """For each scale (n,) the first factor that leaves no frequent result next to a tie, or the one that leaves fewest there."""
-    best, least, left = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64), torch.arange(len(scales))
+    """For each scale (n,) the first factor of cost 0, or the one of least cost."""
+    best, least = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64)
+    remaining = torch.arange(len(scales))
     for k in range(TRIES):
         factor = _fp32(1 + k * NUDGE)
-        tried = (scales[left] * factor).double()
-        found = torch.stack([_near(tried * ratio, ties) for ratio, ties in uses]).sum(0)
-        better = left[found < least[left]]
-        least[left] = least[left].minimum(found)
+        tried = (scales[remaining] * factor).double()
+        cost = torch.stack([_closeness(tried * ratio, boundaries) for ratio, boundaries in uses]).sum(0)
+        better = remaining[cost < least[remaining]]
+        least[remaining] = least[remaining].minimum(cost)
         best[better] = factor
-        left = left[found > 0]
-        if not len(left):
+        remaining = remaining[cost > 0]
+        if not len(remaining):
             break
     return best
 
 
-def _near(factors: Tensor, ties: Tensor) -> Tensor:
-    """How much lies next to a tie, for each factor M (n,); ties: results (t,) halfway between two steps.
+def _closeness(factors: Tensor, boundaries: Tensor) -> Tensor:
+    """How many of the frequent results, weighted by their closeness, lie close to a boundary, for each factor M (n,).
 
-    Of all whole numbers only the one nearest to tie / M counts.
+    boundaries: results (t,) halfway between two steps. Of all whole numbers only the one nearest to boundary / M counts.
     """
-    exact = ties * factors.reciprocal()[:, None]
-    apart = exact.round().sub_(exact).abs_()
-    near = apart.mul_(factors[:, None]).mul_(-1 / (NEAR + SLOPE * ties.abs())).add_(1).clamp_(min=0)
-    return near @ (4 + ties.abs()).reciprocal()  # results near zero are the most frequent
+    exact = boundaries * factors.reciprocal()[:, None]
+    distance = exact.round().sub_(exact).abs_()
+    near = distance.mul_(factors[:, None]).mul_(-1 / (DISTANCE + RELATIVE_DISTANCE * boundaries.abs())).add_(1).clamp_(min=0)
+    return near @ (4 + boundaries.abs()).reciprocal()  # results near zero are the most frequent
 
 
 def _steps(quantizer: ActivationQuantizer) -> Tensor:
-    """The grid, in steps from zero, float64."""
+    """The integers of a format minus the zero point, float64."""
     return torch.arange(quantizer.scheme.low, quantizer.scheme.high + 1, dtype=torch.float64) - int(quantizer.zero_point)
 
 
-def _ties(quantizer: ActivationQuantizer) -> Tensor:
+def _boundaries(quantizer: ActivationQuantizer) -> Tensor:
     return _steps(quantizer)[:-1] + 0.5
 
 

@@ -1,12 +1,12 @@
-"""BatchNorm that stays alive while a quantized model is trained, and is folded at the end.
+"""Conv-BN QAT: unfold BatchNorm from the layers of a quantized graph for training, and fold it again at the end.
 
-The runtime computes conv(x; W k, b) with k = gamma / sqrt(var + eps), and k is what is rounded with W. While the statistics
-follow the batches, a layer computes (Krishnamoorthi, 1806.08342, section 3.2.2; Jacob et al., 1712.05877, section 3.2)
+The runtime computes conv(x; W k, b) with k = gamma / sqrt(var + eps), and rounds W k. While BatchNorm tracks the statistics of
+batches, a layer computes (Krishnamoorthi, arXiv 1806.08342, section 3.2.2; Jacob et al., arXiv 1712.05877, section 3.2)
 
     batch_norm(conv(x; round(W k)) / k)
 
-so that the rounding is that of the folded weight and BatchNorm still holds the scale of the layer; once they hold still,
-exactly what the runtime computes. Parameters keep the names that they have in the float model.
+so that the folded weight is rounded, and BatchNorm still normalizes the layer. With frozen statistics it computes exactly what
+the runtime computes. Parameters keep the names that they have in the float model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
 
 
 class ConvBN(nn.Module):
-    """A layer and its BatchNorm: called with the layer's input, weight and bias; the parameters of the BatchNorm are its own.
+    """A convolution or linear layer with its BatchNorm, for training: called with the layer's input, weight and bias.
 
-    tracking: whether the statistics follow the batches, in train mode.
+    weight, bias, running_mean, running_var: of the BatchNorm.
+    tracking: whether, in train mode, batches are normalized by their own statistics, and the running ones follow.
     """
 
     keeps_fp32 = True
@@ -39,7 +40,7 @@ class ConvBN(nn.Module):
     def __init__(self, folded: FoldedBatchNorm, call: tuple[Any, tuple[Any, ...]], rounding: tuple[Any, Any]) -> None:
         super().__init__()
         self.operator, self.rest = call
-        self.rounding = rounding  # in a tuple, so that they are not registered here as well
+        self.rounding = rounding  # (of the weight, of the bias); in a tuple, so that they are not registered as submodules
         self.momentum, self.eps = folded.momentum, folded.eps
         self.tracking = True
         self.axis = rounding[0].axis if rounding[0] is not None else 0
@@ -67,12 +68,12 @@ class ConvBN(nn.Module):
         return self.operator(x, self._rounded(weight), rounded.to(weight.dtype), *self.rest)
 
     def factor(self) -> Tensor:
-        """k, (channels,)."""
+        """The factor k = gamma / sqrt(var + eps), (channels,)."""
         k = torch.rsqrt(self.running_var + self.eps)
         return k if self.weight is None else self.weight * k
 
     def folded(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The weight and bias that the runtime has."""
+        """Weight and bias with BatchNorm folded in."""
         k = self.factor()
         shift = -self.running_mean if bias is None else bias - self.running_mean
         return self._scaled(weight, k), shift * k + (0 if self.bias is None else self.bias)
@@ -87,76 +88,78 @@ class ConvBN(nn.Module):
 
 
 def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> None:
-    """Take the folded BatchNorms out of a quantized graph's weights again, and train them beside."""
+    """Replace layers by `ConvBN` modules that hold the unfolded weight and a BatchNorm of its own, in place."""
     for fold in folds:
         layer = fold.layer
-        weight, rounding = _behind(body, layer.args[1], WeightQuantizer)
-        bias, bias_rounding = _behind(body, layer.args[2], BiasQuantizer)
-        live = ConvBN(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
-        body.add_submodule(fold.norm, live)
+        weight, rounding = _parameter_and_quantizer(body, layer.args[1], WeightQuantizer)
+        bias, bias_rounding = _parameter_and_quantizer(body, layer.args[2], BiasQuantizer)
+        conv_bn = ConvBN(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
+        body.add_submodule(fold.norm, conv_bn)
         module, leaf = owner(body, str(parameter_name(weight)))
         old = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(_given(fold, "weight").to(old), requires_grad=old.requires_grad))
+        setattr(module, leaf, nn.Parameter(_unfolded(fold, "weight").to(old), requires_grad=old.requires_grad))
         module, leaf = owner(body, str(parameter_name(bias)))
         if fold.tensors["bias"] is None:
             delattr(module, leaf)
         else:
-            setattr(module, leaf, nn.Parameter(_given(fold, "bias").to(old), requires_grad=old.requires_grad))
-        live.to(old.device).train(body.training).requires_grad_(old.requires_grad)
+            setattr(module, leaf, nn.Parameter(_unfolded(fold, "bias").to(old), requires_grad=old.requires_grad))
+        conv_bn.to(old.device).train(body.training).requires_grad_(old.requires_grad)
         layer.op, layer.target = "call_module", fold.norm
         layer.args = (layer.args[0], weight, None if fold.tensors["bias"] is None else bias)
         layer.meta["bias"] = str(parameter_name(bias))
-    _clean(body)
+    _drop_unread_nodes_(body)
 
 
-def _given(fold: FoldedBatchNorm, name: str) -> Tensor:
+def _unfolded(fold: FoldedBatchNorm, name: str) -> Tensor:
     values = fold.tensors[name]
     assert values is not None
     return values.clone()
 
 
-def _behind(body: fx.GraphModule, node: Node, kind: type[nn.Module]) -> tuple[Node, Any]:
+def _parameter_and_quantizer(body: fx.GraphModule, node: Node, kind: type[nn.Module]) -> tuple[Node, Any]:
     """(the node that reads the parameter, its quantizer or None)."""
     quantizer = body.get_submodule(node.target) if node.op == "call_module" else None
     return (node.args[0], quantizer) if isinstance(quantizer, kind) else (node, None)
 
 
 def fold_conv_bn_(body: fx.GraphModule) -> None:
-    """Fold every live BatchNorm for good: the graph as it was before `unfold_batchnorm_`, with the weights and biases of now."""
+    """Fold every BatchNorm again: the graph as before `unfold_batchnorm_`, with the trained weights and biases, in place."""
     names = {id(module): name for name, module in body.named_modules()}
     for node in list(body.graph.nodes):
-        live = body.get_submodule(node.target) if node.op == "call_module" else None
-        if not isinstance(live, ConvBN):
+        conv_bn = body.get_submodule(node.target) if node.op == "call_module" else None
+        if not isinstance(conv_bn, ConvBN):
             continue
         x, weight, bias = node.args
         name, other = str(parameter_name(weight)), node.meta["bias"]
         with torch.no_grad():
-            values = live.folded(get_tensor(body, name), None if bias is None else get_tensor(body, other))
+            values = conv_bn.folded(get_tensor(body, name), None if bias is None else get_tensor(body, other))
         path = node.target
-        node.op, node.target = "call_function", live.operator
+        node.op, node.target = "call_function", conv_bn.operator
         for target, value in zip((name, other), values, strict=True):
             module, leaf = owner(body, target)
-            setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=live.weight is None or live.weight.requires_grad))
+            setattr(
+                module, leaf, nn.Parameter(value.detach(), requires_grad=conv_bn.weight is None or conv_bn.weight.requires_grad)
+            )
         body.delete_submodule(path)
         with body.graph.inserting_before(node):
             bias = body.graph.get_attr(other) if bias is None else bias
             reads = [weight, bias]
-            if live.rounding[0] is not None:
-                reads[0] = body.graph.call_module(names[id(live.rounding[0])], (weight,))
-            if live.rounding[1] is not None:
-                reads[1] = body.graph.call_module(names[id(live.rounding[1])], (bias, weight))
-                live.rounding[1].make_room_(values[1])
-        node.args = (x, *reads, *live.rest)
-    _clean(body)
+            if conv_bn.rounding[0] is not None:
+                reads[0] = body.graph.call_module(names[id(conv_bn.rounding[0])], (weight,))
+            if conv_bn.rounding[1] is not None:
+                reads[1] = body.graph.call_module(names[id(conv_bn.rounding[1])], (bias, weight))
+                conv_bn.rounding[1].make_room_(values[1])
+        node.args = (x, *reads, *conv_bn.rest)
+    _drop_unread_nodes_(body)
 
 
 def conv_bn_layers(body: fx.GraphModule) -> list[ConvBN]:
-    """Those that are not folded yet."""
+    """All unfolded layers of a graph."""
     return [module for module in body.modules() if isinstance(module, ConvBN)]
 
 
-def _clean(body: fx.GraphModule) -> None:
-    """Drop nodes that nobody reads; the quantizers' modules stay."""
+def _drop_unread_nodes_(body: fx.GraphModule) -> None:
+    """Drop nodes without readers; the modules of the quantizers stay."""
     for node in reversed(list(body.graph.nodes)):
         if node.op in ("get_attr", "call_module") and not node.users:
             body.graph.erase_node(node)

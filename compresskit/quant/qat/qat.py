@@ -51,13 +51,9 @@ class QATSettings(CalibratedSettings):
 
 
 @overload
-def prepare_qat(
-    model: nn.Module, batches: Batches, *, inside: None = None, **options: Unpack[QATOptions]
-) -> Quantized: ...
+def prepare_qat(model: nn.Module, batches: Batches, *, inside: None = None, **options: Unpack[QATOptions]) -> Quantized: ...
 @overload
-def prepare_qat(
-    model: nn.Module, batches: Batches, *, inside: str | None, **options: Unpack[QATOptions]
-) -> nn.Module: ...
+def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None, **options: Unpack[QATOptions]) -> nn.Module: ...
 def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None, **options: Unpack[QATOptions]) -> nn.Module:
     """Return a quantized copy of a float model, ready to be trained in any loop.
 

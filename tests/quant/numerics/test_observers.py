@@ -13,9 +13,11 @@ import torch
 from networks import build, image
 from torch import nn
 
+import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.quant import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Percentile, quantize_static
+from compresskit.quant import prepare_qat, quantize_static
 from compresskit.quant.numerics.histogram import Histogram
+from compresskit.quant.numerics.observers import OBSERVERS, Entropy, HistogramMSE, MinMax, MovingAverage, Percentile
 
 
 def batches(kind: str, count: int = 6) -> list[torch.Tensor]:
@@ -163,7 +165,7 @@ def test_a_histogram_grows_by_merging() -> None:
     ("make", "message"),
     [
         (lambda: MovingAverage(0), "momentum"),
-        (lambda: Percentile(0.4), "share"),
+        (lambda: Percentile(0.4), "fraction"),
         (lambda: HistogramMSE(9), "bits"),
         (lambda: Entropy(1), "bits"),
         (lambda: Percentile(bins=63), "bins"),
@@ -172,6 +174,35 @@ def test_a_histogram_grows_by_merging() -> None:
 def test_bad_settings(make, message) -> None:
     with pytest.raises(SettingError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (MinMax(), r"got an instance; .* write observer=MinMax, or functools\.partial\(MinMax, \.\.\.\)"),
+        ("minmax", r"wanted a class such as quant\.observers\.MinMax, got 'minmax'"),
+    ],
+)
+def test_what_makes_no_observers_is_refused(given, message) -> None:
+    for refused in (
+        lambda: quantize_static(build(networks.Chain), [image(4)], observer=given),
+        lambda: prepare_qat(build(networks.Chain), [image(4)], observer=given),
+        lambda: ck.StaticQuant(observer=given),
+        lambda: ck.QAT(epochs=1, observer=given),
+    ):
+        with pytest.raises(SettingError, match=rf"\(observer=\.\.\.\): {message}" if isinstance(given, str) else message):
+            refused()
+
+
+def test_a_class_of_the_users_is_an_observer() -> None:
+    class Fixed:
+        def update(self, values: torch.Tensor) -> None: ...
+
+        def range(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tensor([-4.0]), torch.tensor([4.0])
+
+    quantized = quantize_static(build(networks.Chain), [image(4)], observer=Fixed)
+    assert {round(q.scale.item() * 255, 2) for q in quantized.activation_quantizers() if q.clamp is None} == {8.0}
 
 
 def test_settings_matter() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from compresskit.base.errors import SettingError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
-from compresskit.quant import OBSERVERS, Scheme, affine, fake_quantize, to_integers
-from compresskit.quant.numerics.observers import MovingAverage
+from compresskit.quant import Scheme
+from compresskit.quant.numerics.observers import OBSERVERS, MovingAverage
+from compresskit.quant.numerics.scheme import affine, fake_quantize, to_integers
 
 SCHEMES = [
     Scheme(),

@@ -15,21 +15,9 @@ from torch import fx
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
 from compresskit.graph.normalize import aten
-from compresskit.quant import (
-    ARM,
-    FBGEMM,
-    OPENVINO,
-    QNNPACK,
-    TENSORRT,
-    X86,
-    X86_NO_VNNI,
-    Scheme,
-    Support,
-    Target,
-    quantize_static,
-    saturating_matmul,
-)
+from compresskit.quant import ARM, OPENVINO, TENSORRT, X86, X86_NO_VNNI, Scheme, Target, quantize_static
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.numerics.targets import Support, check_target, saturating_matmul
 
 TARGETS = [X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO]
 
@@ -100,9 +88,30 @@ def test_one_scale_for_a_weight() -> None:
     assert shapes["weight_out_weight"] == 1
 
 
-def test_names_of_the_kernel_libraries() -> None:
-    assert FBGEMM is X86
-    assert QNNPACK is ARM
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("fbgemm", r"write target=quant\.X86"),
+        ("x86", r"write target=quant\.X86"),
+        ("QNNPACK", r"write target=quant\.ARM"),
+        ("openvino", r"write target=quant\.OPENVINO"),
+        ("tpu", r"the targets are quant\.X86, quant\.X86_NO_VNNI, quant\.ARM, quant\.TENSORRT, quant\.OPENVINO"),
+        (None, "wanted a quant.Target, got None"),
+    ],
+)
+def test_what_is_no_target_is_refused(given, hint) -> None:
+    for refused in (
+        lambda: check_target(given, "here"),
+        lambda: quantize_static(build(networks.Chain), [image(4)], target=given),
+        lambda: ck.quant.prepare_qat(build(networks.Chain), [image(4)], target=given),
+        lambda: ck.quant.quantize_dynamic(build(networks.Chain), [image(4)], target=given),
+        lambda: ck.quant.quantize_to_accuracy(build(networks.Chain), [image(4)], target=given, sqnr=30),
+        lambda: ck.StaticQuant(target=given),
+        lambda: ck.DynamicQuant(target=given),
+        lambda: ck.QAT(epochs=1, target=given),
+    ):
+        with pytest.raises(SettingError, match=rf"\(target=\.\.\.\): .*{hint}"):
+            refused()
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,8 @@ def test_inside_quantizes_a_part(tmp_path) -> None:
 
 
 def test_calibration_in_pieces_sees_what_whole_batches_show(monkeypatch) -> None:
-    from compresskit.quant import MovingAverage
     from compresskit.quant import model as quantized_model
+    from compresskit.quant.numerics.observers import MovingAverage
 
     model, x = build(networks.Residual), image(30)
     whole = quantize_static(model, [x]).state_dict()

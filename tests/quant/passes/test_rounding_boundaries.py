@@ -13,8 +13,9 @@ from networks import image
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import X86, X86_NO_VNNI, MinMax, adaround_, prepare_qat, quantize_static
+from compresskit.quant import X86, X86_NO_VNNI, adaround_, prepare_qat, quantize_static
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
+from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, to_integers
 from compresskit.quant.passes import rounding_boundaries as boundaries
@@ -102,7 +103,7 @@ def test_no_sum_is_next_to_a_tie(ratio) -> None:
         sums = range(-int(20 / ratio), int(20 / ratio) + 1)  # results within 20 steps of zero, where most are
         return float(min(abs((k * factor - Fraction(1, 2)) - round(k * factor - Fraction(1, 2))) for k in sums))
 
-    assert nearest(scale) > boundaries.NEAR / 2
+    assert nearest(scale) > boundaries.DISTANCE / 2
     assert nearest(scale) >= nearest(1.0)
 
 
@@ -194,7 +195,7 @@ def test_a_weight_that_two_layers_share() -> None:
     assert float(rounding.scale_factor.max()) <= 1 + boundaries.TRIES * boundaries.NUDGE + 1e-6
     scales = rounding.qparams(weight)[0].double()
     plain = scales / rounding.scale_factor.double()
-    costs = [[float(boundaries._near(each * ratio, at).sum()) for each in (scales, plain)] for ratio, at in uses]
+    costs = [[float(boundaries._closeness(each * ratio, at).sum()) for each in (scales, plain)] for ratio, at in uses]
     assert all(after < 0.9 * before for after, before in costs), costs  # at both sizes, not the last alone
     before = rounding.scale_factor.clone()
     boundaries.nudge_scales_(quantized.body)

@@ -18,16 +18,10 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.quant import (
-    OBSERVERS,
-    X86,
-    Scheme,
-    affine,
-    fake_quantize,
-    prepare_qat,
-    quantize_static,
-)
+from compresskit.quant import X86, Scheme, prepare_qat, quantize_static
+from compresskit.quant.numerics.observers import OBSERVERS
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
+from compresskit.quant.numerics.scheme import affine, fake_quantize
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
 from compresskit.train.objective import Supervised
 
@@ -380,7 +374,7 @@ def test_every_knob_matters() -> None:
     for settings in (
         {"learned": True},
         {"freeze": 0.0},
-        {"observer": partial(ck.quant.MovingAverage, momentum=0.9)},
+        {"observer": partial(ck.quant.observers.MovingAverage, momentum=0.9)},
         {"objective": Supervised()},
         {"skip": ("out",)},
         {"samples": 16},

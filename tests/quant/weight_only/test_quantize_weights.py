@@ -25,12 +25,11 @@ from compresskit.quant import (
     MATMUL_NBITS,
     MATMUL_NBITS_INT8,
     BlockScheme,
-    WeightMatrix,
     gptq,
     quantize_weights,
     round_to_nearest,
 )
-from compresskit.quant.numerics.block_grid import BlockQuantizer
+from compresskit.quant.numerics.block_grid import BlockQuantizer, WeightMatrix
 from compresskit.quant.weight_only.weight_model import block_quantizers
 
 WORDS, WIDTH = 200, 52
