@@ -1,6 +1,7 @@
-"""Two processes against one: the time of training ResNet-20, and what `recipes/digits.py` ends with. No GPU.
+"""Two processes against one: the time of training ResNet-20, and the metrics of `recipes/digits.py`. No GPU.
 
-`--only times` and `--only digits` measure one of the two and keep the other's figures. Writes processes.json and processes.md.
+`--only times` and `--only digits` measure one of the two and keep the figures of the other. Writes processes.json and
+processes.md.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def worker() -> None:
     """Train ResNet-20 for some steps of 128 images; process 0 prints the seconds of a step."""
     torch.manual_seed(0)
     times: list[float] = []
-    with distributed.joined("cpu"):
+    with distributed.process_group("cpu"):
         batch = (torch.randn(128, 3, 32, 32), torch.randint(0, 10, (128,)))
         task = ck.Task(train=[batch] * STEPS, val=[batch])
         how = ck.Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))

@@ -1,6 +1,6 @@
-"""What saving a training on its way costs: its share of the time of ResNet-20 at the default interval, and its peak memory.
+"""Cost of checkpoints during a training: fraction of the time of ResNet-20 at the default interval, and peak memory.
 
-The images are random: neither figure depends on what is learned. Writes resume_cost.json and resume_cost.md.
+The images are random, as neither figure depends on what is learned. Writes resume_cost.json and resume_cost.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.train.progress import Progress
+from compresskit.base.progress import Progress
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "recipes"))
@@ -33,7 +33,7 @@ INTERVAL = ck.Every().seconds
 
 
 class Saves(logging.Handler):
-    """Listens for how long each save took."""
+    """A log handler that collects how long each save took."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Saves(logging.Handler):
 
 def listening() -> Saves:
     saves = Saves()
-    logger = logging.getLogger("compresskit.train.progress")
+    logger = logging.getLogger("compresskit.base.progress")
     logger.setLevel(logging.INFO)
     logger.addHandler(saves)
     return saves
@@ -89,7 +89,7 @@ def resident() -> int:
 
 
 class Peak(threading.Thread):
-    """The most memory that the process had while this ran."""
+    """The peak memory of the process while this ran."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -122,7 +122,7 @@ def memory(width: int = 4096, layers: int = 4) -> dict[str, Any]:
         "model_and_optimizer_mb": round(kept / 1e6, 1),
         "extra_mb": round((peak.most - peak.before) / 1e6, 1),
         "extra_share": round((peak.most - peak.before) / kept, 4),
-        "seconds": round(training.took, 2),
+        "seconds": round(training.save_time, 2),
     }
 
 

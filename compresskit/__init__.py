@@ -19,6 +19,7 @@ from compresskit.base.errors import (
     TrainingError,
 )
 from compresskit.base.objective import Objective
+from compresskit.base.progress import Every
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, accuracy
 from compresskit.base.version import __version__ as __version__
@@ -29,7 +30,6 @@ from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result, load, save
 from compresskit.train import lr
-from compresskit.train.progress import Every
 from compresskit.train.train import Train, fit_
 
 __all__ = [

@@ -18,24 +18,28 @@ from tqdm import tqdm
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
-from compresskit.base.task import Task, batch_size, call, call_checked
+from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked
 from compresskit.graph.surgery import mode
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of values in all parameters; a tied one counts once."""
+    """Return the number of values in all parameters; a tied parameter counts once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def count_nonzero(model: nn.Module) -> int:
-    """Number of parameter values that are not zero."""
+    """Return the number of parameter values that are not zero."""
     return sum(int(torch.count_nonzero(p)) for p in model.parameters())
 
 
 def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
-    """Multiply-accumulates of one sample in eval mode, half of what torch's own flop counter says.
+    """Return the multiply-accumulates of one sample in eval mode: half of the operations that torch's flop counter counts.
 
-    Fused kernels (the fast path of attention, oneDNN's LSTM) are switched off meanwhile: the counter does not see into them.
+    Fused kernels (attention's fast path, oneDNN's LSTM) are disabled meanwhile: the counter does not see the operations inside.
+
+    Args:
+        model: any module; its mode is restored.
+        inputs: a batch of inputs, as a tensor, a tuple or a dict.
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
@@ -57,39 +61,50 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
 
 
 def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") -> float:
-    """The task's metric over its whole validation set.
+    """Return the task's metric over its whole validation set.
 
-    model: a module (put in eval mode meanwhile), or any function of the inputs, such as an ONNX Runtime session.
+    Args:
+        model: a module, which is put in eval mode meanwhile, or any function of the inputs.
+        task: has the data and the metric.
+        label: name of the progress bar.
+
+    Raises:
+        DataError: the model does not run on the data, or the metric is not finite.
     """
     total = task.length("val")
-    kept: list[tuple[Tensor, Any]] = []
-    running = task.metric if hasattr(task.metric, "update") and hasattr(task.metric, "compute") else None
-    if running is not None and hasattr(running, "reset"):
-        running.reset()
+    outputs: list[tuple[Tensor, Any]] = []
+    metric = task.metric
+    if isinstance(metric, RunningMetric):
+        metric.reset()
     context = mode(model, training=False) if isinstance(model, nn.Module) else nullcontext()
     with torch.no_grad(), context:
         for batch in tqdm(task.batches("val"), total=total, desc=label, disable=None, leave=False):
             inputs, target = task.split(batch)
             predictions = task.predict(call_checked(model, inputs, "validation data")).float()
-            if running is not None:
-                running.update(predictions, target)
+            if isinstance(metric, RunningMetric):
+                metric.update(predictions, target)
             else:
-                kept.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
-    if running is not None:
-        value = float(running.compute())
-    elif not kept:
-        raise DataError("Task(val=...): the loader gave no batch")
-    else:
-        targets = [target for _, target in kept]
-        joined = torch.cat(targets) if isinstance(targets[0], Tensor) and targets[0].ndim else targets
-        value = float(task.metric(torch.cat([p for p, _ in kept]), joined))
+                outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
+    value = float(metric.compute() if isinstance(metric, RunningMetric) else metric(*_joined(outputs)))
     if not math.isfinite(value):
         raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
     return value
 
 
+def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+    if not outputs:
+        raise DataError("Task(val=...): the loader gave no batch")
+    targets = [target for _, target in outputs]
+    joined = torch.cat(targets) if isinstance(targets[0], Tensor) and targets[0].ndim else targets
+    return torch.cat([predictions for predictions, _ in outputs]), joined
+
+
 def numpy_inputs(session: Any, inputs: AnyInputs) -> dict[str, np.ndarray]:
-    """Name the tensors among the inputs as the ONNX Runtime session wants them."""
+    """Return the tensors among the inputs as numpy arrays, by the input names of an ONNX Runtime session.
+
+    Raises:
+        DataError: the session has another number of inputs.
+    """
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
         return {name: _array(inputs[name]) for name in names}
@@ -105,9 +120,12 @@ def _array(value: Tensor) -> np.ndarray:
 
 
 def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool | str = True) -> Any:
-    """An ONNX Runtime session on the CPU, of a file or of its bytes.
+    """Return an ONNX Runtime session on the CPU.
 
-    optimize: False runs the file as it is written; "basic" and "extended" are levels between that and all.
+    Args:
+        path: an ONNX file, or its bytes.
+        threads: for the operators of the graph.
+        optimize: graph optimizations of the runtime: True all, False none, "basic" and "extended" the levels in between.
     """
     import onnxruntime as ort  # heavy, and only measuring and exporting need it
 
@@ -128,10 +146,20 @@ def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool | str 
 def latency(
     paths: Sequence[str | Path], inputs: AnyInputs, *, threads: int = 1, seconds: float = 1.0, rounds: int = 15
 ) -> list[float]:
-    """Median milliseconds of each file for `inputs`, the files run in turn so that all see the same machine.
+    """Return the median latency of ONNX files in ONNX Runtime, in milliseconds.
 
-    Each round runs every file often enough to fill its share of `seconds`; the order is reversed every other round.
-    The median of the rounds' means is robust against a neighbour that wakes up for a moment.
+    The files run in turn, in alternating order, so that all see the same load of the machine. A round runs each file for
+    `seconds / rounds`; the median of the rounds' means is robust against short disturbances.
+
+    Args:
+        paths: the files.
+        inputs: what every file is run on.
+        threads: of the runtime.
+        seconds: time for each file.
+        rounds: number of rounds, at least 1.
+
+    Raises:
+        SettingError: `rounds` or `seconds` is out of range.
     """
     if rounds < 1 or seconds <= 0:
         raise SettingError(f"latency: wanted rounds >= 1 and seconds > 0, got {rounds} and {seconds}")

@@ -6,6 +6,9 @@ import os
 
 import pytest
 import torch
+from quick import make_quick
+
+make_quick()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread each, and for what they start
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""Several processes, started by torchrun: who is who, what they share, and how each takes its part of a batch.
+"""Data parallelism over processes that torchrun started.
 
-Every process reads the same batches and trains on its own rows of each, so that a batch is as large as it is for one process and
-the result is the same. What is outside of training (calibration, scores, plans) every process computes alike, from the same data.
-Process 0 alone writes. Loaders that share out the samples themselves, by a DistributedSampler, are left to it in training and
-are read whole outside of it.
+In training every process reads the same batches and trains on its own rows of each; gradients are averaged, so that the effective
+batch size and the result are those of one process. Everything else (calibration, scores, plans) is computed by every process from
+the same data. Rank 0 alone writes files. A loader with a DistributedSampler already gives each process samples of its own: in
+training it is used as it is, elsewhere it is replaced by a loader of all samples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -21,20 +21,26 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, TrainingError
 
+Made = TypeVar("Made")
 
-def ranks() -> int:
-    """How many processes work together; 1 where there are no others."""
+
+def world_size() -> int:
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
-    return dist.get_rank() if ranks() > 1 else 0
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if world_size() > 1 else 0
 
 
 @contextmanager
-def joined(device: torch.device | str) -> Iterator[None]:
-    """Inside the block the processes that torchrun started know each other; nothing changes where it started none."""
+def process_group(device: torch.device | str) -> Iterator[None]:
+    """Initialize torch's process group inside the block, if torchrun started this process and there is no group yet.
+
+    Args:
+        device: NCCL is used for tensors on CUDA devices, gloo for those on the CPU.
+    """
     started = dist.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not started or dist.is_initialized():
         yield
@@ -44,20 +50,24 @@ def joined(device: torch.device | str) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     from torch.distributed.rendezvous import rendezvous  # cannot be imported where torch was built without processes
 
-    store, number, count = next(rendezvous("env://"))
-    # After a restart torchrun hands out the same store, which still holds the addresses of the processes that are gone.
+    store, own_rank, count = next(rendezvous("env://"))
+    # After a restart torchrun hands out the same store, which still holds the addresses of the processes that have ended.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=number, world_size=count)
+    dist.init_process_group(backend, store=store, rank=own_rank, world_size=count)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def first_of(make: Callable[[], Any]) -> Any:
-    """What `make` gives in process 0, in every process; plain data. An error of process 0 is raised in all of them."""
-    if ranks() == 1:
+def on_rank_zero(make: Callable[[], Made]) -> Made:
+    """Call `make` in process 0 and return its result, plain data, in every process.
+
+    Raises:
+        TrainingError: in the other processes, where `make` raised an error in process 0.
+    """
+    if world_size() == 1:
         return make()
     sent: list[Any] = [None, None]
     if rank() == 0:
@@ -69,22 +79,45 @@ def first_of(make: Callable[[], Any]) -> Any:
     dist.broadcast_object_list(sent, 0)
     if sent[1] is not None:
         raise TrainingError(f"process 0 failed, and with it the run: {sent[1]}")
-    return sent[0]
+    return sent[0]  # type: ignore[no-any-return]
 
 
-def shares_itself(loader: Any) -> bool:
-    """Whether a loader gives every process samples of its own."""
-    kind = torch.utils.data.distributed.DistributedSampler
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    return any(isinstance(sampler, kind) for sampler in samplers)
+@runtime_checkable
+class HasSampler(Protocol):
+    """A loader, or a batch sampler, that draws from a sampler."""
+
+    sampler: Any
 
 
-def whole(loader: Any) -> Any:
-    """A loader of all samples, in an order that all processes share, in the place of one that gives each its own.
+@runtime_checkable
+class HasBatchSampler(Protocol):
+    """A loader that draws from a batch sampler."""
 
-    Raises DataError where it is batched in a way that cannot be done again.
+    batch_sampler: Any
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the sampler and the batch sampler of a loader, as far as it has them."""
+    samplers = [loader.sampler] if isinstance(loader, HasSampler) else []
+    return [*samplers, loader.batch_sampler] if isinstance(loader, HasBatchSampler) else samplers
+
+
+def shards_samples(loader: Any) -> bool:
+    """Whether a loader gives every process samples of its own, by a DistributedSampler."""
+    samplers = samplers_of(loader)
+    samplers += [sampler.sampler for sampler in samplers if isinstance(sampler, HasSampler)]
+    return any(isinstance(sampler, torch.utils.data.distributed.DistributedSampler) for sampler in samplers)
+
+
+def unsharded_loader(loader: Any) -> Any:
+    """Return a loader of all samples, in the same order in every process, for one that gives each process samples of its own.
+
+    Other loaders are returned as they are.
+
+    Raises:
+        DataError: the loader has a batch_sampler of its own, which cannot be rebuilt without the sharding.
     """
-    if ranks() == 1 or not shares_itself(loader):
+    if world_size() == 1 or not shards_samples(loader):
         return loader
     sampler, data = loader.sampler, loader.dataset
     if not isinstance(sampler, torch.utils.data.distributed.DistributedSampler) or loader.batch_size is None:
@@ -100,10 +133,17 @@ def whole(loader: Any) -> Any:
     return torch.utils.data.DataLoader(data, sampler=order, **{name: getattr(loader, name) for name in same})
 
 
-def part_of(batch: Any, loader: Any) -> tuple[Any, float]:
-    """(rows of a batch for this process, the weight of their mean loss): the mean over processes is that of the whole batch."""
-    count = ranks()
-    if count == 1 or shares_itself(loader):
+def shard_batch(batch: Any, loader: Any) -> tuple[Any, float]:
+    """Return this process's rows of a batch, and the weight of their mean loss.
+
+    The weighted losses of all processes have the mean loss of the whole batch as their mean. Batches of a loader that shards the
+    samples itself are returned as they are, with weight 1.
+
+    Raises:
+        DataError: the tensors of the batch have no common first dimension.
+    """
+    count = world_size()
+    if count == 1 or shards_samples(loader):
         return batch, 1.0
     tensors = [v for v in pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.ndim]
     if not tensors or len({len(v) for v in tensors}) != 1:
@@ -114,16 +154,24 @@ def part_of(batch: Any, loader: Any) -> tuple[Any, float]:
     rows = len(tensors[0])
     begin, end = rows * rank() // count, rows * (rank() + 1) // count
     weight = (end - begin) * count / rows
-    begin, end = (begin, end) if end > begin else (0, 1)  # of less rows than processes: one, of no weight
+    begin, end = (begin, end) if end > begin else (0, 1)  # fewer rows than processes: one row of weight 0
     return pytree.tree_map(lambda v: v[begin:end] if isinstance(v, Tensor) and v.ndim else v, batch), weight
 
 
-def mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> list[float]:
-    """Average tensors over the processes, in place and in fp32, all in one message; the flags are summed and handed back.
+def all_reduce_mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> list[float]:
+    """Average tensors over the processes, in place and in fp32, with one all-reduce.
 
-    Raises TrainingError where another process has gone.
+    Args:
+        tensors: of the same shapes in every process.
+        flags: numbers that are summed over the processes in the same message.
+
+    Returns:
+        The sums of the flags.
+
+    Raises:
+        TrainingError: another process has ended.
     """
-    if ranks() == 1:
+    if world_size() == 1:
         return list(flags)
     device = tensors[0].device if tensors else torch.device("cpu")
     sent = torch.cat([torch.tensor(list(flags), device=device), *(t.detach().float().reshape(-1) for t in tensors)])
@@ -135,23 +183,23 @@ def mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> list[float]
             f"process {rank()}: another process is gone ({first}); all end. Run the same command again to go on"
         ) from error
     summed = sent[: len(flags)].tolist()
-    parts = sent[len(flags) :].div_(ranks()).split([t.numel() for t in tensors])
+    parts = sent[len(flags) :].div_(world_size()).split([t.numel() for t in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
     return summed
 
 
-def gathered(state: Any) -> list[Any]:
-    """The plain data of every process, in process 0; elsewhere an empty list."""
-    if ranks() == 1:
+def gather_on_rank_zero(state: Any) -> list[Any]:
+    """Return the plain data of every process, by rank, in process 0; an empty list in the others."""
+    if world_size() == 1:
         return [state]
-    found: list[Any] | None = [None] * ranks() if rank() == 0 else None
-    dist.gather_object(state, found, 0)
-    return found or []
+    states: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(state, states, 0)
+    return states or []
 
 
-class _Norm(torch.autograd.Function):
-    """Normalise by the mean and variance of the rows of all processes: one message forward, one backward, torch's own kernels."""
+class _SyncBatchNorm(torch.autograd.Function):
+    """BatchNorm with the mean and variance over all processes: one message forward, one backward, torch's own kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,7 +207,7 @@ class _Norm(torch.autograd.Function):
         mean, variance = (value.float() for value in torch.batch_norm_update_stats(x, None, None, 0.0))
         rows = mean.new_full((1,), x.numel() / x.shape[1])
         sent = torch.cat([mean, variance, rows])
-        parts = [torch.empty_like(sent) for _ in range(ranks())]
+        parts = [torch.empty_like(sent) for _ in range(world_size())]
         dist.all_gather(parts, sent)
         means, variances, counts = torch.stack(parts).split([len(mean), len(mean), 1], dim=1)
         count = counts.sum()
@@ -189,7 +237,7 @@ class _Norm(torch.autograd.Function):
         return through.addcmul_(x, slope.view(shape).to(x.dtype), value=-1), of_weight, of_bias, None
 
 
-def batch_norm(
+def sync_batch_norm(
     x: Tensor,
     mean: Tensor | None,
     var: Tensor | None,
@@ -198,13 +246,13 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """`F.batch_norm` in training, (N, C, ...), with the statistics of the rows of all processes together."""
-    if ranks() == 1:
+    """`F.batch_norm` in train mode for x (N, C, ...), with the statistics over the rows of all processes."""
+    if world_size() == 1:
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     width = x.shape[1]
     weight = torch.ones(width, device=x.device) if weight is None else weight
     bias = torch.zeros(width, device=x.device) if bias is None else bias
-    y, middle, spread, count = _Norm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    y, middle, spread, count = _SyncBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     if mean is not None and var is not None:
         with torch.no_grad():
             mean.lerp_(middle.to(mean.dtype), momentum)
@@ -213,23 +261,23 @@ def batch_norm(
 
 
 @contextmanager
-def common_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside the block the BatchNorm layers of a model normalise by the rows of all processes, in train mode.
+def synced_batchnorm(model: nn.Module) -> Iterator[None]:
+    """Let the BatchNorm layers of a model use the statistics over all processes inside the block, in train mode.
 
-    torch's SyncBatchNorm does so on GPUs alone, and stands in the model as another module.
+    torch's SyncBatchNorm needs GPUs and replaces the modules.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] if ranks() > 1 else []
-    own = [norm for norm in norms if "forward" not in vars(norm) and norm.track_running_stats]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] if world_size() > 1 else []
+    synced = [norm for norm in norms if "forward" not in vars(norm) and norm.track_running_stats]
     try:
-        for norm in own:
-            norm.forward = _Common(norm)  # type: ignore[method-assign, assignment]
+        for norm in synced:
+            norm.forward = _SyncedForward(norm)  # type: ignore[method-assign, assignment]
         yield
     finally:
-        for norm in own:
+        for norm in synced:
             del norm.forward
 
 
-class _Common:
+class _SyncedForward:
     def __init__(self, norm: Any) -> None:
         self.norm = norm
 
@@ -239,24 +287,24 @@ class _Common:
             return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
         norm.num_batches_tracked.add_(1)
         momentum = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-        return batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, momentum, norm.eps)
+        return sync_batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, momentum, norm.eps)
 
 
-def equal_(model: nn.Module) -> None:
-    """Give the model of every process the values of process 0's."""
-    for value in [*model.parameters(), *model.buffers()] if ranks() > 1 else ():
+def broadcast_model_(model: nn.Module) -> None:
+    """Copy the parameters and buffers of process 0's model to the models of the others."""
+    for value in [*model.parameters(), *model.buffers()] if world_size() > 1 else ():
         plain = value.detach().clone() if value.dtype is not torch.bool else value.detach().to(torch.uint8)
         dist.broadcast(plain, 0)
         with torch.no_grad():
             value.copy_(plain)
 
 
-def wait() -> None:
-    """Until all processes are here."""
-    if ranks() > 1:
+def barrier() -> None:
+    """Wait until all processes have reached this call."""
+    if world_size() > 1:
         dist.barrier()
 
 
-def gone(error: BaseException) -> bool:
-    """Whether an error says that another process has ended."""
-    return ranks() > 1 and any(said in str(error) for said in ("Connection closed by peer", "Connection reset by peer"))
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error was raised because another process has ended."""
+    return world_size() > 1 and any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer"))

@@ -1,17 +1,17 @@
-"""Every error that compresskit raises on purpose.
+"""All errors that compresskit raises on purpose.
 
     CompressError                 catch this one to catch them all
-    ├── SettingError              a setting is out of its range, or two settings contradict (also a ValueError)
-    ├── DataError                 a loader, a batch or a label is not what the task says it is
-    ├── ModelError                a model cannot be captured, pruned or quantized as asked; says where and why
-    ├── TrainingError             training cannot go on: the loss is not finite
-    ├── StageOrderError           stages in an order that would undo one another; names the legal order
-    ├── ExportError               an ONNX file could not be written, or it does not agree with its model
-    └── CheckpointError           a file of a run is damaged, foreign or newer than this library
+    ├── SettingError              a setting is out of range, or two settings contradict each other (also a ValueError)
+    ├── DataError                 a loader, a batch or a label does not fit the task
+    ├── ModelError                a model cannot be captured, pruned or quantized as requested; says where and why
+    ├── TrainingError             training cannot continue, such as after a loss that is not finite
+    ├── StageOrderError           a stage would undo an earlier one; names the legal order
+    ├── ExportError               an ONNX file could not be written, or its outputs differ from the model's
+    └── CheckpointError           a file of a run is damaged, of another run, or written by a newer version
 
-    Interrupted                   no error: SIGINT or SIGTERM ended a run that can go on later (a SystemExit)
+    Interrupted                   not an error: SIGINT or SIGTERM ended a run that can be resumed (a SystemExit)
 
-A message says what, where, wanted, got, and what to do.
+Every message says what is wrong, where, what was wanted, what was given, and what to do.
 """
 
 
@@ -20,38 +20,38 @@ class CompressError(Exception):
 
 
 class SettingError(CompressError, ValueError):
-    """A setting is out of its range, or contradicts another."""
+    """A setting is out of range, or contradicts another."""
 
 
 class DataError(CompressError):
-    """A loader, a batch or a label is not what the task says."""
+    """A loader, a batch or a label does not fit the task."""
 
 
 class ModelError(CompressError):
-    """A model cannot be captured, pruned or quantized as asked."""
+    """A model cannot be captured, pruned or quantized as requested."""
 
 
 class TrainingError(CompressError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class StageOrderError(CompressError):
-    """Stages stand in an order that would undo one another."""
+    """A stage would undo an earlier one."""
 
 
 class ExportError(CompressError):
-    """An ONNX file could not be written, or does not agree with its model."""
+    """An ONNX file could not be written, or its outputs differ from the model's."""
 
 
 class CheckpointError(CompressError):
-    """A file of a run is damaged, foreign or newer than this library."""
+    """A file of a run is damaged, of another run, or written by a newer version."""
 
 
 class Interrupted(SystemExit):
-    """A signal ended a run after it was saved; where nobody catches it, the process says how to go on and exits with 1."""
+    """A signal ended a run after it was saved; if not caught, the process prints how to resume and exits with status 1."""
 
 
-def memory_ran_out(error: BaseException) -> bool:
-    """Whether an error of torch or Python says that there was no memory left."""
-    said = str(error)
-    return isinstance(error, MemoryError) or "out of memory" in said or "can't allocate memory" in said
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch or Python was raised for lack of memory."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor
+from tqdm import tqdm
 
 from compresskit.base.errors import DataError
-from compresskit.base.task import Inputs
+from compresskit.base.task import Inputs, Task, batch_size
 
 #: Inputs of one batch, as a caller may pass them.
 AnyInputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -18,9 +20,14 @@ Batches = Iterable[AnyInputs] | AnyInputs
 
 
 def as_inputs(value: AnyInputs, where: str = "the example") -> Inputs:
-    """What a model is fed, as a tuple or a dict: one tensor stands for a tuple of it, a list or a mapping is copied.
+    """Return the inputs of a model as a tuple or a dict.
 
-    Raises DataError, which begins with `where`, for anything else.
+    Args:
+        value: a tensor (the only input), a tuple or list of positional inputs, or a mapping of keyword inputs.
+        where: what the value is, for the message.
+
+    Raises:
+        DataError: `value` is anything else.
     """
     if isinstance(value, Tensor):
         return (value,)
@@ -52,3 +59,34 @@ def first_and_all(batches: Batches, where: str) -> tuple[Inputs, Iterator[Inputs
     for first in stream:
         return first, itertools.chain([first], stream)
     raise DataError(f"{where}: no calibration batch was given; a few hundred samples will do")
+
+
+def some_batches(task: Task, which: Literal["train", "val", "calibration"], samples: int, label: str) -> Iterator[Any]:
+    """Yield batches of a loader of the task until `samples` samples were seen, with a progress bar; batches are not cut."""
+    seen = 0
+    with tqdm(total=samples, desc=label, disable=None, leave=False, unit="sample") as bar:
+        for batch in task.batches(which):
+            yield batch
+            rows = batch_size(task.split(batch)[0])
+            seen += rows
+            bar.update(rows)
+            if seen >= samples:
+                return
+
+
+def calibration_inputs(task: Task, samples: int, label: str = "calibrate") -> Iterator[Inputs]:
+    """Yield the inputs of calibration batches, without targets, until `samples` samples were seen."""
+    return (task.split(batch)[0] for batch in some_batches(task, "calibration", samples, label))
+
+
+@dataclass(frozen=True)
+class ValidationInputs:
+    """The inputs of all validation batches of a task, without targets, as a sized iterable."""
+
+    task: Task
+
+    def __len__(self) -> int:
+        return self.task.length("val")
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return (self.task.split(batch)[0] for batch in self.task.batches("val"))

@@ -1,4 +1,4 @@
-"""Nested state as tensors and JSON, and back: what a checkpoint writes down. Nothing but plain data comes out of it.
+"""State of a training as plain data: nested dicts, lists and tuples of tensors and numbers, and their form in a checkpoint.
 
 {"step": 3, "sums": {"a": tensor}}   <->   {"sums/a": tensor} and {"step": 3, "sums": {"a": {"$tensor": "sums/a"}}}
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError
 
@@ -26,7 +26,16 @@ class Resumable(Protocol):
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """JSON-ready data; its tensors go into `tensors` by their path. CheckpointError for what is neither."""
+    """Return nested state as JSON-ready data, in which each tensor is replaced by its path.
+
+    Args:
+        value: tensors, numbers, text and None, nested in dicts, lists and tuples.
+        tensors: the tensors are entered here by their path.
+        path: of `value` in the whole state.
+
+    Raises:
+        CheckpointError: `value` holds something else.
+    """
     if isinstance(value, Tensor):
         tensors[path] = value
         return {"$tensor": path}
@@ -49,7 +58,11 @@ def _key(key: Any, path: str) -> str | int | float:
 
 
 def unpack(record: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `pack` was given. KeyError, TypeError or ValueError where the record is not one of its own."""
+    """Return the state that `pack` was given.
+
+    Raises:
+        KeyError, TypeError, ValueError: the record was not made by `pack`, or a tensor is missing.
+    """
     if isinstance(record, list):
         return [unpack(item, tensors) for item in record]
     if not isinstance(record, dict):
@@ -66,20 +79,31 @@ def unpack(record: Any, tensors: Mapping[str, Tensor]) -> Any:
     raise ValueError(f"unknown mark {kind!r}")
 
 
-def attributes(thing: Any) -> dict[str, Any]:
-    """What an object holds in its attributes, those of objects inside it included: for observers, whose class is known."""
-    return {name: _held(value) for name, value in vars(thing).items()}
+def module_states(model: nn.Module) -> dict[str, Any]:
+    """Return the states of the modules that have one besides their tensors (`Resumable`), by name."""
+    return {name: module.resume_state() for name, module in model.named_modules() if isinstance(module, Resumable)}
 
 
-def _held(value: Any) -> Any:
+def restore_module_states_(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Restore the states that `module_states` returned."""
+    for name, state in states.items():
+        model.get_submodule(name).resume_from_(state)  # type: ignore[operator]
+
+
+def attribute_state(thing: Any) -> dict[str, Any]:
+    """Return the attributes of an object, and of the objects among them, as a state that `pack` takes."""
+    return {name: _attribute(value) for name, value in vars(thing).items()}
+
+
+def _attribute(value: Any) -> Any:
     plain = value is None or isinstance(value, Tensor | bool | int | float | str | tuple | list | Mapping)
-    return value if plain else {"$object": attributes(value)}
+    return value if plain else {"$object": attribute_state(value)}
 
 
-def set_attributes_(thing: Any, saved: Mapping[str, Any]) -> None:
-    """Give an object of the same class what `attributes` read."""
+def set_attribute_state_(thing: Any, saved: Mapping[str, Any]) -> None:
+    """Set the attributes of an object of the same class to those that `attribute_state` returned."""
     for name, value in saved.items():
         if isinstance(value, dict) and set(value) == {"$object"}:
-            set_attributes_(getattr(thing, name), value["$object"])
+            set_attribute_state_(getattr(thing, name), value["$object"])
         else:
             setattr(thing, name, value)

@@ -1,4 +1,4 @@
-"""Where random numbers come from: the global generators of torch, numpy and Python, and those that loaders hold."""
+"""State of random number generators: the global ones of torch, numpy and Python, and those that data loaders hold."""
 
 from __future__ import annotations
 
@@ -10,62 +10,68 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LISTED = 64  # entries of a list that is searched for generators: transforms, not samples
+LONGEST_LIST = 64  # a longer list is not searched for generators: it holds samples, not transforms
+DEEPEST = 6  # attributes of attributes that are searched
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
-def captured() -> dict[str, Any]:
-    """The global generators as tensors and plain values."""
+def rng_state() -> dict[str, Any]:
+    """Return the state of the global generators as tensors and plain values."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002  what data loaders of users draw from
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": _of_numpy(numpy), "python": _of_python(random.getstate())}
 
 
-def restore_(state: dict[str, Any]) -> None:
-    """Put the global generators where they were."""
+def set_rng_state_(state: dict[str, Any]) -> None:
+    """Set the global generators to a state that `rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
-    restore_plain_(state)
+    set_host_rng_state_(state)
 
 
-def restore_plain_(state: dict[str, Any]) -> None:
-    """Put numpy's and Python's global generators where they were."""
+def set_host_rng_state_(state: dict[str, Any]) -> None:
+    """Set numpy's and Python's global generators to a state that `rng_state` returned; torch's is not changed."""
     np.random.set_state(_to_numpy(state["numpy"]))  # noqa: NPY002
     random.setstate(_to_python(state["python"]))
 
 
-def forked(state: Tensor, salt: int = 0) -> Tensor:
-    """A state of torch's generator that follows from another and has nothing else in common with it."""
+def fork_rng_state(state: Tensor, salt: int = 0) -> Tensor:
+    """Return a new state for a torch generator, seeded from another state.
+
+    Args:
+        state: of a torch generator, which is not changed.
+        salt: another number gives another state.
+    """
     parent = torch.Generator()
     parent.set_state(state)
     seed = int(torch.randint(2**62, (), generator=parent)) ^ (salt * 0x9E3779B97F4A7C15 & (2**62 - 1))
     return torch.Generator().manual_seed(seed).get_state()
 
 
-def held_by(loader: Any) -> list[Generator]:
-    """Generators that a loader, its samplers, its data set or their transforms hold in their attributes, each once."""
-    found: dict[int, Generator] = {}
-    _look(loader, found, set(), 6)
-    return list(found.values())
+def generators_in(loader: Any) -> list[Generator]:
+    """Return the generators in the attributes of a loader, its samplers, its data set and their transforms, each once."""
+    generators: dict[int, Generator] = {}
+    _search(loader, generators, set(), DEEPEST)
+    return list(generators.values())
 
 
-def _look(thing: Any, found: dict[int, Generator], seen: set[int], depth: int) -> None:
+def _search(thing: Any, found: dict[int, Generator], seen: set[int], depth: int) -> None:
     if id(thing) in seen or depth < 0 or isinstance(thing, type | ModuleType | Tensor | np.ndarray):
         return
     seen.add(id(thing))
     if isinstance(thing, Generator):
         found[id(thing)] = thing
     elif isinstance(thing, list | tuple):
-        for part in thing if len(thing) <= LISTED else ():
-            _look(part, found, seen, depth - 1)
+        for part in thing if len(thing) <= LONGEST_LIST else ():
+            _search(part, found, seen, depth - 1)
     else:
-        for part in getattr(thing, "__dict__", {}).values():
-            _look(part, found, seen, depth - 1)
+        for part in vars(thing).values() if hasattr(thing, "__dict__") else ():
+            _search(part, found, seen, depth - 1)
 
 
-def seed_(generator: Generator, seed: int) -> None:
-    """Start a generator afresh."""
+def reseed_(generator: Generator, seed: int) -> None:
+    """Seed a generator."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
@@ -74,8 +80,8 @@ def seed_(generator: Generator, seed: int) -> None:
         generator.seed(seed % 2**32)
 
 
-def state_of(generator: Generator) -> Any:
-    """The state of a generator, as tensors and plain values."""
+def generator_state(generator: Generator) -> Any:
+    """Return the state of a generator as tensors and plain values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -85,8 +91,8 @@ def state_of(generator: Generator) -> Any:
     return _of_python(generator.getstate())
 
 
-def put_(generator: Generator, state: Any) -> None:
-    """Give a generator a state that `state_of` took."""
+def set_generator_state_(generator: Generator, state: Any) -> None:
+    """Set a generator to a state that `generator_state` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):

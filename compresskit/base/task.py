@@ -1,14 +1,14 @@
-"""What is to be learned: data, loss and metric (`Task`).
+"""What a model is to learn: the data, the loss and the metric of a `Task`; helpers to call models on batches.
 
-A batch may be `(x, y)`, `(x1, x2, ..., y)` or a dict. `Task.split` turns each into *inputs* (a tuple of
-positional arguments, or a dict of keyword arguments) and a *target*; `call(model, inputs)` feeds either to a model.
+A batch is `(x, y)`, `(x1, x2, ..., y)` or a dict. `Task.split` splits it into *inputs*, a tuple of positional arguments or a dict
+of keyword arguments, and a *target*; `call(model, inputs)` calls a model with either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,38 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base import distributed
 from compresskit.base.errors import CompressError, DataError, SettingError
+from compresskit.base.progress import Progress
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Any], Any]
 
+IGNORED = -100  # the label that PyTorch's losses leave out
+
+
+@runtime_checkable
+class RunningMetric(Protocol):
+    """A metric that is computed batch by batch, such as those of torchmetrics."""
+
+    def update(self, predictions: Tensor, target: Any, /) -> Any:
+        """Add one batch."""
+
+    def compute(self) -> Any:
+        """Return the metric of all batches since the last `reset`."""
+
+    def reset(self) -> Any:
+        """Forget all batches."""
+
 
 def accuracy(predictions: Tensor, target: Tensor) -> float:
-    """Share whose largest entry along dim 1 is the target: (N, C, ...) and (N, ...) -> [0, 1]; labels of -100 do not count."""
+    """Return the fraction of predictions whose largest entry is the target, in [0, 1].
+
+    Args:
+        predictions: (N, C, ...), scores of C >= 2 classes.
+        target: (N, ...), class indices; those of -100 are not counted.
+
+    Raises:
+        DataError: the shapes do not match, or a label lies outside the classes.
+    """
     classes = predictions.shape[1] if predictions.ndim > 1 else 0
     if classes < 2 or target.shape != predictions.shape[:1] + predictions.shape[2:]:
         raise DataError(
@@ -35,11 +60,8 @@ def accuracy(predictions: Tensor, target: Tensor) -> float:
     return (predictions.argmax(1) == target)[counted].double().mean().item()
 
 
-IGNORED = -100  # the label that PyTorch's losses leave out
-
-
 def check_labels(target: Tensor, classes: int, where: str) -> None:
-    """Raise `DataError` unless every class index lies in [0, classes); -100 is PyTorch's "ignore" and passes."""
+    """Raise `DataError`, which begins with `where`, unless every label is a class in [0, classes) or -100."""
     counted = target[target != IGNORED]
     if counted.numel() == 0:
         return
@@ -53,7 +75,13 @@ def check_labels(target: Tensor, classes: int, where: str) -> None:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The predictions in what a model returned: the tensor itself, `logits` / `out` of a dict, or the first entry."""
+    """Return the predictions in the output of a model.
+
+    That is the tensor itself, the entry `logits` or `out` of a dict, or the first entry of a dict, tuple or list.
+
+    Raises:
+        DataError: there is no tensor in these places.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping):
@@ -70,12 +98,12 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def call(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """Feed inputs, positional or by keyword, to a model."""
+    """Call a model with positional or keyword inputs."""
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:
-    """Move every tensor in nested tuples, lists and dicts; anything else is handed back as it is."""
+    """Move every tensor in nested tuples, lists and dicts to a device; other values are returned as they are."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -87,7 +115,7 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """Rows of the first tensor among the inputs, or images in the first list of them."""
+    """Return the rows of the first tensor among the inputs, or the length of the first list of tensors."""
     for value in inputs.values() if isinstance(inputs, dict) else inputs:
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
@@ -97,7 +125,7 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def first_rows(inputs: Inputs, count: int) -> Inputs:
-    """The first `count` rows of every tensor."""
+    """Return the inputs with the first `count` rows of every tensor."""
 
     def rows(value: Any) -> Any:
         return value[:count] if isinstance(value, Tensor) and value.ndim else value
@@ -106,12 +134,12 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
 
 
 def shapes_of(inputs: Any) -> list[tuple[int, ...]]:
-    """Shapes of the tensors among the inputs, for messages."""
+    """Return the shapes of the tensors among nested inputs, for messages."""
     return [tuple(v.shape) for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]
 
 
 def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
-    """`call`, with one clear `DataError` for inputs on which the model does not run."""
+    """Call a model; raise `DataError`, which begins with `where`, if it does not run on these inputs."""
     try:
         return call(model, inputs)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -123,35 +151,34 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Data, loss and metric of one problem; every stage gets the same one.
+    """Data, loss and metric of one problem; every stage of a recipe gets the same task.
 
-    val, train: loaders that can be read again and again and whose length is fixed (a DataLoader, or a list of batches).
-    loss: `(predictions, target) -> scalar`.
-    metric: `(all predictions, all targets) -> number` over the whole validation set; or an object with
-        `update(predictions, target)`, `compute()` and `reset()`, as torchmetrics has them, for sets too large to keep.
-    predict: finds the predictions in what the model returns.
-    target: the key of the target where a batch is a dict; the other entries are passed to the model by name.
-    calibration: batches that show what inputs look like (quantization ranges, BatchNorm statistics, pruning scores);
-        the training data where nothing is given.
-    device: where models run and train.
-    reference: the model whose behaviour is the goal. `imitate()` without a teacher imitates it; a Recipe sets it to
-        the first trained float model of the chain.
-    snapshots: weights to be kept on the way: share of the training -> an empty dict, which the next training fills with its
-        state at that point, for rewinding. A Recipe sets it where a later stage rewinds.
-    progress: where trainings are saved on the way, a `Progress`. A Recipe sets it.
+    Args:
+        val, train: loaders that can be iterated many times and have a fixed length: a DataLoader, or a list of batches.
+        loss: `(predictions, target) -> scalar`.
+        metric: `(predictions, targets) -> number` over the whole validation set;
+            or a `RunningMetric`, for validation sets whose predictions are too large to keep.
+        predict: returns the predictions in the output of the model.
+        target: key of the target in batches that are dicts; the other entries are passed to the model by name.
+        calibration: batches for quantization ranges, BatchNorm statistics and pruning scores; by default the training data.
+        device: where models are trained and run.
+        reference: the model to imitate where `imitate()` has no teacher. A Recipe sets it to its first trained float model.
+        snapshots: for rewinding: fraction of the training -> an empty dict, which the next training fills with its weights at
+            that point. A Recipe sets it where a later stage rewinds.
+        progress: where trainings write checkpoints, from which they are resumed. A Recipe sets it.
     """
 
     val: Iterable[Any]
     train: Iterable[Any] | None = None
     loss: Callable[[Tensor, Any], Tensor] = F.cross_entropy
-    metric: Any = accuracy
+    metric: Metric | RunningMetric = accuracy
     predict: Callable[[Any], Tensor] = first_tensor
     target: str = "labels"
     calibration: Iterable[Any] | None = None
     device: torch.device | str = "cpu"
     reference: nn.Module | None = None
     snapshots: dict[float, dict[str, Tensor]] | None = None
-    progress: Any = None  # Progress, which stands above this file
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         for name in ("train", "val", "calibration"):
@@ -166,8 +193,21 @@ class Task:
                     f" {type(loader).__name__}; pass a DataLoader, or list(...) of it"
                 )
 
+        if not callable(self.metric) and not isinstance(self.metric, RunningMetric):
+            raise SettingError(
+                "Task(metric=...): wanted a function (predictions, targets) -> number, or an object with update, compute and"
+                f" reset, got {type(self.metric).__name__}"
+            )
+
     def split(self, batch: Any) -> tuple[Inputs, Any]:
-        """`(x, y)`, `(x1, ..., y)` or `{"x": ..., target: ...}` to (inputs, target); both on `device`."""
+        """Split a batch into inputs and target, and move both to `device`.
+
+        Args:
+            batch: `(x, y)`, `(x1, ..., y)` or `{"x": ..., target: ...}`.
+
+        Raises:
+            DataError: the batch has none of these forms, or no target.
+        """
         if isinstance(batch, Mapping):
             if self.target not in batch:
                 raise DataError(
@@ -183,14 +223,20 @@ class Task:
         return to_device(inputs, self.device), to_device(target, self.device)
 
     def batches(self, which: str) -> Iterable[Any]:
-        """The loader called `train`, `val` or `calibration`, after a check that there is one; of all samples, but in training."""
+        """Return the loader `train`, `val` or `calibration`.
+
+        With several processes, those for validation and calibration hold all samples, also where the loader shards them.
+
+        Raises:
+            SettingError: the task has no such loader.
+        """
         loader = self.train if which == "calibration" and self.calibration is None else getattr(self, which)
         if loader is None:
             raise SettingError(f"this stage needs Task({which}=...), which was not given")
-        return loader if which == "train" else distributed.whole(loader)  # type: ignore[no-any-return]
+        return loader if which == "train" else distributed.unsharded_loader(loader)  # type: ignore[no-any-return]
 
     def length(self, which: str) -> int:
-        """Number of batches, at least 1; `DataError` where it is zero or not known beforehand."""
+        """Return the number of batches of a loader, at least 1. Raises DataError where it is zero or not known beforehand."""
         loader = self.batches(which)
         try:
             count = len(loader) if isinstance(loader, Sized) else None
@@ -206,7 +252,7 @@ class Task:
         return count
 
     def example(self) -> Inputs:
-        """Inputs of the first validation batch, on `device`."""
+        """Return the inputs of the first validation batch, on `device`."""
         for batch in self.batches("val"):
             return self.split(batch)[0]
         raise DataError("Task(val=...): the loader is empty")

@@ -9,7 +9,6 @@ from compresskit.distill import losses
 from compresskit.distill.data.cache import Cached, cache
 from compresskit.distill.data.indexed import indexed_loader, with_indices
 from compresskit.distill.models.init_from import init_from_, layer_map
-from compresskit.distill.models.taps import find_taps, tapped
 from compresskit.distill.models.teacher import EMA, Teacher
 from compresskit.distill.objectives.imitate import imitate
 from compresskit.distill.objectives.loss_weights import linear_warmup
@@ -19,6 +18,7 @@ from compresskit.distill.objectives.pseudo_label import pseudo_label
 from compresskit.distill.objectives.self_distill import pooled_head, self_distill
 from compresskit.distill.objectives.terms import DistillLoss, Term, project
 from compresskit.distill.stage import Distill
+from compresskit.graph.taps import find_taps, tapped
 
 __all__ = [
     "EMA",

@@ -1,4 +1,4 @@
-"""The stage: train a student under a teacher."""
+"""The stage `Distill`: train a student with a teacher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
-from compresskit.distill.models.teacher import AnyTeacher
+from compresskit.distill.models.teacher import TeacherLike
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
 from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
@@ -19,18 +19,21 @@ from compresskit.train.train import Train, fit_
 
 @dataclass(frozen=True, kw_only=True)
 class Distill(Train):
-    """Train with a teacher (Hinton et al., 1503.02531): weight * soft targets + task_weight * the task's loss.
+    """Train a model with the objective `imitate` (knowledge distillation, Hinton et al., 1503.02531).
 
-    student: a module, or a function that makes one; it takes the incoming model's place, which becomes its teacher. With
-        None the incoming model is trained itself.
-    teacher: None takes the incoming model where there is a student, else the task's reference.
-    generations: how many students in a row, each taught by the one before it (born-again networks, 1805.04770). Assistants of
-        different sizes (Mirzadeh et al., 1902.03393) are one Distill each.
-    terms, loss, temperature, weight, task_weight, classes, mixup: see `imitate`.
+    Args:
+        student: a module, which is copied, or a function that returns one. It replaces the incoming model, which becomes its
+            teacher. None trains the incoming model itself.
+        teacher: see `imitate`; None takes the incoming model if there is a student, else `Task.reference`.
+        generations: number of students in a row, each taught by the one before it (born-again networks, 1805.04770). For
+            teacher assistants of decreasing size (Mirzadeh et al., 1902.03393), write one `Distill` for each.
+        terms, loss, temperature, weight, task_weight, classes, mixup: see `imitate`.
+
+    The other settings are those of `Train`. Raises SettingError for settings of the wrong type or range.
     """
 
     student: nn.Module | Callable[[], nn.Module] | None = None
-    teacher: AnyTeacher | None = None
+    teacher: TeacherLike | None = None
     terms: Sequence[Term] = ()
     loss: DistillLoss | None = None
     temperature: float = 4.0
@@ -42,7 +45,7 @@ class Distill(Train):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.goal(self.teacher)
+        self.imitation(self.teacher)
         if self.generations < 1:
             raise SettingError(f"Distill(generations=...): wanted a whole number >= 1, got {self.generations}")
         if self.generations > 1 and self.student is None:
@@ -68,14 +71,14 @@ class Distill(Train):
                 model = self.skeleton(model)
             model = model.to(task.device)
             try:
-                fit_(model, task, self, objective=self.goal(teacher), label="distil")
+                fit_(model, task, self, objective=self.imitation(teacher), label="distil")
             finally:
                 drop_adapters_(model)
             teacher = None if self.student is not None else teacher
         return model
 
-    def goal(self, teacher: AnyTeacher | None) -> Imitate:
-        """What is minimised."""
+    def imitation(self, teacher: TeacherLike | None) -> Imitate:
+        """Return the objective with this stage's settings, for a teacher."""
         return imitate(
             teacher,
             terms=self.terms,
@@ -88,12 +91,14 @@ class Distill(Train):
         )
 
     def skeleton(self, model: nn.Module) -> nn.Module:
-        """The module that is trained, before it is."""
+        """Return the untrained student: a copy, a new module, or the incoming model where there is none."""
         if self.student is None:
             return model
         if isinstance(self.student, nn.Module):
             return copy.deepcopy(self.student)
-        made = self.student()
-        if not isinstance(made, nn.Module):
-            raise SettingError(f"Distill(student=...): wanted a module or a function that makes one, got {type(made).__name__}")
-        return made
+        student = self.student()
+        if not isinstance(student, nn.Module):
+            raise SettingError(
+                f"Distill(student=...): wanted a module or a function that makes one, got {type(student).__name__}"
+            )
+        return student

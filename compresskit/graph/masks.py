@@ -1,9 +1,9 @@
-"""Masks: which weights are held at zero. They travel with the model as buffers that no state dict has, through every stage.
+"""Sparsity masks: which weights of a model are zero and stay zero. They are buffers of the model that no state dict contains.
 
-masks = plan_mask(model, ck.remove(weights=0.9))  # compresskit.prune decides
-masks.apply_(model)                   # weights to zero; the model carries its masks from now on
-release = hold_(model, run)           # `fit_` does this: no gradient, and zero again after every optimizer step
-masks_of(model)                       # what it carries; `detach_` takes it off
+masks = plan_mask(model, ...)             # compresskit.prune decides
+masks.apply_(model)                       # sets weights to zero and attaches the masks to the model
+release = enforce_masks_(model, run)      # `fit_` does this: no gradient, and zero again after every optimizer step
+masks_of(model)                           # the attached masks; `detach_masks_` removes them
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,18 +22,20 @@ from torch import Tensor, nn
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.surgery import get_tensor, owner
 
-PREFIX = "mask_of_"  # of the buffer beside the parameter: not in state dicts, moved and copied with the module
+MASK_PREFIX = "mask_of_"  # of the buffer beside the parameter: not in state dicts, moved and copied with the module
 
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """A plan, and what a model carries: for each masked tensor, True where the weight stays.
+    """Masks of a model's parameters: planned, or attached to the model.
 
-    masks: name of a parameter -> bool tensor of its shape. left: what could not be masked as asked, name -> reason.
+    Attributes:
+        masks: name of a parameter -> bool tensor of its shape, True where the weight stays.
+        unmasked: name of a parameter that could not be masked as requested -> reason.
     """
 
     masks: Mapping[str, Tensor]
-    left: Mapping[str, str] = field(default_factory=dict)
+    unmasked: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -41,16 +44,16 @@ class Masks:
 
     @property
     def removed(self) -> int:
-        """Number of weights held at zero."""
+        """Number of weights that are zero."""
         return sum(mask.numel() - int(mask.count_nonzero()) for mask in self.masks.values())
 
     @property
     def ratio(self) -> float:
-        """Share of the masked tensors that is held at zero."""
+        """Fraction of the weights in masked tensors that are zero."""
         return self.removed / self.total if self.total else 0.0
 
     def ratios(self) -> dict[str, float]:
-        """`ratio` of every tensor."""
+        """Return the fraction of zero weights of every masked tensor."""
         return {name: 1 - int(mask.count_nonzero()) / mask.numel() for name, mask in self.masks.items()}
 
     def __str__(self) -> str:
@@ -59,19 +62,20 @@ class Masks:
             f"  {name} {tuple(mask.shape)}: keep {int(mask.count_nonzero())} of {mask.numel()}"
             for name, mask in self.masks.items()
         ]
-        return "\n".join([head, *rows, *(f"  {name} left dense: {reason}" for name, reason in self.left.items())])
+        return "\n".join([head, *rows, *(f"  {name} left dense: {reason}" for name, reason in self.unmasked.items())])
 
     def apply_(self, model: nn.Module) -> nn.Module:
-        """Set to zero what is removed, and let the model carry the masks, in the place of those it had; it is returned.
+        """Set the removed weights to zero, attach the masks to the model in place of any it has, and return the model.
 
-        Raises ModelError, the model untouched, where a tensor is missing or of another shape.
+        Raises:
+            ModelError: a tensor is missing or has another shape; the model is not changed.
         """
-        attach_(model, self)
+        attach_masks_(model, self)
         self.zero_(model)
         return model
 
     def zero_(self, model: nn.Module) -> None:
-        """Set to zero again what is removed: for loops of one's own, after every `optimizer.step()`."""
+        """Set the removed weights to zero again: in a training loop of your own, after every `optimizer.step()`."""
         self.check(model)
         with torch.no_grad():
             for name, mask in self.masks.items():
@@ -87,8 +91,8 @@ class Masks:
                     f" {tuple(get_tensor(model, name).shape)}; plan masks anew after the shapes have changed"
                 )
 
-    def broken(self, model: nn.Module) -> dict[str, int]:
-        """How many removed weights are not zero in a model, by tensor; empty where all are."""
+    def violations(self, model: nn.Module) -> dict[str, int]:
+        """Return the number of removed weights that are not zero in a model, by tensor; empty where all are zero."""
         self.check(model)
         counts = {
             name: int(torch.count_nonzero(get_tensor(model, name).detach()[~mask.to(get_tensor(model, name).device)]))
@@ -97,12 +101,21 @@ class Masks:
         return {name: count for name, count in counts.items() if count}
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors to be stored: one bit for a weight, packed, eight to the uint8."""
+        """Return the masks as tensors to be stored: one bit for each weight, eight packed in a uint8."""
         return {name: torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))) for name, mask in self.masks.items()}
 
     @staticmethod
-    def from_state(state: Mapping[str, Tensor], model: nn.Module, where: Any = "masks") -> Masks:
-        """Masks from what `state` gave, for a model of the same shapes; CheckpointError where they do not fit."""
+    def from_state(state: Mapping[str, Tensor], model: nn.Module, where: str | Path = "masks") -> Masks:
+        """Return the masks that `state` was called on.
+
+        Args:
+            state: what `state` returned.
+            model: of the same shapes as the masked one.
+            where: where the state was read from, for messages.
+
+        Raises:
+            CheckpointError: the masks do not fit the model.
+        """
         masks = {}
         for name, bits in state.items():
             try:
@@ -119,93 +132,121 @@ class Masks:
         return Masks(masks)
 
 
-def _carried(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _attached(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
-            if leaf.startswith(PREFIX) and buffer is not None:
-                name = leaf.removeprefix(PREFIX)
+            if leaf.startswith(MASK_PREFIX) and buffer is not None:
+                name = leaf.removeprefix(MASK_PREFIX)
                 yield (f"{path}.{name}" if path else name), buffer
 
 
 def masks_of(model: nn.Module) -> Masks | None:
-    """The masks that a model carries; None where it has none. They are the buffers themselves: what is written in them holds."""
-    found = dict(sorted(_carried(model)))
-    return Masks(found) if found else None
+    """Return the masks attached to a model, or None. They are the model's buffers: writing to them changes its masks."""
+    masks = dict(sorted(_attached(model)))
+    return Masks(masks) if masks else None
 
 
-def attach_(model: nn.Module, masks: Masks) -> None:
-    """Let a model carry masks, in the place of those it had. Raises ModelError, the model untouched, where they do not fit."""
+def attach_masks_(model: nn.Module, masks: Masks) -> None:
+    """Attach masks to a model, in place of those it has; its weights are not changed.
+
+    Raises:
+        ModelError: a mask does not fit its tensor; the model is not changed.
+    """
     masks.check(model)
-    detach_(model)
+    detach_masks_(model)
     for name, mask in masks.masks.items():
         module, leaf = owner(model, name)
-        module.register_buffer(f"{PREFIX}{leaf}", mask.detach().clone().to(get_tensor(model, name).device), persistent=False)
+        module.register_buffer(f"{MASK_PREFIX}{leaf}", mask.detach().clone().to(get_tensor(model, name).device), persistent=False)
 
 
-def detach_(model: nn.Module) -> None:
-    """Take the masks off a model; its weights stay as they are, and may all move again."""
-    for name, _ in list(_carried(model)):
+def detach_masks_(model: nn.Module) -> None:
+    """Remove the masks from a model; its weights are not changed, and all of them can be trained again."""
+    for name, _ in list(_attached(model)):
         module, leaf = owner(model, name)
-        delattr(module, f"{PREFIX}{leaf}")
+        delattr(module, f"{MASK_PREFIX}{leaf}")
 
 
-def carry_(model: nn.Module, other: nn.Module, names: Mapping[str, str]) -> None:
-    """Attach the masks of `model` to another module whose tensor `names[name]` is the model's tensor `name`."""
+def transfer_masks_(model: nn.Module, other: nn.Module, names: Mapping[str, str]) -> None:
+    """Attach the masks of a model to another module, such as its captured graph.
+
+    Args:
+        model: has the masks.
+        other: gets them.
+        names: name of a tensor in `model` -> name of the same tensor in `other`.
+    """
     masks = masks_of(model)
     if masks is None:
         return
     # A tied parameter has one mask, at one of its names.
-    of = {id(get_tensor(model, name)): mask for name, mask in masks.masks.items()}
-    found = {there: of.get(id(get_tensor(model, here))) for here, there in names.items()}
-    attach_(other, Masks({name: mask for name, mask in found.items() if mask is not None}))
+    by_tensor = {id(get_tensor(model, name)): mask for name, mask in masks.masks.items()}
+    found = {there: by_tensor.get(id(get_tensor(model, here))) for here, there in names.items()}
+    attach_masks_(other, Masks({name: mask for name, mask in found.items() if mask is not None}))
 
 
 def copy_mask_(module: nn.Module, old: str, new: str) -> None:
-    """Let the tensor `new` have the mask of `old`, if there is one: for passes that put a tensor in another's place."""
+    """Give the tensor `new` the mask of the tensor `old`, if there is one: for passes that replace a tensor by another."""
     (there, leaf), (here, other) = owner(module, old), owner(module, new)
-    mask = there._buffers.get(f"{PREFIX}{leaf}")
+    mask = there._buffers.get(f"{MASK_PREFIX}{leaf}")
     if mask is not None:
-        here.register_buffer(f"{PREFIX}{other}", mask.clone(), persistent=False)
+        here.register_buffer(f"{MASK_PREFIX}{other}", mask.clone(), persistent=False)
 
 
 def reshape_mask_(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-    """Give the mask of a tensor, if there is one, another shape: for passes that do so with the tensor."""
+    """Reshape the mask of a tensor, if there is one: for passes that reshape the tensor."""
     here, leaf = owner(module, name)
-    mask = here._buffers.get(f"{PREFIX}{leaf}")
+    mask = here._buffers.get(f"{MASK_PREFIX}{leaf}")
     if mask is not None:
-        here.register_buffer(f"{PREFIX}{leaf}", mask.reshape(shape), persistent=False)
+        here.register_buffer(f"{MASK_PREFIX}{leaf}", mask.reshape(shape), persistent=False)
 
 
-def hold_(model: nn.Module, run: Any) -> Callable[[], None]:
-    """Keep the masks that a model carries while a `mixed.Run` trains it; call what is returned after the last step.
+class RunWithMasters(Protocol):
+    """What `enforce_masks_` needs of a `mixed.Run`: the tensors that the optimizer updates, and hooks after each update."""
 
-    Removed weights get no gradient, so that clipping by norm does not see them, and are set to zero again, in the tensors that
-    the optimizer updates (fp32 masters, or what split, Kahan and rounded weights are made of), after every step. Under data
-    parallelism this is the same on every rank.
+    after_update: list[Callable[[], None]]
+
+    def named_masters(self) -> dict[str, Tensor]:
+        """Return the tensors that the optimizer updates, by parameter name."""
+
+
+def enforce_masks_(model: nn.Module, run: RunWithMasters) -> Callable[[], None]:
+    """Keep the masks attached to a model in force while it is trained.
+
+    Removed weights get no gradient, so that the norm of the gradients does not include them. After every optimizer step they are
+    set to zero again, in the tensors that the optimizer updates: fp32 masters, or the parts of split, Kahan and stochastically
+    rounded weights. With several processes all ranks do the same.
+
+    Args:
+        model: the model that is trained; nothing is done if it has no masks.
+        run: a `mixed.Run` of the model.
+
+    Returns:
+        A function that ends this; call it after the last step.
     """
     masks = masks_of(model)
     if masks is None:
         return lambda: None
     masks.check(model)
     parameters = dict(model.named_parameters())
-    pairs = {name: mask for name, mask in masks.masks.items() if name in parameters}
-    handles = [p.register_hook(partial(_without, mask)) for n, mask in pairs.items() if (p := parameters[n]).requires_grad]
+    enforced = {name: mask for name, mask in masks.masks.items() if name in parameters}
+    handles = [
+        p.register_hook(partial(_masked_gradient, mask)) for n, mask in enforced.items() if (p := parameters[n]).requires_grad
+    ]
 
-    def again() -> None:
+    def apply_masks() -> None:
         masters = run.named_masters()
         with torch.no_grad():
-            for name, mask in pairs.items():
+            for name, mask in enforced.items():
                 masters[name].masked_fill_(~mask, 0)
 
-    run.after_update.append(again)
+    run.after_update.append(apply_masks)
 
     def release() -> None:
-        run.after_update.remove(again)
+        run.after_update.remove(apply_masks)
         for handle in handles:
             handle.remove()
 
     return release
 
 
-def _without(mask: Tensor, gradient: Tensor) -> Tensor:
+def _masked_gradient(mask: Tensor, gradient: Tensor) -> Tensor:
     return gradient.masked_fill(~mask, 0)

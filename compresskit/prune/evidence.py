@@ -1,14 +1,16 @@
-"""Evidence for criteria that read more than weights: gradients, gradients of single samples, activations, losses.
+"""Evidence: what criteria read besides weights, collected from the task's data a batch at a time.
 
-for rows, evidence in collect(model, groups, prefix, task, needs={NeedsGradients}, samples=3072):
-    score += rows * criterion(groups[0].slices(model, prefix, evidence))
+for rows, evidence in collect(model, names, task, needs={"gradients"}, samples=3072):
+    score += rows * criterion(group.slices(model, prefix, evidence))
+
+Channels and single weights use the same evidence; `Slices` views it as one row for each unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,73 +20,86 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
+from compresskit.base.inputs import some_batches
 from compresskit.base.objective import Objective
-from compresskit.base.samples import some_batches
 from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, owner
-from compresskit.prune.criteria import Needs, NeedsActivations, NeedsGradients, NeedsLosses, NeedsSampleGradients
+from compresskit.prune.criteria import Need
 from compresskit.train.objective import bind_objective
 
-VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
-POSITIONS = 4096  # values of a channel that are kept from one batch
+MOST_VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
+MOST_POSITIONS = 4096  # values of a channel that are kept from one batch
 
 #: (tensor, dim, role) -> (units, k) indices that vanish with each unit: `ChannelGroup.indices`.
 Places = dict[tuple[str, int, str], Tensor]
 
+MaskableLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
 
 @dataclass(kw_only=True)
 class Evidence:
-    """What one batch shows; a field that was not asked for is None.
+    """The evidence of one batch, by the dotted name of a tensor; what was not needed is None.
 
-    grads: parameter -> gradient of the batch's loss. sample_grads: parameter -> (samples, ...) gradients.
-    inputs: layer -> (channels, values) that it read. loss: `(places, keep) -> loss` without the other units.
+    grads: gradient of the batch's loss. sample_grads: (samples, ...) gradients of each sample's loss.
+    inputs, outputs: (channels, values) that the layer of a weight read and made.
+    loss: `(places, keep) -> loss` of the batch without the other units.
+    hessian: the Hessian of the loss times its gradient. norms: for each weight the norm of the input that it multiplies.
     """
 
     grads: dict[str, Tensor] | None = None
     sample_grads: dict[str, Tensor] | None = None
     inputs: dict[str, Tensor] | None = None
+    outputs: dict[str, Tensor] | None = None
     loss: Callable[[Places, Tensor], float] | None = None
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    hessian: dict[str, Tensor] | None = None
+    norms: dict[str, Tensor] | None = None
 
 
 def collect(
-    model: nn.Module, all_places: list[Places], prefix: str, task: Task, *, needs: set[type[Needs]], samples: int
+    model: nn.Module, names: Collection[str], task: Task, *, needs: Collection[Need], samples: int, prefix: str = ""
 ) -> Iterator[tuple[int, Evidence]]:
-    """(samples seen, evidence) of one batch after another, with the model in eval mode; it is left as it was.
+    """Yield (number of samples, evidence) for one batch after another, with the model in eval mode; it is left as it was.
 
-    Labels are read only where a loss is asked for; activations alone come from the calibration data.
+    Args:
+        model: the model.
+        names: tensors that evidence is needed of.
+        task: training data and loss; where no evidence needs labels, the calibration data.
+        needs: what criteria declare.
+        samples: how many samples to read.
+        prefix: where the names of `Places`, which losses are asked for, begin.
     """
     objective = bind_objective(None, model, task)
-    names = sorted({prefix + tensor for places in all_places for tensor, _, _ in places})
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
-    unlabelled = needs == {NeedsActivations}
+    unlabelled = set(needs) <= {"activations", "input_norms"}
     with readable(model):
         for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):
             rows = batch_size(task.split(batch)[0])
-            whole = Evidence()
-            if NeedsGradients in needs:
-                whole.grads = _gradients(model, objective, batch, names)
-            if NeedsActivations in needs:
-                whole.inputs, whole.outputs = _activations(model, all_places, prefix, task.split(batch)[0])
-            if NeedsLosses in needs:
-                whole.loss = partial(_loss_without, model, prefix, objective, batch)
-            if NeedsSampleGradients not in needs:
-                yield rows, whole
+            evidence = Evidence()
+            if "gradients" in needs or "hessian_gradients" in needs:
+                evidence.grads, evidence.hessian = gradients(model, objective, batch, names, hessian="hessian_gradients" in needs)
+            if "activations" in needs:
+                evidence.inputs, evidence.outputs = _activations(model, names, task.split(batch)[0])
+            if "input_norms" in needs:
+                evidence.norms = _input_norms(model, names, task.split(batch)[0])
+            if "losses" in needs:
+                evidence.loss = partial(_loss_without, model, prefix, objective, batch)
+            if "sample_gradients" not in needs:
+                yield rows, evidence
                 continue
-            step = max(1, VALUES // max(1, sum(get_tensor(model, name).numel() for name in names)))
+            step = max(1, MOST_VALUES // max(1, sum(get_tensor(model, name).numel() for name in names)))
             for start in range(0, rows, step):
-                some = pytree.tree_map(partial(_rows, start=start, end=min(start + step, rows), total=rows), batch)
-                whole.sample_grads = sample_gradients(model, objective, some, names)
-                yield min(step, rows - start), whole
+                part = pytree.tree_map(partial(_samples, start=start, end=min(start + step, rows), total=rows), batch)
+                evidence.sample_grads = sample_gradients(model, objective, part, names)
+                yield min(step, rows - start), evidence
 
 
-def _rows(value: Any, *, start: int, end: int, total: int) -> Any:
+def _samples(value: Any, *, start: int, end: int, total: int) -> Any:
     return value[start:end] if isinstance(value, Tensor) and value.ndim and len(value) == total else value
 
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Eval mode, gradients for frozen parameters too, none left behind."""
+    """Eval mode and gradients for frozen parameters too; afterwards the model is as before, without gradients."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     try:
         with mode(model, training=False), torch.enable_grad():
@@ -97,12 +112,28 @@ def readable(model: nn.Module) -> Iterator[None]:
         model.zero_grad(set_to_none=True)
 
 
-def _gradients(model: nn.Module, objective: Objective, batch: Any, names: list[str]) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    torch.stack(list(objective(model, batch).values())).sum().backward()
-    # What the loss does not reach, such as a second head, has no gradient: removing it changes nothing known.
-    found = {name: get_tensor(model, name) for name in names}
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in found.items()}
+def gradients(
+    model: nn.Module, objective: Objective, batch: Any, names: Collection[str], *, hessian: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """Gradient of a batch's loss by parameter; and, if asked for, the Hessian (of these parameters alone) times it.
+
+    A parameter that the loss does not reach, such as that of a second head, has gradient 0.
+    """
+    values = [get_tensor(model, name) for name in names]
+    if not values:
+        return {}, {} if hessian else None
+
+    def filled(found: tuple[Tensor | None, ...]) -> list[Tensor]:
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(values, found, strict=True)]
+
+    loss = torch.stack(list(objective(model, batch).values())).sum()
+    grads = filled(torch.autograd.grad(loss, values, create_graph=hessian, allow_unused=True))
+    products = None
+    if hessian:
+        flow = torch.stack([(g * g.detach()).sum() for g in grads]).sum()
+        found = filled(torch.autograd.grad(flow, values, allow_unused=True))
+        products = {name: h.detach() for name, h in zip(names, found, strict=True)}
+    return {name: g.detach() for name, g in zip(names, grads, strict=True)}, products
 
 
 def sample_gradients(model: nn.Module, objective: Objective, batch: Any, names: list[str]) -> dict[str, Tensor]:
@@ -122,7 +153,7 @@ def sample_gradients(model: nn.Module, objective: Objective, batch: Any, names: 
     try:
         found: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, dims))(values, batch)
     except RuntimeError:
-        each = [_gradients(model, objective, _sample(batch, row), names) for row in range(rows)]
+        each = [gradients(model, objective, _sample(batch, row), names)[0] for row in range(rows)]
         return {name: torch.stack([g[name] for g in each]) for name in names}
     return {name: g.detach() for name, g in found.items()}
 
@@ -131,38 +162,81 @@ def _sample(batch: Any, row: int) -> Any:
     return pytree.tree_map(lambda v: v[row : row + 1] if isinstance(v, Tensor) and v.ndim else v, batch)
 
 
-def _activations(
-    model: nn.Module, all_places: list[Places], prefix: str, inputs: Inputs
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensor name -> (channels, values) that its layer read, and that it made."""
-    read: dict[str, Tensor] = {}
-    made: dict[str, Tensor] = {}
-    handles = []
+@contextmanager
+def watched_calls(
+    model: nn.Module, paths: Collection[str], visit: Callable[[str, nn.Module, Tensor, Any], None]
+) -> Iterator[None]:
+    """While the block runs, `visit(path, module, first input, output)` is called after every call of the named modules."""
 
-    def keep(into: dict[str, Tensor], name: str, value: Tensor) -> None:
-        module = owner(model, name)[0]
-        dim = -1 if isinstance(module, nn.Linear) else 1
-        flat = value.detach().movedim(dim, 0).flatten(1)
-        chosen = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0))[:POSITIONS]
-        into[name] = torch.cat([into[name], flat[:, chosen]], 1) if name in into else flat[:, chosen].float()
+    def hook(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        visit(path, module, next(iter((*args, *kwargs.values()))), output)
 
-    for name in sorted({prefix + tensor for places in all_places for tensor, _, role in places if role in ("in", "out")}):
-        module, leaf = owner(model, name)
-        if leaf == "weight" and isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-            handles.append(module.register_forward_pre_hook(lambda _, args, name=name: keep(read, name, args[0])))
-            handles.append(module.register_forward_hook(lambda _, __, out, name=name: keep(made, name, out)))
+    handles = [model.get_submodule(path).register_forward_hook(partial(hook, path), with_kwargs=True) for path in paths]
     try:
-        with torch.no_grad():
-            call(model, inputs)
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def channels_first(module: nn.Module, values: Tensor) -> Tensor:
+    """Inputs or outputs of a linear layer or convolution as (channels, values)."""
+    return values.detach().movedim(-1 if isinstance(module, nn.Linear) else 1, 0).flatten(1)
+
+
+def _activations(model: nn.Module, names: Collection[str], inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weight -> (channels, values) that its layer reads, and that it makes."""
+    read: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = {}
+    paths = {}
+    for name in sorted(names):
+        module, leaf = owner(model, name)
+        if leaf == "weight" and isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            paths[name.rpartition(".")[0]] = name
+
+    def visit(path: str, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        for kept, value in ((read, x), (made, out)):
+            flat, name = channels_first(module, value), paths[path]
+            chosen = torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0))[:MOST_POSITIONS]
+            kept[name] = torch.cat([kept[name], flat[:, chosen]], 1) if name in kept else flat[:, chosen].float()
+
+    with watched_calls(model, paths, visit), torch.no_grad():
+        call(model, inputs)
     return read, made
+
+
+def _input_norms(model: nn.Module, names: Collection[str], inputs: Inputs) -> dict[str, Tensor]:
+    """Weight -> for each of its entries the norm of the input channel that it multiplies, over samples and positions."""
+    norms: dict[str, Tensor] = {}
+    for name in names:
+        module, _ = owner(model, name)
+        if not isinstance(module, MaskableLayer):
+            raise ModelError(
+                f"{name}: the inputs of a {type(module).__name__} cannot be seen; protect it, or use a criterion without inputs"
+            )
+
+    def visit(path: str, module: nn.Module, x: Tensor, out: Tensor) -> None:
+        norm = torch.linalg.vector_norm(channels_first(module, x).float(), dim=1)
+        norms[path] = norm if path not in norms else torch.hypot(norms[path], norm)
+
+    paths = {name: name.rpartition(".")[0] for name in names}
+    with watched_calls(model, paths.values(), visit), torch.no_grad():
+        call(model, inputs)
+    return {name: _by_weight(owner(model, name)[0], norms.get(paths[name]), get_tensor(model, name)) for name in names}
+
+
+def _by_weight(module: nn.Module, norm: Tensor | None, weight: Tensor) -> Tensor:
+    if norm is None:
+        return torch.zeros_like(weight)  # not called on this batch
+    groups = module.groups if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) else 1
+    # In a grouped convolution the outputs of group g read the g-th part of the inputs.
+    per_output = norm.view(groups, -1).repeat_interleave(weight.shape[0] // groups, 0)
+    return per_output.view(*per_output.shape, *[1] * (weight.ndim - 2)).expand_as(weight)
 
 
 def values_of(model: nn.Module, places: Places, prefix: str, evidence: Evidence) -> Tensor:
     """(units, V) values of the units of one group: as the first layer reads them, else as the first layer makes them."""
-    for wanted, found in (("in", evidence.inputs or {}), ("out", evidence.outputs)):
+    for wanted, found in (("in", evidence.inputs or {}), ("out", evidence.outputs or {})):
         for (tensor, dim, role), indices in places.items():
             if role == wanted and (values := found.get(prefix + tensor)) is not None:
                 # In a grouped layer an index stands for that position of every group.
@@ -175,17 +249,35 @@ def values_of(model: nn.Module, places: Places, prefix: str, evidence: Evidence)
     )
 
 
-def _loss_without(model: nn.Module, prefix: str, objective: Objective, batch: Any, places: Places, keep: Tensor) -> float:
-    """The loss of a batch with the units outside `keep` set to zero everywhere."""
-    before: dict[str, Tensor] = {}
+@contextmanager
+def restored_after(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Restore the values of the named tensors when the block ends."""
+    before = {name: get_tensor(model, name).detach().clone() for name in names}
     try:
         with torch.no_grad():
-            for (tensor, dim, _), indices in places.items():
-                values = get_tensor(model, prefix + tensor)
-                before.setdefault(prefix + tensor, values.detach().clone())
-                values.index_fill_(dim, indices[~keep].flatten().to(values.device), 0)
-            return float(torch.stack(list(objective(model, batch).values())).sum())
+            yield
     finally:
         with torch.no_grad():
-            for name, old in before.items():
-                get_tensor(model, name).copy_(old)
+            for name, values in before.items():
+                get_tensor(model, name).copy_(values)
+
+
+def _loss_without(model: nn.Module, prefix: str, objective: Objective, batch: Any, places: Places, keep: Tensor) -> float:
+    """The loss of a batch with the units outside `keep` set to zero everywhere."""
+    with restored_after(model, {prefix + tensor for tensor, _, _ in places}):
+        for (tensor, dim, _), indices in places.items():
+            values = get_tensor(model, prefix + tensor)
+            values.index_fill_(dim, indices[~keep].flatten().to(values.device), 0)
+        return float(torch.stack(list(objective(model, batch).values())).sum())
+
+
+def mean_loss(model: nn.Module, task: Task, batches: Collection[Any]) -> float:
+    """Mean loss of the task over batches, by sample, in eval mode and without gradients."""
+    objective = bind_objective(None, model, task)
+    total, seen = 0.0, 0
+    with torch.no_grad(), mode(model, training=False):
+        for batch in batches:
+            rows = batch_size(task.split(batch)[0])
+            total += rows * float(torch.stack(list(objective(model, batch).values())).sum())
+            seen += rows
+    return total / seen

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
 from compresskit.base.inputs import AnyInputs, each_inputs
-from compresskit.base.packing import attributes, set_attributes_
+from compresskit.base.packing import attribute_state, set_attribute_state_
 from compresskit.base.task import Inputs, batch_size, call_checked, shapes_of
 from compresskit.graph.capture import Captured
 from compresskit.graph.masks import masks_of
@@ -88,6 +88,10 @@ class Quantized(QuantizedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.check_inputs(kwargs or args)
         return self.body(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        coverage = str(self.placement.coverage).splitlines()[0]
+        return f"{self.float_class} for {self.target_name}, {coverage}"
 
     def check_inputs(self, inputs: Inputs) -> None:
         """Raise ModelError for a batch of another shape than the model was captured with."""
@@ -170,7 +174,7 @@ class Quantized(QuantizedModule):
     # -- quantization-aware training
 
     def unfold_batchnorm_(self, *, learned: bool = False) -> None:
-        """Make ready for training: folded BatchNorms become modules of their own again, beside the layer (see `ConvBN`).
+        """Make ready for training: folded BatchNorms become modules again (see `ConvBN`).
 
         learned: scales become parameters (LSQ). `freeze_statistics_` and `convert_` end the training.
         """
@@ -231,23 +235,25 @@ class Quantized(QuantizedModule):
 
     def rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
         """Weight quantizers and the tensors that they round, each once."""
-        found: dict[WeightQuantizer, Tensor] = {}
+        weights: dict[WeightQuantizer, Tensor] = {}
         for node in self.body.graph.nodes:
             module = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, WeightQuantizer):
-                found[module] = get_tensor(self.body, node.args[0].target).detach()
+                weights[module] = get_tensor(self.body, node.args[0].target).detach()
             elif isinstance(module, ConvBN) and module.rounding[0] is not None:
                 weight, bias = (None if a is None else get_tensor(self.body, a.target).detach() for a in node.args[1:])
                 assert weight is not None
-                found[module.rounding[0]] = module.folded(weight, bias)[0].detach()
-        return list(found.items())
+                weights[module.rounding[0]] = module.folded(weight, bias)[0].detach()
+        return list(weights.items())
 
     # -- resuming, export
 
     def resume_state(self) -> dict[str, Any]:
-        """The state of a training that the state dict does not hold: switches, and the memory of the observers."""
+        """Training state that is not in the state dict: switches, and what the observers keep."""
         return {
-            "activations": [{"observing": q.observing, "observer": attributes(q.observer)} for q in self.activation_quantizers()],
+            "activations": [
+                {"observing": q.observing, "observer": attribute_state(q.observer)} for q in self.activation_quantizers()
+            ],
             "enabled": [q.enabled for q in self.quantizers()],
             "tracking": [layer.tracking for layer in conv_bn_layers(self.body)],
         }
@@ -256,7 +262,7 @@ class Quantized(QuantizedModule):
         """Restore what `resume_state` returned for a model that was quantized alike."""
         for activation, saved in zip(self.activation_quantizers(), state["activations"], strict=True):
             activation.observing = saved["observing"]
-            set_attributes_(activation.observer, saved["observer"])
+            set_attribute_state_(activation.observer, saved["observer"])
         for quantizer, enabled in zip(self.quantizers(), state["enabled"], strict=True):
             quantizer.enabled = enabled
         for layer, tracking in zip(conv_bn_layers(self.body), state["tracking"], strict=True):

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal, Unpack, overload
 from torch import nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches
-from compresskit.base.samples import calibration_inputs
-from compresskit.base.settings import check_kinds
+from compresskit.base.inputs import Batches, calibration_inputs
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.quant.build import build_quantized
@@ -121,7 +120,7 @@ class StaticQuant(StaticSettings, Stage):
     samples: int = 512
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         self.check("StaticQuant")
         check_samples(self.samples, "StaticQuant")
 

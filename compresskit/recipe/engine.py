@@ -25,7 +25,8 @@ from compresskit.base import distributed
 from compresskit.base.errors import ModelError
 from compresskit.base.files import FORMAT, write_json
 from compresskit.base.fingerprint import describe
-from compresskit.base.randomness import held_by, seed_
+from compresskit.base.progress import Every, Progress, Stop
+from compresskit.base.randomness import generators_in, reseed_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, first_rows
 from compresskit.export.files import copy_model, file_bytes
@@ -47,7 +48,6 @@ from compresskit.recipe.folder import (
 from compresskit.recipe.measure_stage import measure_stage
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
 from compresskit.recipe.store import load, load_snapshots_, save, save_snapshots
-from compresskit.train.progress import Every, Progress, Stop
 from compresskit.train.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -83,11 +83,11 @@ def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Ta
     Returns:
         The last step's model and the report of every step.
     """
-    distributed.first_of(lambda: check_folder(run.out, model, steps, run.record))
+    distributed.on_rank_zero(lambda: check_folder(run.out, model, steps, run.record))
     reports: list[StageReport] = []
     snapshots: Snapshots | None = None  # of the preceding training
     for index, step in enumerate(steps):
-        distributed.wait()
+        distributed.barrier()
         taken: Snapshots | None = None if step.snapshot is None else {step.snapshot: {}}
         progress = Progress(folder=run.out / step.name / PROGRESS, key=step.key, every=run.save, stop=run.stop)
         step_task = replace(task, snapshots=taken or snapshots, progress=progress)
@@ -96,7 +96,7 @@ def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Ta
         snapshots = taken
         if task.reference is None and (step.stage is None or not step.stage.starts_from_trained):
             task = replace(task, reference=frozen_copy(model))
-    return model, distributed.first_of(lambda: finish_run(run, steps, reports, task))
+    return model, distributed.on_rank_zero(lambda: finish_run(run, steps, reports, task))
 
 
 def run_or_read_step(
@@ -107,10 +107,10 @@ def run_or_read_step(
     snapshots: filled with the weights on the way through the step's training, if a later stage rewinds to them.
     """
     folder = run.out / step.name
-    record = distributed.first_of(partial(read_finished_stage, folder, step))
+    record = distributed.on_rank_zero(partial(read_finished_stage, folder, step))
     if record is not None:
         return read_step(step, folder, record, model, task, snapshots)
-    distributed.first_of(partial(clear_stage_folder, folder))
+    distributed.on_rank_zero(partial(clear_stage_folder, folder))
     return run_step(run, step, index, model, task, snapshots)
 
 
@@ -119,7 +119,7 @@ def read_step(
 ) -> tuple[nn.Module, StageReport]:
     """The model and the report of a finished step, read from its folder."""
     skeleton = model if step.stage is None else step.stage.skeleton(model)
-    distributed.first_of(partial(delete_checkpoints, folder))  # in case it was killed right after it wrote its row
+    distributed.on_rank_zero(partial(delete_checkpoints, folder))  # in case it was killed right after it wrote its row
     log.info("%s: done, loaded from %s", folder.name, folder)
     if snapshots is not None:
         load_snapshots_(snapshots, folder)
@@ -136,7 +136,7 @@ def run_step(
     log.info("%s: %s", folder.name, step.stage)
     if step.stage is not None:
         model = run_stage(step.stage, model, task)
-    seconds = time.perf_counter() - begin + task.progress.seconds
+    seconds = time.perf_counter() - begin + (0.0 if task.progress is None else task.progress.seconds)
 
     def write_step() -> StageReport:
         save(model, folder)
@@ -150,7 +150,7 @@ def run_step(
         delete_checkpoints(folder)
         return report
 
-    return model, distributed.first_of(write_step)
+    return model, distributed.on_rank_zero(write_step)
 
 
 def run_stage(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
@@ -181,7 +181,7 @@ def check_masks_kept_(stage: Stage, model: nn.Module, zeros_before: dict[str, in
         )
     for part in quantized_parts(model).values():
         part.keep_masked_()
-    for name, count in masks.broken(model).items():
+    for name, count in masks.violations(model).items():
         raise ModelError(
             f"{kind}: {count} weights of {name} that its mask removes are no longer zero; train through fit_, or call"
             " masks_of(model).zero_(model) after every step"
@@ -199,8 +199,8 @@ def seed_generators(seed: int, task: Task) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  users' data loaders draw from it
     for loader in (task.train, task.val, task.calibration):
-        for generator in held_by(loader):
-            seed_(generator, seed)
+        for generator in generators_in(loader):
+            reseed_(generator, seed)
 
 
 def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:

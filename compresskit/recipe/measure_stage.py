@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError
 from compresskit.base.files import FORMAT, write_json
-from compresskit.base.samples import ValidationInputs
+from compresskit.base.inputs import ValidationInputs
 from compresskit.base.task import Inputs, Task, call, first_rows
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes

@@ -21,6 +21,7 @@ from compresskit.base import distributed
 from compresskit.base.errors import ModelError, SettingError, StageOrderError
 from compresskit.base.files import FORMAT
 from compresskit.base.fingerprint import describe
+from compresskit.base.progress import Every, stoppable
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
@@ -30,7 +31,6 @@ from compresskit.recipe.engine import RunSettings, run_steps
 from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run, stage_keys, structure_hash, versions
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, table
-from compresskit.train.progress import Every, stoppable
 from compresskit.train.train import Train
 
 DEFAULT_SAVE = Every()
@@ -181,9 +181,9 @@ class Recipe:
         out = Path(out)
         self._check_model(model)
         preflight_check(model, task)
-        with distributed.joined(task.device), locked(out), stoppable(out) as stop:
+        with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy.deepcopy(model).to(task.device)
-            distributed.equal_(model)
+            distributed.broadcast_model_(model)
             run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=self._record())
             model, rows = run_steps(run, self._steps(model, task), model, task)
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)

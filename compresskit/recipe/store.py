@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
-from compresskit.graph.masks import Masks, attach_, detach_, masks_of
+from compresskit.graph.masks import Masks, attach_masks_, detach_masks_, masks_of
 from compresskit.graph.surgery import owner, restructure_, structure
 from compresskit.quant.model import Quantized
 from compresskit.quant.serialize import rebuild
@@ -73,13 +73,13 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
     model = copy.deepcopy(model)
-    detach_(model)  # its masks were for other weights
+    detach_masks_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
         # Read before the model is built again, which takes long; besides the weights there are a few numbers per channel.
-        tensors = read_tensors(folder / MODEL, 4 * bytes_of(model) + 2**20)
+        tensors, _ = read_tensors(folder / MODEL, 4 * bytes_of(model) + 2**20)
         loaded = _rebuilt(model, saved, folder / STRUCTURE)
     else:
-        tensors = read_tensors(folder / MODEL, bytes_of(model))
+        tensors, _ = read_tensors(folder / MODEL, bytes_of(model))
         loaded = _resized_(model, saved.get("structure"), tensors, folder)
     load_values_(loaded, tensors, folder / MODEL)
     if "masks" in saved:
@@ -117,13 +117,13 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
 
 
 def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
-    masks = Masks.from_state(read_tensors(path, 2 * bytes_of(model)), model, path)
+    masks = Masks.from_state(read_tensors(path, 2 * bytes_of(model))[0], model, path)
     if not isinstance(saved, dict) or (masks.removed, masks.total) != (saved.get("removed"), saved.get("total")):
         raise CheckpointError(f"{path}: removes {masks.removed} of {masks.total} weights, {STRUCTURE} says {saved}")
-    if broken := masks.broken(model):
+    if broken := masks.violations(model):
         name, count = next(iter(broken.items()))
         raise CheckpointError(f"{path}: {count} weights of {name} are not zero that it removes; it is of another model")
-    attach_(model, masks)
+    attach_masks_(model, masks)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -155,7 +155,7 @@ def save_snapshots(snapshots: Snapshots, folder: Path) -> None:
 def load_snapshots_(snapshots: Snapshots, folder: Path) -> None:
     """Fill snapshots from the folder of a training; CheckpointError where one of them is not in it."""
     states = {str(fraction): state for fraction, state in snapshots.items()}
-    for key, value in read_tensors(folder / SNAPSHOTS).items():
+    for key, value in read_tensors(folder / SNAPSHOTS)[0].items():
         fraction, _, name = key.partition("/")
         if fraction in states:
             states[fraction][name] = value

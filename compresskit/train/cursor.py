@@ -1,8 +1,8 @@
-"""Batches of a loader, epoch after epoch, from a position that can be found again.
+"""The position in the data of a training: which batch of which epoch comes next, and how to return to it after an interruption.
 
-A loader draws random numbers for its order and its augmentations, a model for its dropout, from the same generator of torch's.
-Here each has a stream of its own: to come back to batch 70 of an epoch, the loader's stream is put where the epoch began, and 70
-batches are drawn and dropped, without the model.
+A loader draws random numbers for its order and its augmentations, and a model for its dropout, from the same global generator of
+torch. `DataCursor` gives the loader a random stream of its own. To return to batch 70 of an epoch, it sets the stream to where
+the epoch began, and draws 70 batches without running the model on them.
 """
 
 from __future__ import annotations
@@ -10,86 +10,108 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from compresskit.base import randomness
+from compresskit.base import distributed, randomness
 from compresskit.base.errors import CompressError, DataError
 from compresskit.base.fingerprint import fingerprint
 
 _END = object()
 
 
-class Feed:
-    """The epochs of a loader; its random numbers come from `stream`, a state of torch's generator."""
+@runtime_checkable
+class EpochSampler(Protocol):
+    """A sampler whose order depends on the epoch, such as torch's DistributedSampler."""
 
-    def __init__(self, loader: Iterable[Any], stream: torch.Tensor, what: str = "the training loader") -> None:
-        self.loader, self.stream, self.what = loader, stream, what
-        self.number = 0  # of the epoch, from 1
-        self.position = 0  # batches of it that were handed out
-        self._begin: dict[str, Any] = {}
-        self._last: Any = None
-        self._wanted: dict[str, Any] | None = None
+    def set_epoch(self, epoch: int, /) -> Any:
+        """Set the epoch, from 0."""
 
-    def epoch(self) -> Iterator[Any]:
-        """The batches of the next epoch, or the rest of the one it was resumed in; DataError where the loader fails."""
-        if self._wanted is None:
-            self.number, self.position = self.number + 1, 0
-        plain = randomness.captured()
-        self._start(randomness.held_by(self.loader), plain)
-        with self._own():
+
+class DataCursor:
+    """A position in the epochs of a loader.
+
+    Args:
+        loader: can be iterated many times.
+        stream: state of a torch generator, from which the loader draws its random numbers.
+        name: of the loader in messages.
+
+    Attributes:
+        epoch: number of the current epoch, from 1; 0 before the first.
+        batch: number of batches of the epoch that were yielded.
+    """
+
+    def __init__(self, loader: Iterable[Any], stream: torch.Tensor, name: str = "the training loader") -> None:
+        self.loader, self.stream, self.name = loader, stream, name
+        self.epoch, self.batch = 0, 0
+        self._epoch_start: dict[str, Any] = {}  # random number generators at the beginning of the epoch
+        self._last_batch: Any = None
+        self._resume_state: dict[str, Any] | None = None
+
+    def next_epoch(self) -> Iterator[Any]:
+        """Yield the batches of the next epoch, or the rest of the epoch that is resumed.
+
+        Raises:
+            DataError: the loader fails.
+        """
+        if self._resume_state is None:
+            self.epoch, self.batch = self.epoch + 1, 0
+        host = randomness.rng_state()
+        self._seek_epoch(randomness.generators_in(self.loader), host)
+        with self._loader_stream():
             batches = iter(self.loader)
-        if self._wanted is not None:
+        if self._resume_state is not None:
             self._skip(batches)
-            randomness.restore_plain_(plain)
+            randomness.set_host_rng_state_(host)
         while (batch := self._next(batches)) is not _END:
-            self.position += 1
-            self._last = batch
+            self.batch += 1
+            self._last_batch = batch
             yield batch
 
-    def _start(self, held: list[randomness.Generator], plain: dict[str, Any]) -> None:
-        """Put every generator where the epoch begins, or note where that is."""
-        for sampler in (getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
-            getattr(sampler, "set_epoch", lambda number: None)(self.number - 1)
-        if getattr(self.loader, "persistent_workers", False):
-            # Workers that live on from epoch to epoch have a state that nobody can save; they are started anew.
-            self.loader._iterator = None  # type: ignore[attr-defined]
-        if self._wanted is None:
-            self._begin = plain | {"torch": self.stream, "held": [randomness.state_of(g) for g in held]}
+    def _seek_epoch(self, generators: list[randomness.Generator], host: dict[str, Any]) -> None:
+        """Record the generators at the beginning of the epoch; when resuming, set them to those recorded."""
+        for sampler in distributed.samplers_of(self.loader):
+            if isinstance(sampler, EpochSampler):
+                sampler.set_epoch(self.epoch - 1)
+        if isinstance(self.loader, torch.utils.data.DataLoader) and self.loader.persistent_workers:
+            self.loader._iterator = None  # starts new workers: those that persist have a state that cannot be saved
+        if self._resume_state is None:
+            states = [randomness.generator_state(generator) for generator in generators]
+            self._epoch_start = host | {"torch": self.stream, "generators": states}
             return
-        self._begin = self._wanted["begin"]
-        self.stream = self._begin["torch"]
-        randomness.restore_plain_(self._begin)
-        for generator, state in zip(held, self._begin["held"], strict=False):
-            randomness.put_(generator, state)
+        self._epoch_start = self._resume_state["epoch_start"]
+        self.stream = self._epoch_start["torch"]
+        randomness.set_host_rng_state_(self._epoch_start)
+        for generator, state in zip(generators, self._epoch_start["generators"], strict=False):
+            randomness.set_generator_state_(generator, state)
 
     def _skip(self, batches: Iterator[Any]) -> None:
-        wanted, self._wanted = self._wanted, None
-        assert wanted is not None
+        state, self._resume_state = self._resume_state, None
+        assert state is not None
         batch = None
-        for _ in range(self.position):
+        for _ in range(self.batch):
             batch = self._next(batches)
-        if fingerprint(batch) != wanted["last"]:
+        if fingerprint(batch) != state["last_batch"]:
             warnings.warn(
-                f"{self.what} does not give again the batches that it gave before the interruption, so the result is not that"
+                f"{self.name} does not give again the batches that it gave before the interruption, so the result is not that"
                 " of an uninterrupted run; let it draw from torch's, numpy's or random's generators, or one that it holds itself",
                 stacklevel=2,
             )
-        self._last = batch
+        self._last_batch = batch
 
     def _next(self, batches: Iterator[Any]) -> Any:
         try:
-            with self._own():
+            with self._loader_stream():
                 return next(batches, _END)
         except CompressError:
             raise
         except Exception as error:
-            raise _no_batch(f"epoch {self.number}, batch {self.position + 1}", self.what, error) from error
+            raise _loader_error(f"epoch {self.epoch}, batch {self.batch + 1}", self.name, error) from error
 
     @contextmanager
-    def _own(self) -> Iterator[None]:
-        """Let torch's global generator be the loader's inside the block."""
+    def _loader_stream(self) -> Iterator[None]:
+        """Let torch's global generator continue the loader's stream inside the block."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self.stream)
         try:
@@ -99,28 +121,28 @@ class Feed:
             torch.set_rng_state(outside)
 
     def resume_state(self) -> dict[str, Any]:
-        """Where it stands: the beginning of the epoch, and how many batches were handed out."""
+        """Return the position, the generators at the beginning of the epoch, and a fingerprint of the last batch."""
         return {
-            "number": self.number,
-            "position": self.position,
-            "begin": self._begin,
-            "last": fingerprint(self._last),
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "epoch_start": self._epoch_start,
+            "last_batch": fingerprint(self._last_batch),
         }
 
     def resume_from_(self, state: dict[str, Any]) -> None:
-        """Let the next `epoch` be the rest of the one that was left."""
-        self.number, self.position, self._wanted = state["number"], state["position"], state
+        """Let the next call of `next_epoch` yield the rest of the epoch that `state` was taken in."""
+        self.epoch, self.batch, self._resume_state = state["epoch"], state["batch"], state
 
 
-def refuse_dead_worker(error: BaseException, where: str) -> None:
-    """Raise `DataError` for the death of a loader's worker, which torch tells wherever the program is just then."""
+def raise_if_worker_died(error: BaseException, where: str) -> None:
+    """Raise `DataError` if a worker process of a loader died; torch raises that error in whatever code runs at the time."""
     if "DataLoader worker" in str(error):
-        raise _no_batch(where, "the training loader", error) from error
+        raise _loader_error(where, "the training loader", error) from error
 
 
-def _no_batch(where: str, what: str, error: BaseException) -> DataError:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+def _loader_error(where: str, name: str, error: BaseException) -> DataError:
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return DataError(
-        f"{where}: {what} gives no batch: {type(error).__name__}: {first};"
+        f"{where}: {name} gives no batch: {type(error).__name__}: {first_line};"
         " look at the data set, or try it with num_workers=0, then run the same command again"
     )

@@ -1,33 +1,44 @@
-"""Weights kept on the way through a training, to which a later stage rewinds. `{share of the training: {} -> state}`"""
+"""Snapshots of the weights during a training, to which a later stage rewinds: `{fraction of the training: {} -> state}`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError
 
 SNAPSHOTS = "snapshots.safetensors"
 Snapshots = dict[float, dict[str, Tensor]]
 
 
-def take_(wanted: Snapshots | None, model: nn.Module, run: Any, step: int, steps: int) -> None:
-    """Fill, in fp32 and by name, every empty snapshot whose share of the steps has come."""
-    for share, state in (wanted or {}).items():
-        if not 0 <= share < 1:
-            raise SettingError(f"Task(snapshots=...): wanted shares of a training in [0, 1), got {share}")
-        if not state and step >= round(share * steps):
+def fill_snapshots_(snapshots: Snapshots | None, model: nn.Module, run: mixed.Run, step: int, steps: int) -> None:
+    """Fill every empty snapshot whose fraction of the training is reached with the weights in fp32 and the buffers, by name.
+
+    Args:
+        snapshots: fraction of the training, in [0, 1), -> a dict that is empty or filled already; None for no snapshots.
+        model: the model that is trained.
+        run: has the fp32 masters of its weights.
+        step: optimizer steps that are done.
+        steps: of the whole training.
+
+    Raises:
+        SettingError: a fraction is out of range.
+    """
+    for fraction, state in (snapshots or {}).items():
+        if not 0 <= fraction < 1:
+            raise SettingError(f"Task(snapshots=...): wanted shares of a training in [0, 1), got {fraction}")
+        if not state and step >= round(fraction * steps):
             stored = model.state_dict().keys()
             values = run.named_masters() | {name: buffer for name, buffer in model.named_buffers() if name in stored}
             state.update({n: (v.float() if v.is_floating_point() else v).detach().clone() for n, v in values.items()})
 
 
 def rewind_(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
-    """Give a model the weights and statistics of a snapshot again; it is returned, its masks as they are.
+    """Set the weights and buffers of a model to a snapshot, and return it; its masks are not changed.
 
-    Raises ModelError, the model untouched, where the snapshot is of another model or of other shapes.
+    Raises:
+        ModelError: the snapshot was taken of another model, or shapes have changed; the model is not changed.
     """
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     own = {name: own[name] for name in own if name in model.state_dict()}

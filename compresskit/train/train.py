@@ -1,11 +1,11 @@
-"""The one training loop, `fit_`, and the stage `Train`. Distillation, fine-tuning and QAT all go through it.
+"""The stage `Train`, and `fit_`, the library's only training loop: distillation, fine-tuning and QAT use it too.
 
 for epoch in range(epochs):
-    for batch in feed.epoch():             # task.train; the position in it can be found again
+    for batch in cursor.next_epoch():      # of task.train; the cursor can return to a batch after an interruption
         losses = objective(run, batch)     # run: the model under its precision policy
         run.backward(sum(losses))
-        run.step()                         # every `accumulate` batches; masks that the model carries are held
-        after_step hooks                   # observers; then a checkpoint, where one is due
+        run.step()                         # every `accumulate` batches; then the model's masks are applied again
+        after_step hooks                   # observers; then a checkpoint, if one is due
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,29 +23,40 @@ from torch import nn
 from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.objective import LossFunction, Objective
-from compresskit.base.settings import check_kinds
+from compresskit.base.packing import Resumable
+from compresskit.base.progress import Training
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
-from compresskit.graph.masks import hold_
+from compresskit.graph.masks import enforce_masks_
+from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
-from compresskit.train.loop import Left, Loop, begin_alike_
+from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
 from compresskit.train.objective import bind_objective
-from compresskit.train.snapshots import take_
+from compresskit.train.snapshots import fill_snapshots_
+
+#: Called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
+Setup = Callable[[mixed.Run, int], Callable[[], None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Stage):
-    """Train a model; also the settings of any fine-tuning.
+    """A stage that trains a model; also the settings of fine-tuning in other stages.
 
-    epochs: passes over the training data.
-    optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
-    schedule: factor on the learning rate over the training, such as `lr.Cosine()`; evaluated before every step.
-    precision: policy of `compresskit.mixed`.
-    objective: what is minimised; the task's loss where nothing is given.
-    clip: largest norm of the gradients.
-    accumulate: batches per optimizer step; their gradients are summed in fp32.
-    flat, backend: how the optimizer's step is laid out and computed; see `mixed.prepare`.
+    Args:
+        epochs: passes over the training data.
+        optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
+        schedule: factor on the learning rate over the training, such as `lr.OneCycle()`; evaluated before every step.
+        precision: number formats of the training, a policy such as `mixed.AMP_BF16`.
+        objective: what is minimised; by default the task's loss.
+        clip: largest norm of the gradients; None for no clipping.
+        accumulate: batches per optimizer step; their gradients are summed in fp32.
+        flat: whether the optimizer updates all parameters as one tensor; see `mixed.prepare`.
+        backend: how the optimizer's step is computed; see `mixed.prepare`.
+
+    Raises:
+        SettingError: a setting is out of range or of the wrong kind.
     """
 
     epochs: int
@@ -60,13 +72,12 @@ class Train(Stage):
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise SettingError(f"Train(epochs=...): wanted a whole number >= 1, got {self.epochs}")
-        check_kinds(self)
+        check_field_types(self)
         if self.accumulate < 1:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:
             raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
-        if not isinstance(self.precision, mixed.Policy):
-            raise SettingError(f"Train(precision=...): wanted a policy such as mixed.MASTER_BF16, got {self.precision!r}")
+        require_policy(self.precision, "Train(precision=...)")
         if self.backend not in ("foreach", "compiled"):
             raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
         if not callable(self.optimizer):
@@ -85,60 +96,87 @@ class Train(Stage):
 def fit_(
     model: nn.Module,
     task: Task,
-    how: Train,
+    settings: Train,
     *,
     objective: Objective | LossFunction | None = None,
-    after_step: Sequence[Callable[[int, int], None]] = (),
-    attend: Callable[[mixed.Run, int], Callable[[], None]] | None = None,
-    remember: Sequence[Any] = (),
+    after_step: Sequence[Hook] = (),
+    setup: Setup | None = None,
+    resumables: Sequence[Resumable] = (),
     label: str = "train",
 ) -> nn.Module:
-    """Train a model in place, on the device where it is.
+    """Train a model in place, on the device where it is, and return it in eval mode.
+
+    With `Task(progress=...)`, which a Recipe sets, checkpoints are written, and an interrupted training is resumed with the same
+    bits. The loader draws from torch's global generator; the model (dropout) from a stream that is forked from it.
 
     Args:
-        objective: used instead of `how.objective` where the caller has one of its own.
+        model: the model; at least one parameter requires a gradient.
+        task: has the data and the loss.
+        settings: of the training.
+        objective: is minimised in place of `settings.objective`.
         after_step: called as `hook(step, steps)` after every optimizer step.
-        attend: called as `attend(run, steps)` before the first step, for what must see the fp32 weights; what it returns is
-            called after the last.
-        remember: objects that change on the way and have `resume_state` and `resume_from_`, see `Objective`.
-        label: name of the progress bar.
+        setup: called as `setup(run, steps)` before the first step; the function that it returns is called
+            after the last step.
+        resumables: objects that change during the training and whose state belongs into the checkpoints.
+        label: name of the progress bar and of the checkpoints.
 
-    With `Task(progress=...)`, which a Recipe gives, it is saved on the way and goes on where it was interrupted. The loader's
-    random numbers follow from torch's global generator as it is, those of the model (dropout) are a stream beside it.
-
-    Raises TrainingError at the first loss that is not finite; ModelError where nothing can be trained.
+    Raises:
+        TrainingError: a loss is not finite, or cannot be computed.
+        ModelError: the model has no trainable parameter.
+        DataError: the loader fails, or changes its length.
+        Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
     batches = task.length("train")
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
-    training = None if task.progress is None else task.progress.training(label)
-    if training is not None and is_sharded(model):
-        raise SettingError("fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out")
-    begin_alike_(model)
-    left = Left(model=model, task=task, remember=remember)
-    if training is not None and (end := training.finished()) is not None:
-        left.take_(end)
+    training = _checkpoints(model, task, label)
+    align_processes_(model)
+    result = TrainingResult(model=model, task=task, resumables=resumables)
+    if training is not None and (finished := training.finished()) is not None:
+        result.restore_(finished)
         return model.eval()
-    goal = bind_objective(objective or how.objective, model, task)
-    optimizer = how.optimizer([p for p in model.parameters() if p.requires_grad])  # with what the objective put on the model
-    run = mixed.prepare(model, optimizer, how.precision, clip=how.clip, flat=how.flat, backend=how.backend)
-    steps = how.epochs * math.ceil(batches / how.accumulate)
-    release = [] if attend is None else [attend(run, steps)]
-    release.append(hold_(model, run))
-    model.train()
-    take_(task.snapshots, model, run, 0, steps)
-    hooks = [lambda step, steps: take_(task.snapshots, model, run, step, steps), *after_step]
-    loop = Loop(run, goal, task, how, steps, hooks=hooks, remember=remember, training=training)
-    try:
-        loop.train(batches, label)
-    finally:
-        for end_ in release:
-            end_()
-        run.finish()
-        goal.close()
+    bound = bind_objective(objective or settings.objective, model, task)
+    steps = settings.epochs * math.ceil(batches / settings.accumulate)
+    with ExitStack() as cleanup:
+        cleanup.callback(bound.close)
+        run = _prepare(model, settings)  # after binding, since an objective may add parameters to the model
+        cleanup.callback(run.finish)
+        finish_setup = None if setup is None else setup(run, steps)  # may attach masks
+        cleanup.callback(enforce_masks_(model, run))
+        if finish_setup is not None:
+            cleanup.callback(finish_setup)
+        model.train()
+        fill_snapshots_(task.snapshots, model, run, 0, steps)
+        loop = TrainingLoop(
+            run=run,
+            objective=bound,
+            task=task,
+            epochs=settings.epochs,
+            batches=batches,
+            accumulate=settings.accumulate,
+            schedule=settings.schedule,
+            steps=steps,
+            hooks=[functools.partial(fill_snapshots_, task.snapshots, model, run), *after_step],
+            resumables=resumables,
+            training=training,
+        )
+        loop.train(label)
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
     if training is not None:
-        training.save(left.behind(), "end")
-        training.stopped("at its end")
+        training.save(result.state(), "end")
+        training.raise_if_stopped("at its end")
     return model.eval()
+
+
+def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
+    if task.progress is None:
+        return None
+    if is_sharded(model):
+        raise SettingError("fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out")
+    return task.progress.training(label)
+
+
+def _prepare(model: nn.Module, settings: Train) -> mixed.Run:
+    optimizer = settings.optimizer([p for p in model.parameters() if p.requires_grad])
+    return mixed.prepare(model, optimizer, settings.precision, clip=settings.clip, flat=settings.flat, backend=settings.backend)

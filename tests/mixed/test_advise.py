@@ -16,7 +16,7 @@ from compresskit.mixed import FP32, MASTER_BF16, advise
 advise_module = sys.modules["compresskit.mixed.advise"]  # the function of this name hides it in the package
 
 
-def test_n9_sizes_that_are_no_multiple_of_eight_are_named() -> None:
+def test_sizes_that_are_no_multiple_of_eight_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     before = copy.deepcopy(model.state_dict())
     advice = advise(model, torch.randn(8, 3, 8, 8))
@@ -30,7 +30,7 @@ def test_n9_sizes_that_are_no_multiple_of_eight_are_named() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_n4_the_histogram_says_what_fp16_would_flush() -> None:
+def test_the_histogram_counts_what_fp16_would_flush() -> None:
     model = nn.Linear(4, 1, bias=False)
     x = torch.tensor([[2.0**-30, 2.0**-26, 2.0**-10, 1.0]])
     advice = advise(model, x, loss=lambda out: out.sum())
@@ -40,7 +40,7 @@ def test_n4_the_histogram_says_what_fp16_would_flush() -> None:
     assert "50.00% below 2^-24" in str(advice)
 
 
-def test_b22_recurrent_and_attention_layers_are_seen() -> None:
+def test_recurrent_and_attention_layers_are_listed() -> None:
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -62,7 +62,7 @@ def test_advice_without_gradients_is_refused() -> None:
         advise(nn.ReLU(), torch.ones(1))
 
 
-def test_b22_data_that_is_slower_than_the_model_is_told() -> None:
+def test_data_slower_than_the_model_is_noted() -> None:
     model, example = nn.Linear(8, 8), torch.randn(16, 8)
 
     def slow():
@@ -77,7 +77,7 @@ def test_b22_data_that_is_slower_than_the_model_is_told() -> None:
     assert advise(model, example).notes == ()
 
 
-def test_b22_cudnn_that_is_off_is_told(monkeypatch) -> None:
+def test_cudnn_that_is_off_is_noted(monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     assert "cuDNN is off" in advise_module._obstacles(torch.device("cuda"), None, lambda: None)[0]
     assert advise_module._obstacles(torch.device("cpu"), None, lambda: None) == ()
@@ -86,8 +86,15 @@ def test_b22_cudnn_that_is_off_is_told(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "name"), [((6, 1), "FP32"), ((7, 0), "MASTER_FP16"), ((8, 0), "MASTER_BF16"), ((9, 0), "MASTER_BF16")]
 )
-def test_b22_tensor_cores_begin_with_volta(monkeypatch, capability, name) -> None:
+def test_the_policy_follows_the_compute_capability(monkeypatch, capability, name) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     policy, why = advise_module._suggested_policy(torch.device("cuda"))
     assert policy.name == name
     assert f"{capability[0]}.{capability[1]}" in why
+
+
+def test_the_limits_of_fp16_are_those_of_torch() -> None:
+    smallest = 2.0**advise_module.FP16_SMALLEST_EXPONENT
+    assert torch.finfo(torch.float16).max == advise_module.FP16_LARGEST
+    assert torch.tensor(smallest).half() > 0
+    assert torch.tensor(smallest / 4).half() == 0

@@ -68,7 +68,7 @@ def same(one, other):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-def test_b14_resume_is_uninterrupted_bit_for_bit(policy, fused, name) -> None:
+def test_resume_is_uninterrupted_bit_for_bit(policy, fused, name) -> None:
     make = functools.partial(OPTIMIZERS[name], fused=fused)
     whole, _ = start(policy, make)
     go(whole, range(8))
@@ -86,7 +86,7 @@ def test_b14_resume_is_uninterrupted_bit_for_bit(policy, fused, name) -> None:
     assert all(torch.equal(a, b) for a, b in results)
 
 
-def test_b14_the_state_is_fp32_by_name() -> None:
+def test_the_state_is_fp32_by_name() -> None:
     run, _ = start(mixed.MASTER_BF16, OPTIMIZERS["adamw"])
     go(run, range(2))
     state = run.state_dict()
@@ -140,7 +140,7 @@ def test_resume_from_unfused_into_fused() -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-def test_what_is_not_this_run_is_refused() -> None:
+def test_states_of_other_runs_are_refused() -> None:
     run, _ = start(mixed.MASTER_BF16, OPTIMIZERS["sgd"])
     good = run.state_dict()
 

@@ -14,43 +14,43 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import build, images_task
+from networks import build, image, images_task, trained_like
+from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
-from compresskit.prune import (
+from compresskit.prune import Prune, plan_channels
+from compresskit.prune.channels.plan_channels import analyze_channels
+from compresskit.prune.criteria import (
     CRITERIA,
-    Prune,
     Slices,
     apoz,
     bn_scale,
-    by_deviation,
-    by_largest,
-    by_mean,
     fisher,
     fpgm,
+    grasp,
     group_l2,
-    irreplaceable,
     l1,
     l2,
     lamp,
-    largest,
-    mean,
+    layer_max,
+    layer_mean,
+    layer_sum,
     mean_activation,
+    needs,
+    needs_of,
     obd,
+    optimal_brain_surgeon,
     output_energy,
     over_layers,
-    plan_channels,
     random_scores,
     shapley,
     taylor,
     taylor_samples,
-    total,
-    unscaled,
+    wanda,
 )
-from compresskit.prune.channels.plan_channels import find
-from compresskit.prune.criteria import NeedsActivations, NeedsLosses, NeedsSampleGradients
 from compresskit.prune.evidence import collect, sample_gradients
+from compresskit.prune.normalizers import by_deviation, by_largest, by_mean, unscaled
 from compresskit.train.objective import bind_objective
 
 CHANNELS, VALUES, SAMPLES = 6, 10, 5
@@ -130,10 +130,10 @@ def test_rows_of_one_value(criterion) -> None:
         mean_activation,
         apoz,
         output_energy,
-        irreplaceable,
+        optimal_brain_surgeon,
         shapley,
     ):  # a weight has neither activations nor a loss without it
-        with pytest.raises((NeedsActivations, NeedsLosses)):
+        with pytest.raises(SettingError, match="reads (activations|losses without channels) and does not declare it"):
             criterion(s)
     else:
         assert criterion(s).shape == (50,)
@@ -165,7 +165,7 @@ def test_formulas() -> None:
         apoz: [sum(v != 0 for v in row) / 40 for row in a],
         output_energy: [statistics.pvariance(a[c]) * sum(w[c][k] ** 2 for k in used) for c in range(CHANNELS)],
     }
-    assert set(CRITERIA) == set(wanted) | {random_scores, shapley, irreplaceable}  # which have tests of their own
+    assert set(CRITERIA) == set(wanted) | {random_scores, shapley, optimal_brain_surgeon}  # which have tests of their own
     for criterion, scores in wanted.items():
         assert criterion(s).tolist() == pytest.approx(scores, rel=1e-4), criterion.__name__
 
@@ -189,7 +189,7 @@ def test_irreplaceable_is_what_least_squares_cannot_make_up() -> None:
         gone = min(errors, key=errors.__getitem__)
         wanted[gone], before = errors[gone] - before, errors[gone]
         keep.remove(gone)
-    assert irreplaceable(s).tolist() == pytest.approx(wanted, rel=1e-6)
+    assert optimal_brain_surgeon(s).tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_random_is_uniform_and_seeded() -> None:
@@ -218,7 +218,11 @@ def test_shapley_of_every_order() -> None:
 def test_layers_of_a_group_are_combined() -> None:
     s = slices()
     first, second = l1(s.part(s.layers == 0)), l1(s.part(s.layers == 1))
-    for combine, wanted in ((total, first + second), (mean, (first + second) / 2), (largest, torch.maximum(first, second))):
+    for combine, wanted in (
+        (layer_sum, first + second),
+        (layer_mean, (first + second) / 2),
+        (layer_max, torch.maximum(first, second)),
+    ):
         torch.testing.assert_close(over_layers(s, criterion=l1, combine=combine), wanted)
 
 
@@ -231,15 +235,16 @@ def test_normalisations() -> None:
 
 
 def evidence_of(model, task, *needs, samples=64):
-    groups = find(model, task.example())[0].groups
-    each = collect(model, [g.indices for g in groups], "", task, needs=set(needs), samples=samples)
+    groups = analyze_channels(model, task.example())[0].groups
+    names = sorted({tensor for group in groups for tensor, _, _ in group.indices})
+    each = collect(model, names, task, needs=needs, samples=samples)
     return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]
 
 
 def test_collected_gradients_of_samples() -> None:
     """The vectorized pass gives what a backward pass of each sample gives."""
     model, task = build(networks.Residual), images_task(ck, samples=32, classes=4)
-    groups, batches = evidence_of(model, task, NeedsSampleGradients, samples=8)
+    groups, batches = evidence_of(model, task, "sample_gradients", samples=8)
     rows, first = batches[0]
     x, y = next(iter(task.train))
     assert first[0].sample_grad.shape[0] == rows
@@ -247,7 +252,7 @@ def test_collected_gradients_of_samples() -> None:
         model.zero_grad()
         task.loss(model(x[n : n + 1]), y[n : n + 1]).backward()
         for group, s in zip(groups, first, strict=True):
-            (name, dim, _), indices = next(iter(group.places.items()))
+            (name, dim, _), indices = next(iter(group.indices.items()))
             wanted = model.get_parameter(name).grad.movedim(dim, 0)[indices].reshape(group.size, -1)
             torch.testing.assert_close(s.sample_grad[n][:, : wanted.shape[1]], wanted, atol=1e-5, rtol=1e-4)
     model.zero_grad()
@@ -270,10 +275,33 @@ def test_sample_gradients_without_vmap() -> None:
         torch.testing.assert_close(quick[name], slow[name], atol=1e-5, rtol=1e-4)
 
 
+def test_taylor_with_a_second_head_and_dead_channels() -> None:
+    class Heads(networks.Chain):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Linear(32, 3)
+
+        def forward(self, x):
+            z = self.b(self.a(x)).mean((2, 3))
+            return self.head(z), self.extra(z)
+
+    model = trained_like(Heads(), image(16))
+    with torch.no_grad():
+        model.a[1].weight.zero_()
+        model.a[1].bias.fill_(-1)
+    task = images_task(ck)
+    before = ck.count_macs(model, task.example())
+    pruned = ck.Prune(budget=ck.keep(macs=0.6), criterion=taylor, round_to=4)(model, task)
+    assert ck.count_macs(pruned, task.example()) <= 0.6 * before
+    assert pruned.a[0].out_channels < 16  # all of them are dead
+    assert pruned.head.in_features == pruned.extra.in_features == pruned.b[0].out_channels
+    assert all(torch.isfinite(output).all() for output in pruned(*task.example()))
+
+
 def test_collected_activations() -> None:
     model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
-    groups, batches = evidence_of(model, task, NeedsActivations, samples=8)
-    group, s = next((g, s) for g, s in zip(groups, batches[0][1], strict=True) if g.title == "a.0")
+    groups, batches = evidence_of(model, task, "activations", samples=8)
+    group, s = next((g, s) for g, s in zip(groups, batches[0][1], strict=True) if g.layer == "a.0")
     x = task.split(next(iter(task.train)))[0][0]
     with torch.no_grad():
         wanted = model.a(x).movedim(1, 0).flatten(1)
@@ -286,8 +314,8 @@ def test_collected_losses() -> None:
     """The loss without some channels is that of a model with exactly those weights zeroed, and the model is left as it was."""
     model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
     before = copy.deepcopy(model.state_dict())
-    groups, batches = evidence_of(model, task, NeedsLosses, samples=8)
-    index = next(i for i, g in enumerate(groups) if g.title == "a.0")
+    groups, batches = evidence_of(model, task, "losses", samples=8)
+    index = next(i for i, g in enumerate(groups) if g.layer == "a.0")
     keep = torch.arange(16) % 3 != 0
     got = batches[0][1][index].loss_of(keep)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -302,8 +330,8 @@ def test_fisher_predicts_the_change_of_the_loss() -> None:
     """On a trained model, channels that matter by Fisher information are those whose removal costs most."""
     model, task = build(networks.Chain), images_task(ck, samples=128, classes=4)
     ck.Train(epochs=15, optimizer=partial(torch.optim.Adam, lr=3e-3))(model, task)
-    groups, batches = evidence_of(model, task, NeedsSampleGradients, NeedsLosses, samples=64)
-    index = next(i for i, g in enumerate(groups) if g.title == "b.0")
+    groups, batches = evidence_of(model, task, "sample_gradients", "losses", samples=64)
+    index = next(i for i, g in enumerate(groups) if g.layer == "b.0")
     s = batches[0][1][index]
     everything = torch.ones(groups[index].size, dtype=torch.bool)
     cost = torch.tensor([s.loss_of(everything.index_fill(0, torch.tensor(c), False)) for c in range(len(everything))])
@@ -378,3 +406,53 @@ def test_settings_matter() -> None:
 def test_settings_out_of_range(settings) -> None:
     with pytest.raises(SettingError, match=r"Prune\(.*wanted.*got"):
         Prune(**{"budget": ck.keep(macs=0.5), **settings})
+
+
+# -- what a criterion needs is declared
+
+
+def test_needs_are_declared_and_found_through_partials() -> None:
+    assert needs_of(l2) == set()
+    assert needs_of(taylor) == {"gradients"}
+    assert needs_of(partial(shapley, permutations=2)) == {"losses"}
+    assert needs_of(partial(over_layers, criterion=fisher)) == {"sample_gradients"}
+    with pytest.raises(SettingError, match=r"needs\('gradient'\): wanted gradients, sample_gradients, activations"):
+        needs("gradient")
+
+
+def test_a_criterion_of_the_user() -> None:
+    @needs("gradients", "activations")
+    def both(s: Slices) -> torch.Tensor:
+        return (s.weight * s.gradient).abs().sum(1) * s.values.abs().mean(1)
+
+    model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
+    settings = dict(budget=ck.keep(macs=0.6), task=task, samples=32, round_to=4)
+    assert plan_channels(model, task.example(), criterion=both, **settings).remove
+    with pytest.raises(SettingError, match=r"reads gradients and does not declare it; .*@prune.criteria.needs\('gradients'\)"):
+        plan_channels(model, task.example(), criterion=lambda s: taylor(s), **settings)
+
+
+def test_a_criterion_by_name_is_told_what_to_write() -> None:
+    half, weights = ck.keep(macs=0.5), ck.remove(weights=0.5)
+    for make in (
+        lambda c: Prune(budget=half, criterion=c),
+        lambda c: plan_channels(build(networks.Chain), networks.image(2), half, criterion=c),
+        lambda c: ck.Sparsify(budget=weights, criterion=c),
+        lambda c: ck.LotteryTicket(budget=weights, criterion=c, train=ck.Train(epochs=1)),
+        lambda c: ck.prune.plan_mask(build(networks.Chain), weights, criterion=c),
+    ):
+        for name, example in (("taylor", "taylor"), ("magnitude", "l2")):
+            with pytest.raises(SettingError, match=rf"wanted a function such as prune.criteria.{example}, got '{name}'"):
+                make(name)
+
+
+@pytest.mark.parametrize("criterion", [grasp, wanda])
+def test_criteria_of_masks_do_not_score_channels(criterion) -> None:
+    with pytest.raises(SettingError, match=r"Prune\(criterion=...\): this criterion is for masks \(plan_mask, Sparsify\)"):
+        Prune(budget=ck.keep(macs=0.5), criterion=criterion)
+
+
+@pytest.mark.parametrize("criterion", [fisher, mean_activation, shapley])
+def test_criteria_of_channels_do_not_score_weights(criterion) -> None:
+    with pytest.raises(SettingError, match=r"Sparsify\(criterion=...\): this criterion is for channels"):
+        ck.Sparsify(budget=ck.remove(weights=0.5), criterion=criterion)

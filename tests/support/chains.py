@@ -8,16 +8,18 @@ from functools import partial
 
 import numpy as np
 import torch
+from quick import make_quick
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
 from compresskit import mixed, prune, quant
+from compresskit.base.progress import Every
 from compresskit.distill import Term, indexed_loader, mutual, pseudo_label
 from compresskit.distill.losses import CRDLoss, projection_heads
 from compresskit.distill.models.teacher import EMA
-from compresskit.train.progress import Every
 
+make_quick()
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.003)
 
@@ -78,7 +80,7 @@ def sparse(*, save=None, export="last"):
     return ck.Recipe(
         ck.Train(epochs=1, optimizer=sgd, precision=mixed.SPLIT_BF16),
         ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=6, regrow=0.2,
-                    criterion=prune.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
+                    criterion=prune.criteria.taylor, finetune=ck.Train(epochs=2, optimizer=adamw, precision=mixed.AMP_BF16)),
         ck.Densify(),
         ck.LotteryTicket(budget=ck.remove(weights=0.5), rounds=2, rewind=prune.rewind(to=0.3),
                          train=ck.Train(epochs=1, optimizer=sgd)),

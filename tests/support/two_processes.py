@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from quick import make_quick
 from safetensors.torch import save_file
 from torch import nn
 
@@ -49,10 +50,10 @@ def stages(name):
         "train": [train()],
         "half": [train(precision=mixed.MASTER_BF16, clip=1.0, accumulate=2)],
         "fp16": [train(precision=mixed.MASTER_FP16)],
-        "prune": [train(), ck.Prune(budget=ck.keep(macs=0.6), criterion=prune.taylor, round_to=2,
+        "prune": [train(), ck.Prune(budget=ck.keep(macs=0.6), criterion=prune.criteria.taylor, round_to=2,
                                     finetune=train(objective=ck.imitate()))],
         "sparse": [train(), ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=4, regrow=0.2,
-                                        criterion=prune.taylor, finetune=train())],
+                                        criterion=prune.criteria.taylor, finetune=train())],
         "qat": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61, learned=True)],
         "observed": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61)],
     }[name]  # fmt: skip
@@ -63,7 +64,7 @@ def sharded(number, out):
     from torch.distributed.fsdp import fully_shard
 
     found = {}
-    with distributed.joined("cpu"):
+    with distributed.process_group("cpu"):
         for kind, taught in itertools.product(("whole", "shards"), (False, True)):
             torch.manual_seed(0)
             teacher, model = Net().eval(), Net()
@@ -94,6 +95,7 @@ def main(name, out, stop=None):
 
         mixed.Run.step = step
     torch.manual_seed(number)  # processes need not agree: process 0's model is everybody's
+    make_quick()
     model = Net()
     recipe = ck.Recipe(*stages(name), save=ck.Every(seconds=None, steps=3), export="last")
     made = recipe.run(model, task(), Path(out) / "run").model
@@ -101,7 +103,7 @@ def main(name, out, stop=None):
     masks = ck.graph.masks.masks_of(made)
     state |= {} if masks is None else {f"mask {name}": mask.float() for name, mask in masks.masks.items()}
     save_file(state, Path(out) / f"{number}.safetensors")
-    assert distributed.ranks() == 1  # no process group is left behind
+    assert distributed.world_size() == 1  # no process group is left behind
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ assert_type(ck.load(model, "saved"), nn.Module)
 class Largest:
     """A user's own criterion: one score for each row."""
 
-    def __call__(self, slices: ck.prune.Slices) -> Tensor:
+    def __call__(self, slices: ck.prune.criteria.Slices) -> Tensor:
         return slices.weight.abs().amax(1)
 
 

@@ -1,10 +1,10 @@
-"""Predictions of a teacher on disk, so that it runs once: memory-mapped, whole or the top k, keyed by what a sample holds.
+"""A teacher's predictions on disk, so that it runs once: memory-mapped, all logits or the k largest.
 
-    cache.json    teacher's fingerprint, shapes, dtype     keys.bin      (N, 2) 64-bit words, a digest of each sample's inputs
-    values.bin    (N, C or k, ...) logits, largest is 0    index.bin, rest.bin    of the top k: classes, log of the others' mass
+    cache.json    digest of the teacher, shapes, dtype         keys.bin               (N, 2) 64-bit words, a digest of a sample
+    values.bin    (N, C or k, ...) logits, the largest is 0    index.bin, rest.bin    of the top k: classes, logsumexp of others
 
-A key is a digest of the very numbers that the model is fed: shuffling does no harm, and an augmentation that was not cached is
-refused instead of being paired with another view's opinion.
+Samples are found by a digest of the tensors that the model is fed. So the order of the samples does not matter, and an augmented
+sample that was not cached raises an error instead of getting the predictions of another view.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from compresskit.base.files import FORMAT, read_json, write_json
 from compresskit.base.task import Inputs, Task, batch_size
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.top_k import TopK, top_k
-from compresskit.distill.models.teacher import Seen, Teacher
+from compresskit.distill.models.teacher import Teacher, TeacherOutputs
 
 INFO = "cache.json"
 STORED = {torch.float16: np.float16, torch.float32: np.float32}
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of a model's class and of every number in its state."""
+    """Return a digest of a model's class and of every tensor in its state, for `cache.json`."""
     digest = hashlib.blake2b(type(model).__qualname__.encode(), digest_size=16)
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -43,12 +43,12 @@ def model_digest(model: nn.Module) -> str:
 
 
 def _row_bytes(values: Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of each row, (N, bytes)."""
+    """The bytes of each row, uint8 (N, bytes)."""
     return values.detach().cpu().contiguous().view(torch.uint8).reshape(len(values), -1).numpy()
 
 
 def _keys(inputs: Inputs) -> np.ndarray[Any, Any]:
-    """(N, 2) words: a digest of each sample, of all tensors among the inputs that have a row for it."""
+    """A digest of each sample over all input tensors that have a row for it, uint64 (N, 2)."""
     count = batch_size(inputs)
     tensors = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.ndim and len(v) == count]
     digests = [hashlib.blake2b(digest_size=16) for _ in range(count)]
@@ -61,9 +61,15 @@ def _keys(inputs: Inputs) -> np.ndarray[Any, Any]:
 
 
 class Cached:
-    """A cache on disk, ready to be imitated: `imitate(cache(teacher, task, folder))`, or `imitate(Cached(folder))` later."""
+    """A cache on disk as a teacher: `imitate(Cached(folder))`.
 
-    inside = None
+    Args:
+        folder: what `cache` wrote.
+
+    Raises: CheckpointError for a folder that is missing or damaged.
+    """
+
+    tappable = None
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = folder = Path(folder)
@@ -87,7 +93,7 @@ class Cached:
         return len(self._keys)
 
     def lookup(self, inputs: Inputs) -> Tensor | TopK:
-        """What the teacher said of these inputs, in their order; DataError where it was never asked."""
+        """Return the teacher's predictions for these inputs, on the CPU; `DataError` for samples that are not in the cache."""
         keys = _keys(inputs)
         at = self._order[np.searchsorted(self._sorted, keys[:, 0]).clip(max=len(self) - 1)]
         if missing := int((self._keys[at] != keys).any(1).sum()):
@@ -102,17 +108,17 @@ class Cached:
         shape = torch.Size((len(keys), *self.shape))
         return TopK(values=values, index=index, rest=rest, shape=shape, temperature=self.temperature)
 
-    def example(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """Zeros of the shape of the predictions: the task's example need not be among the samples."""
+    def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Return zeros of the predictions' shape, for the task's example need not be in the cache."""
         return torch.zeros(batch_size(inputs), *self.shape), {}
 
-    def opinion(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """Predictions of one batch, whose inputs are read before they go to a device."""
-        found = self.lookup(replace(task, device="cpu").split(batch)[0])
-        if isinstance(found, TopK):
-            moved = {name: getattr(found, name).to(task.device) for name in ("values", "index", "rest")}
-            return replace(found, **moved), {}
-        return found.to(task.device), {}
+    def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Return the predictions for one batch, which is looked up by its inputs on the CPU."""
+        stored = self.lookup(replace(task, device="cpu").split(batch)[0])
+        if isinstance(stored, TopK):
+            values, index, rest = (v.to(task.device) for v in (stored.values, stored.index, stored.rest))
+            return replace(stored, values=values, index=index, rest=rest), {}
+        return stored.to(task.device), {}
 
 
 def cache(
@@ -125,12 +131,24 @@ def cache(
     dtype: torch.dtype = torch.float16,
     views: int = 1,
 ) -> Cached:
-    """Ask a teacher once about all training data, and keep what it says in `folder`.
+    """Run a teacher once over the training data and keep its predictions in a folder: `imitate(cache(teacher, task, folder))`.
 
-    A cache that is there already is used again if it is of the same teacher and settings and knows the first batch; otherwise
-    CheckpointError or DataError says what differs. top: keep the k largest logits, at `temperature`, and the weight of the
-    others, which serves `soft_targets` of that temperature alone. dtype: of the numbers on disk. views: passes over the data,
-    for a loader that augments by a seed that it replays in training. Logits are kept less their row's largest.
+    An existing cache of the same teacher and settings is used again.
+
+    Args:
+        teacher: a trained model in eval mode, or a `Teacher`.
+        task: its training data is cached.
+        folder: where the cache is, or is written.
+        top: keep only the k largest logits of each row and the sum of the others' probabilities at `temperature`, which is
+            enough for `soft_targets` of that temperature and for no other loss; None keeps all logits.
+        temperature: see `top`.
+        dtype: dtype of the logits on disk, torch.float16 or torch.float32. The largest of each row is subtracted first.
+        views: number of passes over the data, for a loader whose augmentations repeat after that many epochs.
+
+    Raises:
+        CheckpointError: the folder holds a damaged cache, or one of another teacher or other settings.
+        DataError: the cache lacks samples of the first batch, or predictions are not (N, C, ...).
+        SettingError: a setting is out of range.
     """
     check_positive("cache", "temperature", temperature)
     if dtype not in STORED:
@@ -138,11 +156,11 @@ def cache(
     if views < 1:
         raise SettingError(f"cache(views=...): wanted a whole number >= 1, got {views}")
     folder = Path(folder)
-    asked = (teacher if isinstance(teacher, Teacher) else Teacher(teacher)).to(task.device)
+    source = (teacher if isinstance(teacher, Teacher) else Teacher(teacher)).to(task.device)
     record = {
         "format": FORMAT,
-        "teacher": model_digest(asked),
-        "label": asked.label,
+        "teacher": model_digest(source),
+        "label": source.label,
         "top": top,
         "temperature": temperature,
         "dtype": np.dtype(STORED[dtype]).name,
@@ -154,15 +172,15 @@ def cache(
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
-            _fill(part, asked, task, record, STORED[dtype], views)
+            _fill(part, source, task, record, STORED[dtype], views)
             part.rename(folder)  # a whole cache, or none
         except OSError as error:
             raise CheckpointError(f"{folder}: the cache cannot be put there ({error}); name a folder that is empty") from None
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    made = Cached(folder)
-    made.opinion(asked, next(iter(task.batches("train"))), (), task, ())
-    return made
+    cached = Cached(folder)
+    cached.outputs(source, next(iter(task.batches("train"))), (), task, ())  # DataError where the data are others
+    return cached
 
 
 def _check_same(folder: Path, record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Start a smaller student from chosen layers of its teacher, as DistilBERT and TinyBERT do."""
+"""Initialise a smaller student from chosen layers of its teacher, as DistilBERT (1910.01108) does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.distill.models.taps import find_taps
+from compresskit.graph.taps import find_taps
 
 
 def layer_map(student: int, teacher: int) -> dict[int, int]:
-    """For each of the student's layers, counted from 0, the teacher's: evenly spaced, the last one its last.
+    """Return the teacher's layer for each layer of the student, counted from 0: evenly spaced, the last one the teacher's last.
 
     >>> layer_map(4, 12)
     {0: 2, 1: 5, 2: 8, 3: 11}
+
+    Raises: SettingError unless 1 <= student <= teacher.
     """
     if not 1 <= student <= teacher:
         raise SettingError(f"layer_map(): wanted 1 <= student's layers <= teacher's, got {student} and {teacher}")
@@ -24,21 +26,26 @@ def layer_map(student: int, teacher: int) -> dict[int, int]:
 
 @torch.no_grad()
 def init_from_(student: nn.Module, teacher: nn.Module, pairs: Mapping[str, str]) -> None:
-    """Copy the values of the teacher's modules into the student's: `{"layer.0": "layer.2", "embed": "embed"}`.
+    """Copy parameters and buffers of the teacher's modules into the student's.
 
-    All names and shapes are compared first; ModelError names the first that differs, and then nothing has changed.
+    Args:
+        student: changed in place, after all names and shapes have been checked.
+        teacher: a model with modules of the same shapes.
+        pairs: names of the student's modules and of the teacher's: `{"layer.0": "layer.2", "embed": "embed"}`.
+
+    Raises: ModelError, which names the first module or tensor that differs; the student is then unchanged.
     """
     copies: list[tuple[Tensor, Tensor]] = []
-    for own, other in pairs.items():
-        for model, name in ((student, own), (teacher, other)):
+    for name_s, name_t in pairs.items():
+        for model, name in ((student, name_s), (teacher, name_t)):
             find_taps(model, name)
-        new, old = (model.get_submodule(name).state_dict() for model, name in ((student, own), (teacher, other)))
+        new, old = (model.get_submodule(name).state_dict() for model, name in ((student, name_s), (teacher, name_t)))
         if odd := sorted(set(new) ^ set(old)):
-            raise ModelError(f"init_from_: {own} and {other} are not alike: only one of them has {odd[0]!r}")
+            raise ModelError(f"init_from_: {name_s} and {name_t} are not alike: only one of them has {odd[0]!r}")
         for leaf, value in new.items():
             if value.shape != old[leaf].shape:
                 raise ModelError(
-                    f"init_from_: {own}.{leaf} is {tuple(value.shape)}, the teacher's {other}.{leaf} {tuple(old[leaf].shape)}"
+                    f"init_from_: {name_s}.{leaf} is {tuple(value.shape)}, the teacher's {name_t}.{leaf} {tuple(old[leaf].shape)}"
                 )
             copies.append((value, old[leaf]))
     for to, values in copies:

@@ -1,50 +1,70 @@
-"""Teachers: one model or an ensemble, frozen, in eval mode and cast once; or an average of the student itself."""
+"""Teachers: one model or an ensemble, frozen, in eval mode and cast once; or a moving average of the student itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit import mixed
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.task import Inputs, Task, call
-from compresskit.distill.models.taps import tapped
 from compresskit.graph.surgery import frozen_copy
+from compresskit.graph.taps import tapped
 
-Seen = tuple[Any, dict[str, Tensor]]
+#: Predictions (N, C, ...), or the `TopK` of a cache, and features by tap.
+TeacherOutputs = tuple[Any, dict[str, Tensor]]
 
 
-class Source(Protocol):
-    """Where the teacher's side of a loss comes from: a live model, or a cache of one."""
+@runtime_checkable
+class TeacherSource(Protocol):
+    """Where an objective gets the teacher's outputs from: a model in memory (`Teacher`), or a cache of one (`Cached`).
+
+    label: name of the teacher, for messages.
+    """
 
     label: str
 
     @property
-    def inside(self) -> nn.Module | None:
-        """The model whose modules can be tapped."""
+    def tappable(self) -> nn.Module | None:
+        """The model whose modules can be tapped; None where only predictions are available."""
 
-    def example(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """Something of the shape that `opinion` will have."""
+    def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Return outputs of the shapes that `outputs` will have for such inputs; called once, before training."""
 
-    def opinion(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """Predictions, and features by tap, for one batch of which `inputs` are on the task's device."""
+    def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Return the outputs for one batch.
+
+        Args:
+            model: the student, under its precision policy.
+            batch: what the loader yields.
+            inputs: the inputs of the batch, on the task's device.
+            task: splits batches, and finds the predictions in what a model returns.
+            taps: the teacher's taps whose features are needed.
+        """
 
 
 class Teacher(nn.Module):
-    """Frozen copies of one or more models, in eval mode, that give their opinion together: `imitate(Teacher(a, b, c))`.
+    """Frozen copies of one or more models, in eval mode: `imitate(Teacher(a, b, c))`.
 
-    Several are averaged in probability (Hinton et al., 1503.02531): their logits are log(mean of softmax). What they say is fp32.
+    Several models are an ensemble whose probabilities are averaged (Hinton et al., 1503.02531): its logits are
+    log(mean of softmax). Predictions are fp32 whatever the dtype of the models.
 
-    models: trained models, in eval mode; one in train mode is refused, for it is most likely not done yet.
-    dtype: the numbers they run in, such as torch.bfloat16; they are cast once, here, and BatchNorm keeps its own.
-    compiled: run them through torch.compile; such a teacher has no modules to tap.
-    inputs: `(the student's inputs) -> the teacher's`, a tuple or a dict, for a teacher that is fed otherwise: at another
-        resolution, or with another tokenizer's ids out of the same batch.
+    Args:
+        models: trained models, in eval mode; a model in train mode is most likely not trained yet, and refused.
+        dtype: floating dtype in which they run, such as torch.bfloat16. They are cast once, here; BatchNorm keeps its own dtype.
+        compiled: run them through torch.compile; the modules of such a teacher cannot be tapped.
+        inputs: `(the student's inputs) -> the teacher's inputs`, a tuple or a dict, for a teacher with another input
+            resolution or another tokenizer.
+
+    Raises:
+        SettingError: for settings of the wrong type.
+        ModelError: for a model in train mode.
     """
 
     def __init__(
@@ -75,22 +95,22 @@ class Teacher(nn.Module):
             for module in self.members.modules():
                 if not isinstance(module, nn.modules.batchnorm._NormBase):
                     _cast_(module, dtype)
-        # In a list: what compile() gives holds the members too, and they must not be there twice.
+        # In a list: a compiled module registers the members too, and they must not be submodules twice.
         self._compiled = [torch.compile(member) for member in self.members] if compiled else []
 
     def train(self, mode: bool = True) -> Teacher:
-        """A teacher is in eval mode always: its running statistics must not change."""
+        """Raise `ModelError` for train mode: a teacher's running statistics must not change."""
         if mode:
             raise ModelError("Teacher.train(): a teacher stays in eval mode; train the model that it was made of")
         return self
 
     @property
-    def inside(self) -> nn.Module | None:
-        """The model whose modules can be tapped; an ensemble has none, nor has a compiled one."""
+    def tappable(self) -> nn.Module | None:
+        """The model whose modules can be tapped; None for an ensemble and for a compiled teacher."""
         return self.members[0] if len(self.members) == 1 and not self._compiled else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the one model returns, or what each of several does."""
+        """Return what the one model returns, or a list of what each of several returns."""
         args, kwargs = self._cast(args), self._cast(kwargs)
         outputs = [run(*args, **kwargs) for run in self._compiled or self.members]
         return outputs[0] if len(outputs) == 1 else outputs
@@ -102,7 +122,7 @@ class Teacher(nn.Module):
         return value if self.dtype is None else pytree.tree_map(cast, value)
 
     def predictions(self, inputs: Inputs, task: Task) -> Tensor:
-        """fp32 logits (N, C, ...), without gradients."""
+        """Return fp32 logits (N, C, ...), without gradients."""
         # no_grad, not inference_mode: autograd refuses to save an inference tensor for the student's backward pass.
         with torch.no_grad():
             outputs = call(self, inputs if self.inputs is None else self.inputs(inputs))
@@ -113,23 +133,23 @@ class Teacher(nn.Module):
                 raise ModelError(f"the teachers {self.label} give predictions of shapes {[tuple(z.shape) for z in logits]}")
             return torch.stack([z.log_softmax(1) for z in logits]).logsumexp(0) - math.log(len(logits))
 
-    def example(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """Predictions and features of the task's example."""
+    def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Return the outputs for an example; `ModelError` where the teacher does not run on such inputs."""
         try:
-            return self._see(inputs, task, taps)
+            return self._outputs(inputs, task, taps)
         except CompressError:
             raise
         except Exception as error:
             raise ModelError(f"the teacher {self.label} does not run on the student's inputs: {error}") from error
 
-    def opinion(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """Predictions and features of one batch."""
-        return self._see(inputs, task, taps)
+    def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Return the outputs for one batch."""
+        return self._outputs(inputs, task, taps)
 
-    def _see(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        if not taps or self.inside is None:
+    def _outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        if not taps or self.tappable is None:
             return self.predictions(inputs, task), {}
-        with tapped(self.inside, taps) as features:
+        with tapped(self.tappable, taps) as features:
             return self.predictions(inputs, task), features
 
 
@@ -144,9 +164,11 @@ def _cast_(module: nn.Module, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EMA:
-    """The student's own moving average as its teacher (mean teacher, Tarvainen & Valpola, 1703.01780): `imitate(EMA())`.
+    """A moving average of the student as its teacher (mean teacher, Tarvainen & Valpola, 1703.01780): `imitate(EMA())`.
 
-    decay: share of the average that a batch leaves; the first ones leave less, min(decay, (1 + n) / (10 + n)) after n batches.
+    Args:
+        decay: fraction of the average that stays when a batch updates it, in [0, 1). After n batches it is at most
+            (1 + n) / (10 + n), so that the first batches count more.
     """
 
     decay: float = 0.999
@@ -156,60 +178,70 @@ class EMA:
             raise SettingError(f"EMA(decay=...): wanted a number in [0, 1), got {self.decay}")
 
 
-class Follower(Teacher):
-    """A teacher that moves towards the student, from its fp32 masters where it has any, before every opinion."""
+class EMATeacher(Teacher):
+    """A teacher whose weights are a moving average of the student's, updated before every batch.
+
+    The average is of the fp32 masters where the student is trained with masters.
+    """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
         super().__init__(frozen_copy(student))
         self.decay, self.batches, self.student = decay, 0, [student]  # in a list: the student is no submodule of its teacher
 
-    def opinion(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> Seen:
-        """One step towards the student, then predictions and features."""
-        self.follow_(model)
-        return super().opinion(model, batch, inputs, task, taps)
+    def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
+        """Update the average, then return the outputs for one batch."""
+        self.update_(model)
+        return super().outputs(model, batch, inputs, task, taps)
 
     @torch.no_grad()
-    def follow_(self, model: Callable[..., Any]) -> None:
-        """Set the average to decay * average + (1 - decay) * student, for all floating-point numbers; others are copied."""
+    def update_(self, model: Callable[..., Any]) -> None:
+        """Set the average to decay * average + (1 - decay) * student; tensors of integers are copied.
+
+        model: the student, or the `mixed.Run` that trains it and has its masters.
+        """
         student = self.student[0]
         values: dict[str, Tensor] = dict(student.named_buffers())
         names = [name for name, _ in student.named_parameters()]
-        masters = getattr(model, "masters", None)  # of a student that runs under a precision policy
-        values |= dict(zip(names, student.parameters() if masters is None else masters(), strict=True))
+        parameters = model.masters() if isinstance(model, mixed.Run) else student.parameters()
+        values |= dict(zip(names, parameters, strict=True))
         keep = min(self.decay, (1 + self.batches) / (10 + self.batches))
         self.batches += 1
-        own = dict(self.members[0].named_parameters()) | dict(self.members[0].named_buffers())
-        for name, average in own.items():
+        for name, average in self._averages().items():
             new = values[name].to(average.dtype)
             if average.is_floating_point():
                 average.lerp_(new, 1 - keep)
             else:
                 average.copy_(new)
 
+    def _averages(self) -> dict[str, Tensor]:
+        return dict(self.members[0].named_parameters()) | dict(self.members[0].named_buffers())
+
     def resume_state(self) -> dict[str, Any]:
-        """The average, and how many batches it has seen."""
-        member = self.members[0]
-        return {"batches": self.batches, "values": dict(member.named_parameters()) | dict(member.named_buffers())}
+        """Return the average, and how many batches have updated it."""
+        return {"batches": self.batches, "values": self._averages()}
 
     @torch.no_grad()
     def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore what `resume_state` returned."""
         self.batches = state["batches"]
-        for name, average in (dict(self.members[0].named_parameters()) | dict(self.members[0].named_buffers())).items():
+        for name, average in self._averages().items():
             average.copy_(state["values"][name])
 
 
-AnyTeacher = nn.Module | EMA | Source
+TeacherLike = nn.Module | EMA | TeacherSource
 
 
-def as_source(teacher: AnyTeacher, student: nn.Module, where: str) -> Source:
-    """A model is frozen and copied, unless it is a Teacher already; a cache gives its own opinion."""
+def teacher_source(teacher: TeacherLike, student: nn.Module, where: str) -> TeacherSource:
+    """Return the source of a teacher's outputs: a model is copied and frozen, a `Teacher` or a cache is used as it is.
+
+    Raises `SettingError`, which names the function `where`, for what is no teacher and for the student itself.
+    """
     if isinstance(teacher, EMA):
-        return Follower(student, teacher.decay)
+        return EMATeacher(student, teacher.decay)
     if teacher is student:
         raise SettingError(f"{where}: teacher and student are one module; pass a copy of the teacher")
-    if hasattr(teacher, "opinion"):
-        return teacher  # type: ignore[return-value]
+    if isinstance(teacher, TeacherSource):
+        return teacher
     if not isinstance(teacher, nn.Module):
         raise SettingError(f"{where}: wanted a model, a Teacher, an EMA or a cache, got {type(teacher).__name__}")
     return Teacher(teacher)

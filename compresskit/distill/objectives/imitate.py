@@ -1,4 +1,4 @@
-"""`imitate`: an objective that mixes the task's loss with a teacher's opinion. It serves any training loop of the library."""
+"""`imitate`: an objective that compares the student with a teacher, for any training of the library."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from compresskit.distill.data.cache import Cached
 from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.losses.top_k import TopK, top_k_soft_targets
-from compresskit.distill.models.taps import tapped
-from compresskit.distill.models.teacher import AnyTeacher, Source, as_source
+from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
 from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight
 from compresskit.distill.objectives.mixup import mixup
 from compresskit.distill.objectives.terms import (
+    BoundTerm,
     DistillLoss,
-    Link,
     Term,
-    attach_,
+    attach_adapters_,
+    compute_terms,
     drop_adapters_,
-    linked,
-    started,
-    takes,
-    term_losses,
+    resolve_terms,
+    start_terms,
+    takes_argument,
 )
 from compresskit.graph.surgery import mode
+from compresskit.graph.taps import tapped
 from compresskit.train.objective import supervised_loss
 
 
 @dataclass
-class Clock:
-    """How much of the training is done, in [0, 1]; 1 where nobody says."""
+class DoneFraction:
+    """The fraction of the training that is done, in [0, 1]; 1 outside `fit_`, where `advance` is not called."""
 
-    done: float = 1.0
+    value: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imitate(Objective):
-    """See `imitate`. Bound to a task it holds the frozen teacher, in eval mode; the student never sees it as a submodule.
+    """The objective that `imitate` returns: its settings, and, once bound, the teacher and the terms of one training.
 
-    What binding put on the student (adapters, if any term has one) `close()` takes off again.
+    The teacher is no submodule of the student. Adapters are, from `bind` to `close`.
     """
 
-    teacher: AnyTeacher | None
+    teacher: TeacherLike | None
     loss: DistillLoss
     weight: LossWeight
     task_weight: float
@@ -59,37 +59,38 @@ class Imitate(Objective):
     classes: int | None = None
     mixup: float = 0.0
     task: Task | None = None
-    source: Source | None = None
+    source: TeacherSource | None = None
     student: nn.Module | None = None
-    links: tuple[Link, ...] = ()
+    bound_terms: tuple[BoundTerm, ...] = ()
     adapters: dict[str, nn.Module] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
+    done: DoneFraction = field(default_factory=DoneFraction)
 
     def bind(self, model: nn.Module, task: Task) -> Imitate:
-        """Freeze the teacher, or take the task's reference; find the taps, and check that both models fit each other."""
+        """Freeze the teacher, find the taps, make the adapters, and check that both models predict the same classes."""
         teacher = self.teacher if self.teacher is not None else task.reference
         if teacher is None:
             raise SettingError("imitate(): there is no teacher; pass imitate(teacher) or Task(reference=...)")
         drop_adapters_(model)
-        source = as_source(teacher, model, "imitate()")
+        source = teacher_source(teacher, model, "imitate()")
         if isinstance(source, nn.Module):
             source.to(task.device)
         if isinstance(source, Cached) and self.mixup:
-            raise SettingError("imitate(mixup=...): a cache knows nothing of mixed inputs; imitate the teacher itself")
-        links = [replace(link, name="imitate") for link in linked([Term(self._loss(source), weight=self.weight)], model, None)]
-        links += linked(self.terms, model, source.inside)
-        bound = replace(self, source=source, task=task, student=model, links=tuple(links), clock=Clock())
+            raise SettingError("imitate(mixup=...): a cache has no predictions of mixed inputs; imitate the teacher itself")
+        predictions_term = Term(self._predictions_loss(source), weight=self.weight)
+        terms = [replace(term, name="imitate") for term in resolve_terms([predictions_term], model, None)]
+        terms += resolve_terms(self.terms, model, source.tappable)
+        bound = replace(self, source=source, task=task, student=model, bound_terms=tuple(terms), done=DoneFraction())
         example = task.example()
         with torch.no_grad(), mode(model, training=False):
-            wanted, theirs = source.example(example, task, bound.taps())
-            got, own = bound.see_student(model, example)
-            bound.check_classes(wanted, got)
-            ready, adapters = started(links, own, theirs)
-        attach_(model, adapters)
-        return replace(bound, links=tuple(ready), adapters=adapters)
+            wanted, teacher_features = source.example_outputs(example, task, bound._teacher_taps())
+            got, student_features = bound._run_student(model, example)
+            bound._check_classes(wanted, got)
+            started, adapters = start_terms(terms, student_features, teacher_features)
+        attach_adapters_(model, adapters)
+        return replace(bound, bound_terms=tuple(started), adapters=adapters)
 
-    def check_classes(self, wanted: Tensor, got: Tensor) -> None:
-        """Raise ModelError unless both predict the same classes, and a loss can say something of them."""
+    def _check_classes(self, wanted: Tensor, got: Tensor) -> None:
+        """Raise `ModelError` unless teacher and student predict the same classes, two or more for soft targets."""
         assert self.source is not None, "bind first"
         student, teacher = type(self.student).__name__, self.source.label
         if self.classes is not None and (least := min(wanted.shape[1], got.shape[1])) < self.classes:
@@ -97,7 +98,7 @@ class Imitate(Objective):
                 f"imitate(classes={self.classes}): {student} predicts {got.shape[1]} classes and the teacher {teacher}"
                 f" {wanted.shape[1]}; wanted at most {least}"
             )
-        if self.cut(wanted).shape != self.cut(got).shape:
+        if self._first_classes(wanted).shape != self._first_classes(got).shape:
             raise ModelError(
                 f"the teacher {teacher} gives predictions {tuple(wanted.shape)}, the student {student} {tuple(got.shape)}; both"
                 " must have the same classes (of vocabularies that are padded differently, imitate(classes=...) takes the first)"
@@ -109,48 +110,48 @@ class Imitate(Objective):
                 " imitate(loss=...) such as F.mse_loss"
             )
 
-    def cut(self, predictions: Any) -> Any:
-        """The classes that are compared: the first `classes`, or all."""
+    def _first_classes(self, predictions: Any) -> Any:
+        """The predictions of the classes that are compared."""
         return predictions if self.classes is None or isinstance(predictions, TopK) else predictions[:, : self.classes]
 
     def advance(self, done: float) -> None:
-        """Say how much of the training is done, in [0, 1], for weights that change with it; `fit_` does before every batch."""
-        self.clock.done = done
+        """Set the fraction of the training that is done, in [0, 1], which the weights may follow."""
+        self.done.value = done
 
     def close(self) -> None:
-        """Take off the student what `bind` put there."""
+        """Remove the adapters from the student."""
         if self.student is not None:
             drop_adapters_(self.student)
 
     def resume_state(self) -> dict[str, Any]:
-        """What the teacher and losses with a memory must remember; adapters are on the student."""
-        holders = [self.source, *(link.loss for link in self.links)]
-        return {"parts": [holder.resume_state() if isinstance(holder, Resumable) else None for holder in holders]}
+        """Return the state of the teacher and of losses with a memory; the adapters are submodules of the student."""
+        return {"parts": [part.resume_state() if isinstance(part, Resumable) else None for part in self._parts()]}
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
-        holders: list[Any] = [self.source, *(link.loss for link in self.links)]
-        for holder, saved in zip(holders, state["parts"], strict=True):
+        """Restore what `resume_state` returned."""
+        for part, saved in zip(self._parts(), state["parts"], strict=True):
             if saved is not None:
-                holder.resume_from_(saved)
+                part.resume_from_(saved)
 
-    def see_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _parts(self) -> list[Any]:
+        return [self.source, *(term.loss for term in self.bound_terms)]
+
+    def _run_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The student's predictions and features; `model` may be the student under a precision policy."""
         assert self.task is not None, "bind first"
         assert self.student is not None, "bind first"
-        with tapped(self.student, [tap for link in self.links for tap in link.student]) as features:
+        with tapped(self.student, [tap for term in self.bound_terms for tap in term.student]) as features:
             return self.task.predict(call(model, inputs)), features
 
-    def taps(self) -> list[str]:
-        """The teacher's taps."""
-        return [tap for link in self.links for tap in link.teacher]
+    def _teacher_taps(self) -> list[str]:
+        return [tap for term in self.bound_terms for tap in term.teacher]
 
-    def _loss(self, source: Source) -> DistillLoss:
-        """The loss of the predictions; what a cache has of the top k it can only say to soft targets of one temperature."""
+    def _predictions_loss(self, source: TeacherSource) -> DistillLoss:
+        """The loss of the predictions; a cache of the top k logits serves only soft targets of its temperature."""
         if not isinstance(source, Cached) or not source.top:
             return self.loss
-        given = self.loss.keywords if isinstance(self.loss, partial) and self.loss.func is soft_targets else {}
-        if given != {"temperature": source.temperature} or any(term.student_tap is None for term in self.terms):
+        settings = self.loss.keywords if isinstance(self.loss, partial) and self.loss.func is soft_targets else {}
+        if settings != {"temperature": source.temperature} or any(term.student_tap is None for term in self.terms):
             raise SettingError(
                 f"imitate(): a cache of the top {source.top} serves soft targets at temperature {source.temperature} alone;"
                 f" pass temperature={source.temperature} and no other loss of the predictions, or cache whole rows (top=None)"
@@ -164,21 +165,21 @@ class Imitate(Objective):
         inputs, target = task.split(batch)
         if self.mixup:
             inputs = mixup(inputs, alpha=self.mixup)
-        # The teacher first: its activations are gone before the student's, which stay for the backward pass, are made.
-        opinion = source.opinion(model, batch, inputs, task, self.taps()) if self.links else None
-        predictions, features = self.see_student(model, inputs)
+        # The teacher runs first: its activations are freed before the student's, which stay for the backward pass, are computed.
+        outputs = source.outputs(model, batch, inputs, task, self._teacher_taps()) if self.bound_terms else None
+        predictions, features = self._run_student(model, inputs)
         losses: Losses = {}
-        if opinion is not None:
-            student, teacher = (self.cut(predictions), features), (self.cut(opinion[0]), opinion[1])
-            known = {"target": lambda term: target, "index": lambda term: sample_indices(batch, term)}
-            losses |= term_losses(self.links, self.adapters, student, teacher, self.clock.done, **known)
+        if outputs is not None:
+            student, teacher = (self._first_classes(predictions), features), (self._first_classes(outputs[0]), outputs[1])
+            arguments = {"target": lambda term: target, "index": lambda term: sample_indices(batch, term)}
+            losses |= compute_terms(self.bound_terms, self.adapters, student, teacher, self.done.value, **arguments)
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, predictions, target)
         return losses
 
 
 def imitate(
-    teacher: AnyTeacher | None = None,
+    teacher: TeacherLike | None = None,
     *,
     terms: Sequence[Term] = (),
     loss: DistillLoss | None = None,
@@ -188,19 +189,27 @@ def imitate(
     classes: int | None = None,
     mixup: float = 0.0,
 ) -> Imitate:
-    """An objective: weight * loss(student, teacher) + the terms + task_weight * (the task's loss).
+    """Return an objective: weight * loss(student, teacher) + the terms + task_weight * (the task's loss).
 
-    teacher: a trained model; None takes the task's reference, which in a chain is the trained dense float model. It is
-        copied, frozen and kept in eval mode, so that neither its weights nor its running statistics change. `Teacher(a, b)`
-        is an ensemble, or one cast to half; `EMA()` the student's own average; `cache(...)` what a teacher said before.
-    terms: more losses, between any modules of the two: `[Term(hint, "layer3", weight=100, adapt=project)]`. weight=0 leaves
-        the terms alone.
-    loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; soft targets at
-        `temperature` where nothing is given.
-    weight: a number, or a function of the share of the training that is done, such as `linear_warmup`.
-    classes: compare the first so many classes alone, for vocabularies that are padded to different sizes.
-    mixup: alpha of the mixture that both networks see, 1 for a uniform one (patient and consistent teaching, Beyer et al.,
-        2106.05237): with weight=1, task_weight=0 and no other augmentation than crops and flips it is their recipe.
+    Knowledge distillation (Hinton et al., 1503.02531). Use it in any training: `Train(objective=imitate(teacher))`.
+
+    Args:
+        teacher: a trained model in eval mode. It is copied, frozen and kept in eval mode. `Teacher(a, b)` is an ensemble,
+            `Teacher(a, dtype=torch.bfloat16)` one in half precision, `EMA()` a moving average of the student, `cache(...)`
+            predictions on disk. None takes `Task.reference`, which a recipe sets to its first trained float model.
+        terms: more losses, of features or predictions: `[Term(losses.hint, "layer3", weight=100, adapt=project)]`.
+        loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; `soft_targets` at
+            `temperature` if None.
+        temperature: of the soft targets, a positive number.
+        weight: of `loss`: a number >= 0, or a function of the fraction of the training that is done, such as `linear_warmup`;
+            0 leaves the terms alone.
+        task_weight: of the task's loss, >= 0.
+        classes: compare only the first so many classes, for vocabularies that are padded to different sizes.
+        mixup: alpha of the mixup of inputs that both networks see, 0 for none. With weight=1, task_weight=0, mixup=1 and no
+            augmentation but crops and flips it is the recipe of patient and consistent teaching (Beyer et al., 2106.05237).
+
+    Raises:
+        SettingError: for settings of the wrong type or range, and for mixup with a loss that needs labels.
     """
     check_loss_weight("imitate", weight)
     if task_weight < 0:
@@ -219,7 +228,7 @@ def imitate(
         raise SettingError(f"imitate(mixup=...): wanted a number >= 0, got {mixup}")
     chosen = loss if loss is not None else partial(soft_targets, temperature=temperature)
     losses = [chosen, *(term.loss for term in terms)]
-    if mixup and (task_weight or any(takes(each, name) for each in losses for name in ("target", "index"))):
+    if mixup and (task_weight or any(takes_argument(each, name) for each in losses for name in ("target", "index"))):
         raise SettingError("imitate(mixup=...): mixed inputs have no label; set task_weight=0 and take losses without targets")
     return Imitate(
         teacher=teacher,

@@ -1,4 +1,4 @@
-"""Mixed inputs for patient and consistent teaching (Beyer et al., 2106.05237): both networks see one crop and one mixture."""
+"""Mixup of a batch's inputs (Zhang et al., 1710.09412)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from compresskit.base.task import Inputs, batch_size
 
 
 def mixup(inputs: Inputs, *, alpha: float = 1.0) -> Inputs:
-    """Share * x + (1 - share) * x in another order, share drawn from Beta(alpha, alpha) (Zhang et al., 1710.09412).
+    """Return lam * x + (1 - lam) * permuted x, with lam drawn from Beta(alpha, alpha) (Zhang et al., 1710.09412).
 
-    inputs: what a model is fed; all floating-point tensors with a row for each sample are mixed, with one share and one order.
-    alpha 1 draws the share uniformly. Random numbers are those of torch's global generator.
+    The random numbers come from torch's global generator.
+
+    Args:
+        inputs: a tuple or a dict of a model's inputs. All floating-point tensors that have a row for each sample are mixed,
+            with the same lam and the same permutation; other entries stay as they are.
+        alpha: a positive number; at 1, lam is uniform in [0, 1].
+
+    Raises: DataError where no input is a floating-point tensor.
     """
     count = batch_size(inputs)
-    share = torch.distributions.Beta(alpha, alpha).sample().item()
+    lam = torch.distributions.Beta(alpha, alpha).sample().item()
     order = torch.randperm(count)
     tensors = [v for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor) and v.ndim and len(v) == count]
     if not any(v.is_floating_point() for v in tensors):
@@ -25,7 +31,7 @@ def mixup(inputs: Inputs, *, alpha: float = 1.0) -> Inputs:
 
     def mix(leaf: object) -> object:
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count and leaf.is_floating_point():
-            return leaf.lerp(leaf[order.to(leaf.device)], 1 - share)
+            return leaf.lerp(leaf[order.to(leaf.device)], 1 - lam)
         return leaf
 
     return pytree.tree_map(mix, inputs)  # type: ignore[no-any-return]

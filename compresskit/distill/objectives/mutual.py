@@ -1,4 +1,4 @@
-"""Mutual learning: students that teach one another while they are trained (Zhang et al., 1706.00384)."""
+"""Deep mutual learning: several students are trained at once and teach one another (Zhang et al., 1706.00384)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.task import Inputs, Task, call
 from compresskit.distill.losses.logits import soft_targets
-from compresskit.distill.objectives.terms import DistillLoss, attach_, drop_adapters_
+from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
 from compresskit.graph.surgery import mode
 from compresskit.train.objective import supervised_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutual(Objective):
-    """See `mutual`. Once bound, `peers` are copies that the student carries while it is trained; `close()` takes them off."""
+    """The objective that `mutual` returns. From `bind` to `close`, copies of the peers are submodules of the student."""
 
     peers: tuple[nn.Module, ...]
     loss: DistillLoss
@@ -33,7 +33,7 @@ class Mutual(Objective):
     student: nn.Module | None = None
 
     def bind(self, model: nn.Module, task: Task) -> Mutual:
-        """Copy the peers, check that all give predictions of one shape, and let the student carry them."""
+        """Copy the peers, check that all predict the same classes, and attach the copies to the student."""
         drop_adapters_(model)
         peers = [copy.deepcopy(peer).requires_grad_(True).to(task.device) for peer in self.peers]
         example = task.example()
@@ -47,11 +47,11 @@ class Mutual(Objective):
                     f"mutual(): {type(peer).__name__} gives predictions {shape}, {type(model).__name__} {shapes[0]};"
                     " all must have the same classes"
                 )
-        attach_(model, {str(i): peer for i, peer in enumerate(peers)})
+        attach_adapters_(model, {str(i): peer for i, peer in enumerate(peers)})
         return replace(self, peers=tuple(peers), task=task, student=model)
 
     def close(self) -> None:
-        """Take the peers off the student."""
+        """Remove the peers from the student."""
         if self.student is not None:
             drop_adapters_(self.student)
 
@@ -59,18 +59,18 @@ class Mutual(Objective):
         task = self.task
         assert task is not None, "bind first"
         inputs, target = task.split(batch)
-        everyone = [task.predict(call(model, inputs)), *(_run(peer, inputs, task) for peer in self.peers)]
+        predictions = [task.predict(call(model, inputs)), *(_peer_predictions(peer, inputs, task) for peer in self.peers)]
         losses: Losses = {}
-        for i, own in enumerate(everyone):
-            others = [self.loss(own, other.detach()) for j, other in enumerate(everyone) if j != i]
-            losses[f"imitate:{i}"] = self.weight * torch.stack(others).mean()
+        for i, student in enumerate(predictions):
+            from_others = [self.loss(student, other.detach()) for j, other in enumerate(predictions) if j != i]
+            losses[f"imitate:{i}"] = self.weight * torch.stack(from_others).mean()
             if self.task_weight:
-                losses[f"task:{i}"] = self.task_weight * supervised_loss(task, own, target)
+                losses[f"task:{i}"] = self.task_weight * supervised_loss(task, student, target)
         return losses
 
 
-def _run(peer: nn.Module, inputs: Inputs, task: Task) -> Tensor:
-    """A peer's predictions; under a policy with half parameters it has them too, for it is carried by the student."""
+def _peer_predictions(peer: nn.Module, inputs: Inputs, task: Task) -> Tensor:
+    """A peer's predictions; its parameters may be half, for a precision policy converts it along with the student."""
     dtype = next((p.dtype for p in peer.parameters()), torch.float32)
 
     def cast(leaf: Any) -> Any:
@@ -86,11 +86,19 @@ def mutual(
     weight: float = 1.0,
     task_weight: float = 1.0,
 ) -> Mutual:
-    """An objective: the model and its peers are all trained, each on weight * mean over the others of loss(own, other's)
-    + task_weight * (the task's loss).
+    """Return an objective that trains the model and its peers, each on what the others predict (1706.00384).
 
-    peers: models with the same classes, of any architecture and from another initialisation; they are copied, and what is kept
-        after training is the model that was handed to it. loss: soft targets at `temperature` where nothing is given.
+    The loss of each network is weight * mean over the others of loss(its predictions, the other's) + task_weight * (the task's
+    loss). Only the model itself is kept after training.
+
+    Args:
+        peers: models with the same classes, of any architecture and from another initialisation; they are copied.
+        loss: `(student, teacher) -> scalar` of the predictions; `soft_targets` at `temperature` if None.
+        temperature: of the soft targets, a positive number.
+        weight: of the loss, a positive number.
+        task_weight: of the task's loss, >= 0.
+
+    Raises: SettingError for settings of the wrong type or range.
     """
     if not peers:
         raise SettingError("mutual(): wanted at least one peer besides the model that is trained")

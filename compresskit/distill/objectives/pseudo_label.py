@@ -1,4 +1,4 @@
-"""Pseudo-labels: a teacher labels data that has none, and the student learns from what it is sure of."""
+"""Pseudo-labels: a teacher labels unlabelled data, and the student learns from its confident predictions."""
 
 from __future__ import annotations
 
@@ -12,84 +12,84 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.objective import Losses, Objective
-from compresskit.base.randomness import forked
+from compresskit.base.randomness import fork_rng_state
 from compresskit.base.task import Inputs, Task, call, to_device
 from compresskit.distill.losses.logits import hard_targets
-from compresskit.distill.models.teacher import AnyTeacher, Source, as_source
+from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
 from compresskit.distill.objectives.terms import DistillLoss
 from compresskit.graph.surgery import mode
-from compresskit.train.cursor import Feed
+from compresskit.train.cursor import DataCursor
 from compresskit.train.objective import supervised_loss
 
 
-class Endless:
-    """The batches of a loader of inputs, again from the start when it ends; its random numbers are a stream of their own."""
+class RepeatedLoader:
+    """Iterate over a loader without end; it draws its random numbers from a stream of its own."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._feed = Feed(loader, forked(torch.get_rng_state(), salt=1), "pseudo_label(unlabelled=...)")
+        self._cursor = DataCursor(loader, fork_rng_state(torch.get_rng_state(), salt=1), "pseudo_label(unlabelled=...)")
         self._batches: Iterator[Any] = iter(())
 
     def __next__(self) -> Any:
         for _ in range(2):
             for batch in self._batches:
                 return batch
-            self._batches = self._feed.epoch()
+            self._batches = self._cursor.next_epoch()
         raise DataError("pseudo_label(unlabelled=...): the loader is empty")
 
     def resume_state(self) -> dict[str, Any]:
-        """Where it stands."""
-        return self._feed.resume_state()
+        """Return the position in the loader."""
+        return self._cursor.resume_state()
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        if state["number"]:
-            self._feed.resume_from_(dict(state))
-            self._batches = self._feed.epoch()
+        """Continue from what `resume_state` returned."""
+        if state["epoch"]:
+            self._cursor.resume_from_(dict(state))
+            self._batches = self._cursor.next_epoch()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PseudoLabel(Objective):
-    """See `pseudo_label`. Bound to a task it holds the frozen teacher, in eval mode."""
+    """The objective that `pseudo_label` returns: its settings, and, once bound, the teacher and the unlabelled batches."""
 
-    teacher: AnyTeacher | None
+    teacher: TeacherLike | None
     unlabelled: Iterable[Any]
     loss: DistillLoss
     weight: float
     task_weight: float
     task: Task | None = None
-    source: Source | None = None
-    feed: Endless | None = None
+    source: TeacherSource | None = None
+    batches: RepeatedLoader | None = None
 
     def bind(self, model: nn.Module, task: Task) -> PseudoLabel:
-        """Freeze the teacher, and check that it and the student agree on the first unlabelled batch."""
+        """Freeze the teacher, and check on the first unlabelled batch that it and the student predict the same classes."""
         teacher = self.teacher if self.teacher is not None else task.reference
         if teacher is None:
             raise SettingError("pseudo_label(): there is no teacher; pass pseudo_label(teacher, ...) or Task(reference=...)")
-        source = as_source(teacher, model, "pseudo_label()")
+        source = teacher_source(teacher, model, "pseudo_label()")
         if not isinstance(source, nn.Module):
-            raise SettingError("pseudo_label(): a cache knows nothing of the unlabelled data; pass the teacher itself")
+            raise SettingError("pseudo_label(): a cache has no predictions of the unlabelled data; pass the teacher itself")
         source.to(task.device)
-        first = next(Endless(self.unlabelled))
+        first = next(RepeatedLoader(self.unlabelled))
         inputs = self._inputs(first, task)
         with torch.no_grad(), mode(model, training=False):
-            wanted = source.example(inputs, task, ())[0].shape
+            wanted = source.example_outputs(inputs, task, ())[0].shape
             got = task.predict(call(model, inputs)).shape
         if wanted != got:
             raise ModelError(
                 f"the teacher {source.label} gives predictions {tuple(wanted)}, the student {type(model).__name__} {tuple(got)};"
                 " both must have the same classes"
             )
-        return replace(self, source=source, task=task, feed=Endless(self.unlabelled))
+        return replace(self, source=source, task=task, batches=RepeatedLoader(self.unlabelled))
 
     def resume_state(self) -> dict[str, Any]:
-        """Where the unlabelled data stands."""
-        assert self.feed is not None, "bind first"
-        return self.feed.resume_state()
+        """Return the position in the unlabelled data."""
+        assert self.batches is not None, "bind first"
+        return self.batches.resume_state()
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        assert self.feed is not None, "bind first"
-        self.feed.resume_from_(state)
+        """Continue from what `resume_state` returned."""
+        assert self.batches is not None, "bind first"
+        self.batches.resume_from_(state)
 
     def _inputs(self, batch: Any, task: Task) -> Inputs:
         if not isinstance(batch, Tensor | tuple | list | dict):
@@ -103,11 +103,11 @@ class PseudoLabel(Objective):
         task, source = self.task, self.source
         assert task is not None, "bind first"
         assert source is not None, "bind first"
-        assert self.feed is not None, "bind first"
+        assert self.batches is not None, "bind first"
         losses: Losses = {}
-        inputs = self._inputs(next(self.feed), task)
-        opinion, _ = source.opinion(model, None, inputs, task, ())
-        losses["pseudo"] = self.weight * self.loss(task.predict(call(model, inputs)), opinion)
+        inputs = self._inputs(next(self.batches), task)
+        teacher, _ = source.outputs(model, None, inputs, task, ())
+        losses["pseudo"] = self.weight * self.loss(task.predict(call(model, inputs)), teacher)
         if self.task_weight:
             inputs, target = task.split(batch)
             losses["task"] = self.task_weight * supervised_loss(task, task.predict(call(model, inputs)), target)
@@ -115,7 +115,7 @@ class PseudoLabel(Objective):
 
 
 def pseudo_label(
-    teacher: AnyTeacher | None,
+    teacher: TeacherLike | None,
     unlabelled: Iterable[Any],
     *,
     threshold: float = 0.95,
@@ -123,15 +123,20 @@ def pseudo_label(
     weight: float = 1.0,
     task_weight: float = 1.0,
 ) -> PseudoLabel:
-    """An objective: task_weight * (the task's loss of a labelled batch) + weight * loss(student, teacher) of an unlabelled one.
+    """Return an objective: task_weight * (the task's loss) of a labelled batch + weight * loss of an unlabelled batch.
 
-    Each step takes the next batch of both; the unlabelled loader starts again when it ends. (Noisy Student, Xie et al.,
-    1911.04252; FixMatch's threshold, Sohn et al., 2001.07685.)
+    Each step takes the next batch of both loaders; the unlabelled one starts again when it ends. Noisy Student (Xie et al.,
+    1911.04252), with the threshold of FixMatch (Sohn et al., 2001.07685).
 
-    teacher: a trained model in eval mode, or a `Teacher`; None takes the task's reference.
-    unlabelled: a loader of inputs alone: a tensor, a tuple of inputs, or a dict of them.
-    threshold: only what the teacher gives at least this probability counts, with the class that it gives it to.
-    loss: used instead of the hard labels, such as `soft_targets`, which asks for no threshold.
+    Args:
+        teacher: a trained model in eval mode, or a `Teacher`; None takes `Task.reference`.
+        unlabelled: a loader of inputs without labels: a tensor, a tuple of inputs, or a dict of them.
+        threshold: a probability in [0, 1); only samples whose most probable class reaches it count.
+        loss: `(student, teacher) -> scalar` instead of `hard_targets` with the threshold, such as `soft_targets`.
+        weight: of the unlabelled loss, a positive number.
+        task_weight: of the task's loss, >= 0.
+
+    Raises: SettingError for settings of the wrong type or range.
     """
     if not isinstance(unlabelled, Iterable) or isinstance(unlabelled, Iterator | Tensor):
         raise SettingError(

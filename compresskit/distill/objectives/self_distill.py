@@ -1,4 +1,4 @@
-"""Self-distillation inside one network: its last layers teach heads on its earlier ones (Zhang et al., 1905.08094)."""
+"""Self-distillation: a network's predictions teach classifier heads on its earlier layers (Zhang et al., 1905.08094)."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from compresskit.base.objective import Losses, Objective
 from compresskit.base.task import Task, call
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
-from compresskit.distill.models.taps import feature, find_taps, tapped
-from compresskit.distill.objectives.terms import attach_, drop_adapters_
+from compresskit.distill.objectives.terms import attach_adapters_, drop_adapters_, keep_fp32_
 from compresskit.graph.surgery import mode
+from compresskit.graph.taps import feature, find_taps, tapped
 from compresskit.train.objective import supervised_loss
 
-Head = Callable[[Tensor, Tensor], nn.Module]
+HeadFactory = Callable[[Tensor, Tensor], nn.Module]
 
 
 class PooledHead(nn.Module):
-    """Features (N, C, H, W) averaged over positions, (N, T, D) over tokens, (N, D) as they are; then a linear layer."""
+    """Average features (N, C, H, W) over positions or (N, T, D) over tokens, then apply a linear layer."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.linear(_pooled(features))
+        return self.linear(_average_positions(features))
 
 
-def _pooled(features: Tensor) -> Tensor:
+def _average_positions(features: Tensor) -> Tensor:
     if features.ndim == 3:
         return features.mean(1)
     return features.flatten(2).mean(2) if features.ndim > 3 else features
 
 
 def pooled_head(features: Tensor, predictions: Tensor) -> PooledHead:
-    """A head for features (N, C, H, W), (N, T, D) or (N, D) that gives predictions (N, classes)."""
+    """Make a head from features (N, C, H, W), (N, T, D) or (N, D) of an example to predictions (N, classes)."""
     if features.ndim < 2 or predictions.ndim != 2:
         raise ModelError(
             f"no pooled head turns features {tuple(features.shape)} into predictions {tuple(predictions.shape)}; pass"
             " self_distill(head=...) a function (features, predictions) -> module"
         )
-    return PooledHead(_pooled(features).shape[1], predictions.shape[1])
+    return PooledHead(_average_positions(features).shape[1], predictions.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfDistill(Objective):
-    """See `self_distill`. Once bound, the student carries the heads while it is trained; `close()` takes them off."""
+    """The objective that `self_distill` returns. From `bind` to `close`, the heads are submodules of the student."""
 
     taps: tuple[str, ...]
-    head: Head
+    head: HeadFactory
     temperature: float
     weight: float
     task: Task | None = None
@@ -62,7 +62,7 @@ class SelfDistill(Objective):
     heads: dict[str, nn.Module] = field(default_factory=dict)
 
     def bind(self, model: nn.Module, task: Task) -> SelfDistill:
-        """Find the taps and make the heads from one example."""
+        """Find the taps, make the heads from one example, and attach them to the student."""
         drop_adapters_(model)
         taps = tuple(dict.fromkeys(name for tap in self.taps for name in find_taps(model, tap)))
         with torch.no_grad(), mode(model, training=False), tapped(model, taps) as features:
@@ -70,17 +70,16 @@ class SelfDistill(Objective):
         heads: dict[str, nn.Module] = {}
         for tap in taps:
             heads[tap] = head = self.head(feature(features, tap), predictions).to(predictions.device)
-            for module in head.modules():
-                module.keeps_fp32 = True  # type: ignore[assignment]
+            keep_fp32_(head)
             with torch.no_grad(), mode(head, training=False):
                 got = head(feature(features, tap).float()).shape
             if got != predictions.shape:
                 raise ModelError(f"self_distill: the head of {tap} gives {tuple(got)}, the model {tuple(predictions.shape)}")
-        attach_(model, heads)
+        attach_adapters_(model, heads)
         return replace(self, taps=taps, task=task, student=model, heads=heads)
 
     def close(self) -> None:
-        """Take the heads off the student."""
+        """Remove the heads from the student."""
         if self.student is not None:
             drop_adapters_(self.student)
 
@@ -93,18 +92,26 @@ class SelfDistill(Objective):
             deepest = task.predict(call(model, inputs))
         losses: Losses = {"task": supervised_loss(task, deepest, target)}
         for tap, head in self.heads.items():
-            own = head(feature(features, tap).to(next(head.parameters(), deepest).dtype)).float()
-            losses[f"task:{tap}"] = (1 - self.weight) * supervised_loss(task, own, target)
-            losses[f"imitate:{tap}"] = self.weight * soft_targets(own, deepest, temperature=self.temperature)
+            predictions = head(feature(features, tap).to(next(head.parameters(), deepest).dtype)).float()
+            losses[f"task:{tap}"] = (1 - self.weight) * supervised_loss(task, predictions, target)
+            losses[f"imitate:{tap}"] = self.weight * soft_targets(predictions, deepest, temperature=self.temperature)
         return losses
 
 
-def self_distill(*taps: str, head: Head = pooled_head, temperature: float = 3.0, weight: float = 0.3) -> SelfDistill:
-    """An objective: the task's loss, and for a head on each tap (1 - weight) * (the task's loss) + weight * soft targets from
-    the model's own predictions ("be your own teacher", Zhang et al., 1905.08094, eq. 4-5, without its small hint term).
+def self_distill(*taps: str, head: HeadFactory = pooled_head, temperature: float = 3.0, weight: float = 0.3) -> SelfDistill:
+    """Return an objective that trains classifier heads on earlier layers with the model's own predictions.
 
-    taps: names or globs of earlier modules of the model itself. head: `(features, predictions) -> module`, see `pooled_head`;
-        heads are trained along and dropped at the end.
+    The sum of the task's loss and, for each head, (1 - weight) * (the task's loss) + weight * soft targets from the model's
+    predictions ("be your own teacher", Zhang et al., 1905.08094, eq. 4-5, without its hint term).
+
+    Args:
+        taps: names or globs of the model's modules, see `find_taps`.
+        head: `(features, predictions) -> module`, called once with an example; see `pooled_head`. Heads are trained with the
+            model and removed at the end.
+        temperature: of the soft targets, a positive number.
+        weight: of the soft targets, in (0, 1].
+
+    Raises: SettingError for settings of the wrong type or range.
     """
     if not taps:
         raise SettingError("self_distill(): wanted the names of at least one module, such as self_distill('layer1', 'layer2')")

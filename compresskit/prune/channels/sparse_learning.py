@@ -1,7 +1,7 @@
 """Sparse learning: objectives that empty channels during training, so that cutting them afterwards costs little.
 
 Prune(budget=keep(macs=0.5), learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
-Train(epochs=10, objective=growing(plan_channels(model, example, keep(macs=0.5))))
+Train(epochs=10, objective=greg(plan_channels(model, example, keep(macs=0.5))))
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
 from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor, owner
-from compresskit.prune.channels.plan_channels import find
+from compresskit.prune.channels.plan_channels import analyze_channels
 from compresskit.prune.structure.groups import NORM_LAYERS, ChannelGroup
 from compresskit.prune.structure.plan import Plan
 from compresskit.train.objective import Supervised
@@ -61,9 +61,9 @@ class GroupLasso(Wrapper):
 
     def bind(self, model: nn.Module, task: Task) -> GroupLasso:
         """The same objective for a model whose groups are found, and a task."""
-        found, _, _ = find(model, task.example(), ignore=self.ignore)
+        analysis, _, _ = analyze_channels(model, task.example(), ignore=self.ignore)
         return GroupLasso(
-            objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(found.groups), model=model
+            objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(analysis.groups), model=model
         )
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
@@ -105,8 +105,8 @@ def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Growing(Wrapper):
-    """An objective with a growing penalty on the channels of a plan; see `growing`."""
+class GReg(Wrapper):
+    """An objective with a growing penalty on the channels of a plan; see `greg`."""
 
     plan: Plan
     objective: Objective = field(default_factory=Supervised)
@@ -116,11 +116,11 @@ class Growing(Wrapper):
 
     def __post_init__(self) -> None:
         if not self.growth > 0:
-            raise SettingError(f"growing(growth=...): wanted a positive number, got {self.growth}")
+            raise SettingError(f"greg(growth=...): wanted a positive number, got {self.growth}")
 
-    def bind(self, model: nn.Module, task: Task) -> Growing:
+    def bind(self, model: nn.Module, task: Task) -> GReg:
         """The same objective for a model and a task, at the beginning of its growth."""
-        return Growing(plan=self.plan, objective=self.objective.bind(model, task), growth=self.growth, model=model)
+        return GReg(plan=self.plan, objective=self.objective.bind(model, task), growth=self.growth, model=model)
 
     def resume_state(self) -> dict[str, Any]:
         """The number of calls, and the state of the objective inside."""
@@ -142,11 +142,11 @@ class Growing(Wrapper):
             for dim, gone in dims.items()
         ]
         penalty = torch.stack(squares).sum() if squares else torch.zeros(())
-        return {**self.objective(model, batch), "growing": 0.5 * self.growth * self.calls * penalty}
+        return {**self.objective(model, batch), "greg": 0.5 * self.growth * self.calls * penalty}
 
 
-def growing(plan: Plan, objective: Objective | LossFunction | None = None, *, growth: float = 1e-4) -> Growing:
+def greg(plan: Plan, objective: Objective | LossFunction | None = None, *, growth: float = 1e-4) -> GReg:
     """The objective and a weight decay on just the channels that a plan will remove, which grows by `growth` with every batch:
     the model moves what they did elsewhere before they go (GReg-1; Wang et al., 2012.09243).
     """
-    return Growing(plan=plan, objective=_inner(objective), growth=growth)
+    return GReg(plan=plan, objective=_inner(objective), growth=growth)

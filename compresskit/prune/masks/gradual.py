@@ -16,20 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.distributed import mean_
-from compresskit.base.errors import SettingError
+from compresskit.base.distributed import all_reduce_mean_
 from compresskit.graph.masks import Masks, masks_of
-from compresskit.prune.criteria import Criterion, NeedsGradients
-from compresskit.prune.masks.allocate import Allocation
-from compresskit.prune.masks.patterns import Pattern
-from compresskit.prune.masks.plan_mask import keep_best, without
-from compresskit.prune.masks.weight_criteria import NEEDED, Need, checked, rows_of, same
+from compresskit.prune.allocations import Allocation
+from compresskit.prune.criteria import Criterion, needs_of
+from compresskit.prune.masks.plan_mask import broadcast_masks, keep_best, without
+from compresskit.prune.patterns import Pattern
 from compresskit.prune.schedules import RatioSchedule
+from compresskit.prune.scores import check_scores, weight_slices
 
 
 @dataclass(kw_only=True)
 class Gradual:
-    """Updates the masks that a model carries while a run trains it; `attend` and `count` are what `fit_` takes.
+    """Updates the masks that a model carries while a run trains it; `setup` and `count` are what `fit_` takes.
 
     ratio, or ratios by tensor: at the end. until: share of the training after which masks hold still. updates: how often they
     change until then. swap: share of what stays that is dropped and grown anew at an update, falling to 0 along half a cosine.
@@ -52,7 +51,7 @@ class Gradual:
     grads: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
-    def attend(self, run: Any, steps: int) -> Callable[[], None]:
+    def setup(self, run: Any, steps: int) -> Callable[[], None]:
         """Follow a run of so many steps; call what is returned after the last."""
         parameters = dict(self.model.named_parameters())
         carried = masks_of(self.model)
@@ -63,7 +62,7 @@ class Gradual:
         self.parameters = {name: parameters[name] for name in self.names}
         self.last = max(1, round(self.until * steps))
         self.due = {max(1, round(i * self.last / self.updates)) for i in range(1, self.updates + 1)}
-        self.reads = self._reads_gradients()
+        self.reads = "gradients" in needs_of(self.criterion)
         # Before the hooks that hold masks: these must see gradients of removed weights too.
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         handles = [p.register_hook(partial(self._note, name)) for name, p in trained.items()]
@@ -76,18 +75,6 @@ class Gradual:
                 handle.remove()
 
         return release
-
-    def _reads_gradients(self) -> bool:
-        name = self.names[0]
-        try:
-            self.criterion(rows_of(self.parameters[name], self.pattern, {}))
-        except NeedsGradients:
-            return True
-        except tuple(NEEDED) as need:
-            raise SettingError(
-                f"a schedule cannot follow a criterion that reads {NEEDED[type(need)]}; leave schedule out, or take another"
-            ) from None
-        return False
 
     def count(self, step: int, steps: int) -> None:
         """Called after every step, those that were skipped for an overflow included: the schedule goes on."""
@@ -120,7 +107,7 @@ class Gradual:
         scale = 1.0 if run.scaler is None else run.scaler.scale
         grads = {name: self.grads.pop(name) / scale for name in self.names if name in self.grads}
         if self.reads or step >= min(self.due):
-            mean_(list(grads.values()))  # of all processes: what one process would see
+            all_reduce_mean_(list(grads.values()))  # of all processes: what one process would see
         with torch.no_grad():
             if self.reads:
                 self._remember({n: self._score(n, weights[n], grads) for n in self.names})
@@ -128,14 +115,16 @@ class Gradual:
                 return
             self.due = {later for later in self.due if later > step}
             scores = self.sums if self.reads else {n: self._score(n, weights[n], {}) for n in self.names}
-            kept = same(self._choose(min(1.0, step / self.last), without(scores, self.masks, self.pattern), weights, grads))
+            kept = broadcast_masks(
+                self._choose(min(1.0, step / self.last), without(scores, self.masks, self.pattern), weights, grads)
+            )
             for name, mask in self.masks.items():
                 mask.copy_(self.pattern.spread(kept[name], mask.shape))
             self.sums = {name: total * self.memory for name, total in scores.items()} if self.reads else {}
 
     def _score(self, name: str, weight: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
-        found: dict[Need, Tensor] = {NeedsGradients: grads.get(name, torch.zeros_like(weight))} if self.reads else {}
-        return checked(self.criterion(rows_of(weight, self.pattern, found)), weight, self.pattern, name)
+        rows = weight_slices(weight, self.pattern, grad=grads.get(name, torch.zeros_like(weight)) if self.reads else None)
+        return check_scores(self.criterion(rows), len(rows.weight), name).double()
 
     def _remember(self, scores: dict[str, Tensor]) -> None:
         self.sums = {name: self.sums[name] + s if name in self.sums else s for name, s in scores.items()}

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, masks_of
 from compresskit.graph.surgery import owner
-from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.masks.allocate import Allocation, counts
-from compresskit.prune.masks.patterns import NM, UNSTRUCTURED, Pattern
-from compresskit.prune.masks.weight_criteria import same, score
+from compresskit.prune.allocations import Allocation, counts
+from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
+from compresskit.prune.patterns import UNSTRUCTURED, Pattern, keep_largest
+from compresskit.prune.scores import score_weights
 
 #: Modules whose weights are masked, with the leaves that are weights.
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
@@ -26,8 +27,8 @@ LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.
 
 def check_pattern(pattern: Any, where: str) -> None:
     """Raise `SettingError` for what is no pattern."""
-    if isinstance(pattern, type) or not all(hasattr(pattern, name) for name in ("fixed", "fits", "rows", "spread")):
-        raise SettingError(f"{where}(pattern=...): wanted a pattern such as prune.NM(2, 4), got {pattern!r}")
+    if not isinstance(pattern, Pattern):
+        raise SettingError(f"{where}(pattern=...): wanted a pattern such as prune.patterns.NM(n=2, m=4), got {pattern!r}")
 
 
 def removed_fraction(budget: Budget | None, pattern: Pattern, where: str) -> float:
@@ -92,14 +93,16 @@ def plan_mask(
         pattern: `Unstructured()`, `Block(outputs=1, inputs=4)`, `NM(n=2, m=4)`.
         criterion: scores rows, larger = keep; `l2` is the magnitude.
         allocation: distributes the budget over the layers: a function such as `erk_ratios`, or a ratio for each tensor or module
-            by name (a missing one stays dense; `budget` is then left out). None ranks the weights of all layers together.
+            by name (a missing one stays dense; `budget` is then left out). None world_size the weights of all layers together.
         protect: dotted names of tensors or modules that stay dense.
         task: data and loss, for criteria that read more than weights; `samples` of it are looked at.
 
     The order in which a model names its parameters does not matter. Warns of layers that cannot have the pattern (left dense,
-    named in `Masks.left`), that are all zero, or that lose all their weights. Raises SettingError for a budget
+    named in `Masks.unmasked`), that are all zero, or that lose all their weights. Raises SettingError for a budget
     smaller than what is removed already; ModelError where nothing can be masked.
     """
+    check_pattern(pattern, "plan_mask")
+    check_criterion(criterion, "plan_mask", WEIGHT_EVIDENCE)
     given = by_tensor(model, allocation) if isinstance(allocation, Mapping) else None
     if given is not None and (budget is not None or pattern.fixed is not None):
         raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for budget= and N:M patterns")
@@ -107,8 +110,8 @@ def plan_mask(
     weights, left = fitting(model, pattern, protect, given)
     for name, weight in weights.items():
         if not bool(weight.detach().any()):
-            warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=2)
-    scores = score(model, weights, pattern, criterion, task, samples)
+            warnings.warn(f"{name}: all of its weights are zero already, so that nothing world_size them", stacklevel=2)
+    scores = score_weights(model, weights, pattern, criterion, task, samples)
     old = masks_of(model)
     before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
     scores = without(scores, before, pattern)
@@ -116,7 +119,7 @@ def plan_mask(
     kept = keep_best(scores, wanted, pattern, shared)
     _check_monotone(scores, kept)
     masks = {name: pattern.spread(kept[name], w.shape) & before.get(name, True) for name, w in weights.items()}
-    masks = same(masks) | ({} if old is None else {n: m for n, m in old.masks.items() if n not in masks})
+    masks = broadcast_masks(masks) | ({} if old is None else {n: m for n, m in old.masks.items() if n not in masks})
     for name, mask in masks.items():
         if not bool(mask.any()):
             warnings.warn(
@@ -154,6 +157,16 @@ def by_tensor(model: nn.Module, ratios: Mapping[str, float]) -> dict[str, float]
     return found
 
 
+def broadcast_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first process's masks on every process, where there are several."""
+    if world_size() > 1:
+        for name in sorted(masks):
+            sent = masks[name].to(torch.uint8)
+            torch.distributed.broadcast(sent, 0)
+            masks[name] = sent.bool()
+    return masks
+
+
 def without(scores: dict[str, Tensor], masks: Mapping[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
     """Scores below all others for units of which nothing is left."""
     lost = {name: ~pattern.rows(mask).any(1) for name, mask in masks.items()}
@@ -167,27 +180,16 @@ def keep_best(
 
     ratios: for each tensor its own; without them all are ranked together, and round(ratio * units) go.
     """
-    if isinstance(pattern, NM):
+    if pattern.fixed is not None:
         return {name: pattern.choose(s, ratio) for name, s in scores.items()}
     if ratios is not None:
         gone = counts(ratios, {name: len(s) for name, s in scores.items()})
-        return {name: _largest(s, len(s) - gone[name]) for name, s in scores.items()}
+        return {name: keep_largest(s, len(s) - gone[name]) for name, s in scores.items()}
     names = sorted(scores)
     sizes = [len(scores[name]) for name in names]
     every = torch.cat([scores[name].cpu() for name in names])
-    kept = _largest(every, len(every) - round(ratio * len(every)))
+    kept = keep_largest(every, len(every) - round(ratio * len(every)))
     return {n: part.to(scores[n].device) for n, part in zip(names, kept.split(sizes), strict=True)}
-
-
-def _largest(scores: Tensor, count: int) -> Tensor:
-    kept = torch.ones_like(scores, dtype=torch.bool)
-    gone = len(scores) - count
-    if gone:
-        edge = scores.kthvalue(gone).values
-        kept = scores > edge
-        equal = (scores == edge).nonzero().flatten()
-        kept[equal[len(equal) - (count - int(kept.sum())) :]] = True
-    return kept
 
 
 def _check_monotone(scores: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:

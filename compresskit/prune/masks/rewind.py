@@ -17,14 +17,14 @@ from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
-from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.masks.allocate import Allocation
-from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
+from compresskit.prune.allocations import Allocation
+from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
+from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.train.lr import Tail
 from compresskit.train.snapshots import rewind_
 from compresskit.train.train import Train, fit_
@@ -68,7 +68,7 @@ def shuffled(masks: Masks) -> Masks:
     for name, mask in masks.masks.items():
         order = torch.randperm(mask.numel()).to(mask.device)
         drawn[name] = mask.flatten()[order].view(mask.shape)
-    return Masks(drawn, masks.left)
+    return Masks(drawn, masks.unmasked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,9 @@ class LotteryTicket(Budgeted, Stage):
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_pattern(self.pattern, "LotteryTicket")
+        check_criterion(self.criterion, "LotteryTicket", WEIGHT_EVIDENCE)
         removed_fraction(self.budget, self.pattern, "LotteryTicket")
         if not isinstance(self.train, Train):
             raise SettingError(f"LotteryTicket(train=...): wanted Train(...), got {type(self.train).__name__}")

@@ -13,19 +13,19 @@ from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
-from compresskit.base.samples import calibration_inputs
-from compresskit.base.settings import check_kinds
+from compresskit.base.inputs import calibration_inputs
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
-from compresskit.graph.masks import Masks, detach_, masks_of
+from compresskit.graph.masks import Masks, detach_masks_, masks_of
 from compresskit.graph.surgery import frozen_copy
+from compresskit.prune.allocations import Allocation
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.criteria import Criterion, l2
-from compresskit.prune.masks.allocate import Allocation
+from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
 from compresskit.prune.masks.gradual import Gradual
-from compresskit.prune.masks.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, fitting, maskable, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
+from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.schedules import RatioSchedule, check_schedule
 from compresskit.train.train import Train, fit_
 
@@ -68,7 +68,7 @@ class Sparsify(Budgeted, Stage):
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_pattern(self.pattern, "Sparsify")
         if isinstance(self.allocation, Mapping):
             if self.budget is not None or self.pattern.fixed is not None:
@@ -77,10 +77,14 @@ class Sparsify(Budgeted, Stage):
                 )
         else:
             removed_fraction(self.budget, self.pattern, "Sparsify")
-        if not callable(self.criterion):
-            raise SettingError(f"Sparsify(criterion=...): wanted a function such as prune.l2, got {self.criterion!r}")
+        check_criterion(self.criterion, "Sparsify", WEIGHT_EVIDENCE)
         if self.schedule is not None:
             check_schedule(self.schedule, "Sparsify")
+            if other := needs_of(self.criterion) - {"gradients"}:
+                raise SettingError(
+                    f"Sparsify(schedule=...): a schedule cannot follow a criterion that reads {EVIDENCE[min(other)]}; leave"
+                    " schedule out, or take another"
+                )
         if self.finetune is None and (self.schedule is not None or self.rewind is not None):
             given = "schedule" if self.schedule is not None else "rewind"
             raise SettingError(f"Sparsify({given}=...): it is part of a training; pass finetune=Train(...)")
@@ -118,7 +122,7 @@ class Sparsify(Budgeted, Stage):
             if gradual is None:
                 fit_(model, goal, how, label="sparsify")
             else:
-                fit_(model, goal, how, attend=gradual.attend, after_step=[gradual.count], remember=[gradual], label="sparsify")
+                fit_(model, goal, how, setup=gradual.setup, after_step=[gradual.count], resumables=[gradual], label="sparsify")
                 if not gradual.finished:
                     replace(self, schedule=None, regrow=0.0, finetune=None)(model, task)
         return model.eval()
@@ -197,5 +201,5 @@ class Densify(Stage):
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         if masks_of(model) is None:
             warnings.warn(f"Densify: this {type(model).__name__} carries no masks; nothing was done", stacklevel=2)
-        detach_(model)
+        detach_masks_(model)
         return model

@@ -11,7 +11,7 @@ from compresskit.graph.normalize import Node
 from compresskit.prune.structure.channel_sets import fixed_labels
 from compresskit.prune.structure.rules import PROPAGATION_RULES
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, ParameterView, tensor_leaves
+from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, ParameterView, RuleResult, tensor_leaves
 from compresskit.prune.structure.trace import Trace
 
 
@@ -55,23 +55,23 @@ def _propagate_node(state: ChannelPropagation, node: Node, values: dict[Node, An
     return _run_rule(OperatorCall(state, node, args, kwargs))
 
 
-def _run_rule(call: OperatorCall) -> Any:
+def _run_rule(call: OperatorCall) -> RuleResult:
     rule = PROPAGATION_RULES.get(call.target) or PROPAGATION_RULES.get(str(call.target))
     if rule is None:
-        return call.give_up(f"no rule for {call.target} ({call.path or 'the model'})")
+        return call.lock_inputs(f"no rule for {call.target} ({call.path or 'the model'})")
     try:
         result = rule(call)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
-        return call.give_up()  # an operator called in a way that its rule does not know is one without a rule
+        return call.lock_inputs()  # an operator called in a way that its rule does not know is one without a rule
     if _has_wrong_shape(call, result):
-        return call.give_up()
+        return call.lock_inputs()
     if call.node.meta.get("aliased") and isinstance(result, Tensor) and isinstance(call.args[0], Tensor):
         # Other tensors share the memory: what was written is joined with what stood there.
         result = join_broadcast(call, call.args[0], result.expand(call.args[0].shape))
     return result
 
 
-def _has_wrong_shape(call: OperatorCall, result: Any) -> bool:
+def _has_wrong_shape(call: OperatorCall, result: RuleResult) -> bool:
     """Whether labels do not have the shape of the value, which no rule may return."""
     if "parts" in call.node.meta:
         return not isinstance(result, list | tuple) or len(result) != len(call.part_shapes)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
-from compresskit.graph.masks import PREFIX, copy_mask_
+from compresskit.graph.masks import MASK_PREFIX, copy_mask_
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
@@ -133,6 +133,6 @@ def drop_unused_(module: fx.GraphModule) -> None:
     for path, part in list(module.named_modules()):
         for store in (part._parameters, part._buffers):
             for leaf in list(store):
-                mask = leaf.startswith(PREFIX) and leaf.removeprefix(PREFIX) in part._parameters
+                mask = leaf.startswith(MASK_PREFIX) and leaf.removeprefix(MASK_PREFIX) in part._parameters
                 if (f"{path}.{leaf}" if path else leaf) not in used and not mask:
                     del store[leaf]

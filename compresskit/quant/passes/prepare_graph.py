@@ -16,7 +16,7 @@ from torch import nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
-from compresskit.graph.masks import carry_
+from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import structure
 from compresskit.quant.numerics.targets import Target
@@ -71,7 +71,7 @@ def prepare_graph(
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
     captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
-    carry_(model, captured.module, {name: name for name in sorted(names)})
+    transfer_masks_(model, captured.module, {name: name for name in sorted(names)})
     fold_parametrizations_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)

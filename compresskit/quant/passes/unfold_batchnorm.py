@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.base.distributed import batch_norm
+from compresskit.base.distributed import sync_batch_norm
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, owner
@@ -61,7 +61,7 @@ class ConvBN(nn.Module):
             y = y * factor.reciprocal().to(y.dtype).view(shape)
             if bias is not None:
                 y = y + bias.view(shape)
-            return batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.momentum, self.eps)
+            return sync_batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.momentum, self.eps)
         weight, bias = self.folded(weight, bias)
         rounding = self.rounding[1]
         rounded = bias if rounding is None else rounding(bias, weight)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.task import Task
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.distill.objectives.imitate import imitate

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.inputs import Batches, first_and_all
-from compresskit.base.samples import calibration_inputs
+from compresskit.base.inputs import Batches, calibration_inputs, first_and_all
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic

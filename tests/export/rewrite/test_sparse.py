@@ -33,7 +33,7 @@ def test_compressed_bytes_are_those_of_a_zip(tmp_path) -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_sparse_initializers_load_and_compute_the_same(tmp_path, quantized) -> None:
     model = build(networks.Residual)
-    masks = ck.prune.plan_mask(model, ck.remove(weights=0.95), allocation=ck.prune.uniform_ratios)
+    masks = ck.prune.plan_mask(model, ck.remove(weights=0.95), allocation=ck.prune.allocations.uniform_ratios)
     masks.apply_(model)
     x = image(8)
     if quantized:

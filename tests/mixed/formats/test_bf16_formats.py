@@ -40,7 +40,7 @@ def test_split_rounds_as_torch_but_for_ties() -> None:
     assert bf16_formats.split(torch.tensor([1 + 2**-8]))[0].item() == 1 + 2**-7  # a tie goes away from zero, torch's to even
 
 
-def test_noise_is_the_hash_of_seed_step_and_index() -> None:
+def test_random_bits_are_the_hash_of_seed_step_and_index() -> None:
     for seed, step, start in ((0, 1, 0), (7, 123456, 5), (2**40 + 3, 2**33, 2**32 - 2)):
         got = bf16_formats.random_bits(seed, torch.tensor(step), start, torch.empty(2, 3)).flatten().tolist()
         assert got == [oracles.random_bits(seed, step, start + i) for i in range(6)]
@@ -78,24 +78,13 @@ def drift(policy, steps=100):
     return (model.weight.double().mean() - (1 - steps * 1e-4)).abs().item()
 
 
-def test_n2_small_updates_survive_in_every_way_but_pure() -> None:
+def test_small_updates_survive_in_every_format_but_pure() -> None:
     assert drift(PURE_BF16) == pytest.approx(1e-2)  # all of it lost
     assert drift(SPLIT_BF16) < 3e-6
     assert drift(MASTER_BF16) == drift(SPLIT_BF16)
     assert drift(KAHAN_BF16) < 1e-3
     assert drift(SR_BF16) < 1e-3  # unbiased: the mean of 512 weights finds the sum
     assert drift(replace(SR_BF16, seed=1)) != drift(SR_BF16)
-
-
-def test_transient_masters_take_no_memory_between_steps() -> None:
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    run = prepare(model, optimizer, SPLIT_BF16)
-    for _ in range(2):
-        assert all(p.untyped_storage().nbytes() == 0 for g in optimizer.param_groups for p in g["params"])
-        run.backward(run(torch.randn(4, 8)).square().sum())
-        run.step()
-    assert model.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -128,7 +117,7 @@ def test_a_skipped_step_moves_nothing(policy) -> None:
     assert run.skipped == 1
 
 
-def test_masters_may_be_changed_by_hooks_whatever_keeps_them() -> None:
+def test_hooks_may_change_masters_in_every_format() -> None:
     for policy in (MASTER_BF16, SPLIT_BF16, KAHAN_BF16, SR_BF16):
         model = nn.Linear(4, 4)
         run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)

@@ -40,7 +40,7 @@ def close(one, other, tolerance):
 
 
 @pytest.mark.parametrize("name", ["FP32", "AMP_BF16", "MASTER_BF16", "SPLIT_BF16", "SR_BF16"])
-def test_b16_ddp_trains_as_one_process_and_ranks_agree_bit_for_bit(two, name) -> None:
+def test_ddp_trains_as_one_process_and_ranks_agree_bit_for_bit(two, name) -> None:
     """Half all-reduce; SR draws by a hash of the place, so that ranks need no common generator."""
     first, second = (rank["ddp"][name] for rank in two)
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -65,7 +65,7 @@ def test_ddp_ranks_skip_together_when_one_overflows(two) -> None:
     assert all(torch.equal(first[name], second[name]) and torch.isfinite(first[name]).all() for name in first if "." in name)
 
 
-def test_b18_accumulation_under_ddp_is_one_large_batch(two) -> None:
+def test_accumulation_under_ddp_is_one_large_batch(two) -> None:
     model = ranks.net()
     run = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), MASTER_BF16)
     with run.accumulate(4):
@@ -118,7 +118,7 @@ def test_fsdp2_without_the_policys_casts_is_refused(two) -> None:
         assert wanted in got
 
 
-def test_fsdp_policy_says_every_dtype() -> None:
+def test_fsdp_policy_sets_every_dtype() -> None:
     for policy, param in (
         (mixed.FP32, None),
         (mixed.AMP_BF16, None),
@@ -133,5 +133,30 @@ def test_fsdp_policy_says_every_dtype() -> None:
         fsdp_policy(PURE_BF16)
 
 
-def test_a_model_that_is_not_sharded_is_not_taken_for_one() -> None:
+def test_a_plain_model_is_not_sharded() -> None:
     assert not mixed.formats.parallel.is_sharded(nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_model_is_wrapped_in_ddp_after_prepare(tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        weights = []
+        for wrap in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 2)
+            run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_BF16)
+            if wrap:
+                run.model = nn.parallel.DistributedDataParallel(run.model)
+            with run.accumulate(2):
+                for i in range(2):
+                    run.backward(run(torch.ones(3, 4) * (i + 1)).square().mean())
+            run.step()
+            weights.append(run.masters()[0].clone())
+            assert run.state_dict()["weights"].keys() == {"weight", "bias"}
+            if wrap:
+                with pytest.raises(Exception, match="wrap the model in DistributedDataParallel after prepare"):
+                    prepare(run.model, run.optimizer, MASTER_BF16)
+        torch.testing.assert_close(*weights, atol=1e-3, rtol=1e-2)
+    finally:
+        torch.distributed.destroy_process_group()

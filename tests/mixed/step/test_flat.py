@@ -60,20 +60,20 @@ def train(run, steps):
 
 @pytest.mark.parametrize("policy", [FP32, MASTER_BF16, MASTER_FP16], ids=lambda p: p.name)
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda m: m.func.__name__ + str(m.keywords.get("fused", "")))
-def test_b6_flat_equals_separate_bit_for_bit(make, policy) -> None:
+def test_flat_equals_separate_bit_for_bit(make, policy) -> None:
     """Mixed dtypes (batch norms kept in fp32), channels_last, two groups, a frozen parameter, overflows under MASTER_FP16."""
     (separate, strides), (flat, flat_strides) = (trained(make, policy, flat=flat) for flat in (False, True))
     assert strides == flat_strides
     assert all(torch.equal(separate[name], flat[name]) for name in separate)
 
 
-def test_b6_an_optimizer_that_has_stepped_brings_its_state() -> None:
+def test_an_optimizer_that_has_stepped_brings_its_state() -> None:
     for make in OPTIMIZERS[:1] + OPTIMIZERS[3:4]:
         (separate, _), (flat, _) = (trained(make, MASTER_BF16, flat=flat, warm=3) for flat in (False, True))
         assert all(torch.equal(separate[name], flat[name]) for name in separate)
 
 
-def test_b6_odd_sizes_too() -> None:
+def test_sizes_that_are_no_multiple_of_a_vector_are_bit_equal_too() -> None:
     for make in (make for make in OPTIMIZERS if not make.keywords.get("fused")):
         (separate, _), (flat, _) = (trained(make, MASTER_BF16, flat=flat, width=5) for flat in (False, True))
         assert all(torch.equal(separate[name], flat[name]) for name in separate)

@@ -16,24 +16,11 @@ from compresskit import count_macs, count_parameters
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.export import export_onnx
 from compresskit.measure import latency
-from compresskit.prune import (
-    Curves,
-    Slices,
-    allocate,
-    apply_,
-    by_curves,
-    by_deviation,
-    by_largest,
-    by_mean,
-    channel_sensitivity,
-    cost_aware,
-    isomorphic,
-    l2,
-    plan_channels,
-    pooled,
-    uniform,
-    unscaled,
-)
+from compresskit.prune import apply_, channel_sensitivity, plan_channels
+from compresskit.prune.criteria import Slices, l2
+from compresskit.prune.normalizers import by_deviation, by_largest, by_mean, unscaled
+from compresskit.prune.rankings import cost_aware, isomorphic, pooled, uniform
+from compresskit.prune.sensitivity import ChannelSensitivity
 
 HALF = ck.keep(macs=0.5)
 
@@ -193,7 +180,7 @@ def test_cost_aware_does_not_depend_on_the_scale_of_scores() -> None:
         ({"ratio": 0.5}, r"\(ratio=...\): it is not a setting; write budget=ck.remove\(channels=...\)"),
         ({"budget": HALF, "minimum": 0}, r"\(minimum=...\): wanted a whole number >= 1, got 0"),
         ({"budget": HALF, "round_to": 2.5}, r"\(round_to=...\): wanted a whole number"),
-        ({"budget": HALF, "ratios": {"a.0": 1.0}}, r"ratios=\{'a.0': ...\}\): wanted the share that goes"),
+        ({"budget": HALF, "ratios": {"a.0": 1.0}}, r"ratios=\{'a.0': ...\}\): wanted the fraction that goes"),
         ({"budget": HALF, "ranking": "global"}, r"\(ranking=...\): wanted a function"),
     ],
 )
@@ -232,7 +219,7 @@ def test_sensitivity_is_what_cutting_one_group_costs() -> None:
     ratio, metric = curves.points["inner.0"][-1]
     assert ratio == 0.75
     assert metric == pytest.approx(ck.evaluate(cut_by_hand, task), abs=0.05)  # the last bits of statistics over a shuffled loader
-    assert Curves.from_json(json.loads(json.dumps(curves.to_json()))) == curves
+    assert ChannelSensitivity.from_json(json.loads(json.dumps(curves.to_json()))) == curves
     assert "inner.0: 25% ->" in str(curves)
     refit = channel_sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128, reconstruct=True)
     assert refit.points != curves.points
@@ -245,19 +232,19 @@ def test_allocation_spares_what_the_metric_needs() -> None:
     flat, steep = {**others, "a.0": ((0.75, 0.9),)}, {**others, "a.0": ((0.25, 0.5), (0.75, 0.1))}
     ratios = {}
     for name, points in (("flat", flat), ("steep", steep)):
-        curves = Curves(dense=0.9, points=points)
-        ratios[name] = allocate(model, image(2), curves, budget=ck.keep(macs=0.7), round_to=4)
+        curves = ChannelSensitivity(dense=0.9, points=points)
+        ratios[name] = curves.ratios(model, image(2), budget=ck.keep(macs=0.7), round_to=4)
         small = apply_(
             copy.deepcopy(model), plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4, ratios=ratios[name])
         )
         assert count_macs(small, image(2)) <= 0.7 * count_macs(model, image(2))
     assert ratios["steep"]["a.0"] == 0
     assert ratios["flat"]["a.0"] >= 0.5
-    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4, ranking=by_curves(curves)).remove
+    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4, ranking=curves.ranking()).remove
 
 
 def test_drops_are_read_off_a_curve_that_never_rises() -> None:
-    curves = Curves(dense=0.9, points={"a": ((0.25, 0.8), (0.5, 0.85), (0.75, 0.5))})
+    curves = ChannelSensitivity(dense=0.9, points={"a": ((0.25, 0.8), (0.5, 0.85), (0.75, 0.5))})
     assert curves.drop("a", 0.125) == pytest.approx(0.05)
     assert curves.drop("a", 0.5) == pytest.approx(0.1)
     assert curves.drop("a", 0.625) == pytest.approx(0.25)
@@ -266,7 +253,7 @@ def test_drops_are_read_off_a_curve_that_never_rises() -> None:
 
 def test_bad_curves() -> None:
     model, task = build(networks.Chain), images_task(ck, samples=32, classes=4)
-    with pytest.raises(SettingError, match=r"wanted rising shares in \(0, 1\), got \(0.5, 0.25\)"):
-        channel_sensitivity(model, task, ratios=(0.5, 0.25))
+    with pytest.raises(SettingError, match=r"wanted different fractions in \(0, 1\), got \(0.5, 0.5\)"):
+        channel_sensitivity(model, task, ratios=(0.5, 0.5))
     with pytest.raises(CheckpointError, match="not sensitivity curves"):
-        Curves.from_json({"dense": 1})
+        ChannelSensitivity.from_json({"dense": 1})

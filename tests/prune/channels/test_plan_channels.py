@@ -13,17 +13,25 @@ from networks import NETWORKS, build, image, trained_like
 from pruned import assert_untouched, planned, state
 from torch import nn
 
+import compresskit as ck
 from compresskit import count_macs, keep
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.capture import capture
-from compresskit.prune import apply_, l2, plan_channels
+from compresskit.prune import apply_, plan_channels
+from compresskit.prune.criteria import l2
 from compresskit.prune.structure.plan import zero_
 
 
-@pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
-def test_pruned_equals_zeroed(kind) -> None:
-    model = build(kind)
-    plan = planned(model, macs=0.75 if kind in (networks.Unknown, networks.Gate) else 0.6)
+@pytest.fixture(scope="module", params=NETWORKS, ids=lambda k: k.__name__)
+def network(request):
+    """A network and its plan, for tests that change neither."""
+    torch.manual_seed(0)
+    model = build(request.param)
+    return model, planned(model, macs=0.75 if request.param in (networks.Unknown, networks.Gate) else 0.6)
+
+
+def test_pruned_equals_zeroed(network) -> None:
+    model, plan = network
     assert plan.remove, "nothing was pruned"
     x = image(8)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
@@ -49,13 +57,11 @@ def test_pruned_equals_channels_masked_where_they_are_read() -> None:
     assert (wanted - got).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
-def test_pruned_trains_and_counts(kind) -> None:
-    model = build(kind)
-    before = count_macs(model, image(2))
-    plan = planned(model, macs=0.75 if kind in (networks.Unknown, networks.Gate) else 0.6)
-    flags = {n: p.requires_grad for n, p in model.named_parameters()}
-    apply_(model, plan)
+def test_the_pruned_network_trains_has_the_planned_macs_and_can_be_captured(network) -> None:
+    dense, plan = network
+    before = count_macs(dense, image(2))
+    flags = {n: p.requires_grad for n, p in dense.named_parameters()}
+    model = apply_(copy.deepcopy(dense), plan)
     assert count_macs(model, image(2)) == plan.macs <= 0.75 * before
     assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
     model.train()(*image(4)).sum().backward()
@@ -92,6 +98,27 @@ def test_the_lowest_scores_go() -> None:
     plan = planned(model, macs=0.9)
     gone, lowest = set(plan.remove["a.0.weight"][0]), {3, 4, 5, 6}
     assert gone <= lowest or gone >= lowest
+
+
+def test_depthwise_transposed_convolutions() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1), nn.ReLU(), nn.ConvTranspose2d(32, 32, 4, 2, 1, groups=32), nn.ReLU(), nn.Conv2d(32, 4, 1)
+    ).eval()
+    ck.prune.apply_(model, plan_channels(model, image(2), budget=ck.keep(macs=0.6)))
+    assert model[2].groups == model[2].in_channels == model[2].out_channels < 32
+
+
+def test_a_model_that_takes_uint8_images_is_cut() -> None:
+    class Bytes(networks.Chain):
+        def forward(self, x):
+            return super().forward(x.float() / 255)
+
+    x = (torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8),)
+    model = Bytes().eval()
+    before = ck.count_macs(model, x)
+    ck.prune.apply_(model, plan_channels(model, x, budget=ck.keep(macs=0.6)))
+    assert ck.count_macs(model, x) <= 0.6 * before
+    assert model(*x).shape == (2, 10)
 
 
 @pytest.mark.parametrize("macs", [0, -0.5, 1.5, float("nan")])

@@ -13,8 +13,10 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.prune import Prune, apply_, group_lasso, growing, l2, plan_channels, reconstruct_, replayed, schedules, uniform
+from compresskit.prune import Prune, apply_, greg, group_lasso, plan_channels, reconstruct_, replayed, schedules
 from compresskit.prune.channels import reconstruct
+from compresskit.prune.criteria import l2
+from compresskit.prune.rankings import uniform
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
 
@@ -153,19 +155,19 @@ def test_group_lasso_empties_channels() -> None:
     assert spread[3e-3] > spread[1e-6]
 
 
-def test_growing_empties_the_channels_of_the_plan() -> None:
+def test_greg_empties_the_channels_of_the_plan() -> None:
     model, task = build(networks.Chain), images_task(ck, samples=128, classes=4)
     plan = plan_channels(model, image(2), budget=ck.remove(channels=0), ratios={"a.0": 0.5})
     gone = list(plan.remove["a.0.weight"][0])
     stay = [c for c in range(16) if c not in gone]
-    ck.Train(epochs=30, optimizer=ADAM, objective=growing(plan, growth=2e-3))(model, task)
+    ck.Train(epochs=30, optimizer=ADAM, objective=greg(plan, growth=2e-3))(model, task)
     norms = channel_norms(model)
     assert norms[gone].mean() < 0.3 * norms[stay].mean()
 
 
 @pytest.mark.parametrize(
     "around",
-    [group_lasso, partial(growing, plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4))],
+    [group_lasso, partial(greg, plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4))],
 )
 def test_the_objective_inside_hears_how_much_is_done(around) -> None:
     class Inside(ck.Objective):
@@ -193,8 +195,8 @@ def test_the_objective_inside_hears_how_much_is_done(around) -> None:
 def test_bad_strengths() -> None:
     with pytest.raises(SettingError, match=r"group_lasso\(strength=...\): wanted a positive number, got 0"):
         group_lasso(strength=0)
-    with pytest.raises(SettingError, match=r"growing\(growth=...\): wanted a positive number, got -1"):
-        growing(plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4), growth=-1)
+    with pytest.raises(SettingError, match=r"greg\(growth=...\): wanted a positive number, got -1"):
+        greg(plan_channels(build(networks.Chain), image(2), budget=ck.keep(macs=0.9), round_to=4), growth=-1)
 
 
 def stage(**settings):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import networks
@@ -19,30 +21,12 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
-from compresskit.prune import (
-    NM,
-    Block,
-    Masks,
-    Unstructured,
-    detach_,
-    erk_ratios,
-    grasp,
-    l2,
-    lamp_ratios,
-    mask_sensitivity,
-    masks_of,
-    measured_ratios,
-    movement,
-    plan_mask,
-    random_scores,
-    shuffled,
-    snip,
-    taylor,
-    uniform_ratios,
-    wanda,
-)
-from compresskit.prune.masks.allocate import counts
-from compresskit.prune.masks.weight_criteria import rows_of
+from compresskit.prune import Masks, detach_masks_, mask_sensitivity, masks_of, plan_mask, shuffled
+from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
+from compresskit.prune.criteria import grasp, l2, movement, random_scores, snip, taylor, wanda
+from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
+from compresskit.prune.scores import score_weights, weight_slices
+from compresskit.prune.sensitivity import MaskSensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
 QUICK = settings(max_examples=25, deadline=None)
@@ -72,7 +56,7 @@ WEIGHTS = {
 def test_what_is_masked() -> None:
     masks = plan_mask(Net(), ck.remove(weights=0.5))
     assert set(masks.masks) == WEIGHTS
-    assert not masks.left
+    assert not masks.unmasked
     assert list(masks.masks) == sorted(masks.masks)
     assert set(plan_mask(Net(), ck.remove(weights=0.5), protect=("lstm", "conv.weight")).masks) == {
         n for n in WEIGHTS if not n.startswith("lstm") and n != "conv.weight"
@@ -177,7 +161,7 @@ def test_planning_is_pure_and_twice_is_once(name) -> None:
         plan_mask(model, **settings_of(name)).apply_(model)
     masks.apply_(model)
     assert all(torch.equal(v, once[k]) for k, v in model.state_dict().items())
-    assert masks.broken(model) == {}
+    assert masks.violations(model) == {}
     carried = masks_of(model)
     assert all(torch.equal(mask, masks.masks[n]) for n, mask in carried.masks.items())
     assert model.state_dict().keys() == before.keys()
@@ -251,9 +235,10 @@ def test_sensitivity_measures_each_layer_alone() -> None:
     plan_mask(one, allocation={"inner.0": 0.9}).apply_(one)
     x, y = torch.cat([b[0] for b in task.train]), torch.cat([b[1] for b in task.train])
     with torch.no_grad():
-        assert found.loss["inner.0.weight"][0.9] == pytest.approx(F.cross_entropy(one(x), y).item(), rel=1e-4)
-        assert found.loss["head.weight"][0.0] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-4)
-    assert "inner.0.weight" in str(found)
+        assert dict(found.points["inner.0.weight"])[0.9] == pytest.approx(F.cross_entropy(one(x), y).item(), rel=1e-4)
+        assert found.dense == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-4)
+    assert "inner.0.weight: 50% ->" in str(found)
+    assert MaskSensitivity.from_json(json.loads(json.dumps(found.to_json()))) == found
     masks = plan_mask(model, ck.remove(weights=0.6), allocation=found.allocation())
     assert masks.removed == pytest.approx(0.6 * masks.total, abs=1)
     for bad in ((), (0.0,), (1.0,)):
@@ -274,10 +259,8 @@ def linear_problem():
 
 
 def scored(criterion, model, task):
-    from compresskit.prune.masks.weight_criteria import score
-
     weights = {"0.weight": model[0].weight}
-    return score(model, weights, Unstructured(), criterion, task, 16)["0.weight"].view(4, 6)
+    return score_weights(model, weights, Unstructured(), criterion, task, 16)["0.weight"].view(4, 6)
 
 
 def test_criteria_are_their_formulas() -> None:
@@ -306,9 +289,9 @@ def test_wanda_knows_which_input_a_weight_reads(groups) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups, bias=False))
     x = torch.randn(5, 4, 6, 6) * torch.tensor([1.0, 5.0, 0.2, 3.0]).view(1, 4, 1, 1)
     task = ck.Task(val=[(x, x)], calibration=[(x, x)])
-    from compresskit.prune.masks.weight_criteria import score
-
-    found = score(model, {"0.weight": model[0].weight}, Unstructured(), wanda, task, 5)["0.weight"].view_as(model[0].weight)
+    found = score_weights(model, {"0.weight": model[0].weight}, Unstructured(), wanda, task, 5)["0.weight"].view_as(
+        model[0].weight
+    )
     norms = torch.linalg.vector_norm(x, dim=(0, 2, 3))
     for o in range(8):
         for i in range(4 // groups):
@@ -318,7 +301,7 @@ def test_wanda_knows_which_input_a_weight_reads(groups) -> None:
 
 def test_scores_of_blocks_use_the_same_rows() -> None:
     w = nn.Parameter(torch.randn(4, 8))
-    rows = rows_of(w, Block(outputs=2, inputs=4), {})
+    rows = weight_slices(w, Block(outputs=2, inputs=4))
     assert rows.weight.shape == (4, 8)
     torch.testing.assert_close(l2(rows)[0], w[:2, :4].detach().norm())
 
@@ -343,7 +326,7 @@ def test_masks_travel_with_the_model() -> None:
     assert torch.equal(masks_of(twin).masks["conv.weight"], masks_of(model).masks["conv.weight"])
     assert masks_of(twin).masks["conv.weight"] is not masks_of(model).masks["conv.weight"]
     assert masks_of(model.half()).masks["conv.weight"].dtype == torch.bool
-    detach_(model)
+    detach_masks_(model)
     assert masks_of(model) is None
     assert not list(model.named_buffers())
 
@@ -480,7 +463,7 @@ def test_masks_for_other_shapes() -> None:
     masks = plan_mask(nn.Sequential(nn.Linear(4, 4)), ck.remove(weights=0.5))
     other = nn.Sequential(nn.Linear(4, 6))
     before = other[0].weight.detach().clone()
-    for use in (masks.apply_, masks.zero_, masks.broken):
+    for use in (masks.apply_, masks.zero_, masks.violations):
         with pytest.raises(ModelError, match=r"0\.weight: the mask is for shape \(4, 4\), this Sequential has \(6, 4\)"):
             use(other)
     assert torch.equal(other[0].weight, before)
@@ -494,3 +477,48 @@ def test_quantized_models_are_refused() -> None:
     model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"0\.weight is torch\.int8; sparsify the float model"):
         plan_mask(model, ck.remove(weights=0.5))
+
+
+# -- a pattern of the user
+
+
+@dataclass(frozen=True)
+class WholeRows(Pattern):
+    """Rows of a matrix, all kernel positions included."""
+
+    def fits(self, shape):
+        return "" if len(shape) > 1 else "it has one dimension"
+
+    def rows(self, values):
+        return values.flatten(1)
+
+    def spread(self, units, shape):
+        return units.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+
+
+@dataclass(frozen=True)
+class HalfOfEachTensor(Unstructured):
+    """A pattern with a ratio of its own, which the base class reaches in every tensor."""
+
+    @property
+    def fixed(self):
+        return 0.5
+
+
+def test_a_pattern_of_the_user() -> None:
+    model = networks.build(networks.Residual)
+    masks = plan_mask(model, ck.remove(weights=0.5), pattern=WholeRows(), allocation=uniform_ratios)
+    for name, mask in masks.masks.items():
+        rows = mask.flatten(1)
+        assert torch.equal(rows.any(1), rows.all(1))
+        kept = dict(model.named_parameters())[name].detach().flatten(1).norm(dim=1)
+        assert kept[rows[:, 0]].min() >= kept[~rows[:, 0]].max()
+    masks = plan_mask(model, pattern=HalfOfEachTensor())
+    assert set(masks.ratios().values()) == {0.5}
+    assert ck.Sparsify(pattern=HalfOfEachTensor())(model, images_task(ck, samples=32)) is model
+
+
+@pytest.mark.parametrize("pattern", ["2:4", NM, 0.5])
+def test_other_things_are_no_pattern(pattern) -> None:
+    with pytest.raises(SettingError, match=r"pattern=...\): wanted a pattern such as prune.patterns.NM\(n=2, m=4\), got"):
+        plan_mask(Net(), ck.remove(weights=0.5), pattern=pattern)

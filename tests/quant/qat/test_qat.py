@@ -233,6 +233,29 @@ def test_the_default_objective_matches_the_float_model(monkeypatch) -> None:
     assert losses["imitate"].item() == pytest.approx(0.5 * oracles.soft_targets(predictions * 1.5, predictions, 1.0), rel=1e-4)
 
 
+def test_frozen_layers_stay_frozen_in_qat() -> None:
+    quantized = prepare_qat(build(networks.Twice), [image(16)])
+    assert not quantized.body.get_parameter("stem.0.weight").requires_grad
+    assert quantized.body.get_parameter("head.weight").requires_grad
+
+
+@pytest.mark.parametrize(("freeze", "moves"), [(0, 0), (0.5, 4), (1, 8)])
+def test_every_share_freezes(freeze, moves, monkeypatch) -> None:
+    seen = []
+    real = ck.quant.observers.MovingAverage.update
+
+    def counted(self, values):
+        seen.append(1)
+        real(self, values)
+
+    monkeypatch.setattr(ck.quant.observers.MovingAverage, "update", counted)
+    task = images_task(ck, samples=64, batch=8)
+    model = build(networks.Chain)
+    ck.QAT(epochs=1, freeze=freeze)(model, task)
+    points = len(quantize_static(model, [image(16)]).activation_quantizers())
+    assert len(seen) == points * (moves + 1)  # once to take over the range
+
+
 @pytest.mark.parametrize(("weights", "share"), [({}, 0.25), ({"weight": 0.9, "task_weight": 0.1}, 1.0)])
 def test_qat_stays_faithful_where_labels_are_wrong(weights, share) -> None:
     """A quarter of them by default; all of them where imitation weighs nine tenths."""

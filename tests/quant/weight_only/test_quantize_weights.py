@@ -300,13 +300,13 @@ def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
 
 def test_masks_are_kept(tmp_path) -> None:
     model = Reader().eval()
-    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.erk_ratios)
+    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.allocations.erk_ratios)
     masks.apply_(model)
     data = [ids(16)]
     quantized = quantize_weights(model, data, rounding=gptq, awq=True, scheme=BlockScheme(bits=3))
     mine = masks_of(quantized)
     assert mine is not None
-    assert not mine.broken(quantized)
+    assert not mine.violations(quantized)
     for name, quantizer in block_quantizers(quantized.body).items():
         mask = mine.masks.get(f"body.{name}")
         if mask is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,15 +12,15 @@ from compresskit.prune.structure.channel_sets import (
     fixed_labels,
     varying_dims,
 )
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, overloads, rule_for
-from compresskit.prune.structure.rules.width_scaling import note_factor
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 
 _IDENTITY_OPERATORS = """dropout feature_dropout alpha_dropout feature_alpha_dropout contiguous clone alias detach lift_fresh
  lift_fresh_copy to _to_copy type_as"""
 
 
 @rule_for(*overloads(_IDENTITY_OPERATORS))
-def rule_identity(call: OperatorCall) -> Any:
+def rule_identity(call: OperatorCall) -> RuleResult:
     """The same values, as far as channels are concerned."""
     return call.args[0]
 
@@ -37,7 +35,7 @@ _BINARY_OPERATORS = """add sub mul div maximum minimum pow where rsub atan2 fmod
 
 
 @rule_for(*overloads(_UNARY_OPERATORS, _BINARY_OPERATORS))
-def rule_elementwise(call: OperatorCall) -> Tensor:
+def rule_elementwise(call: OperatorCall) -> RuleResult:
     """Channels that meet in one element are joined."""
     values = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor | ParameterView)]
     result: Tensor | None = None
@@ -48,7 +46,7 @@ def rule_elementwise(call: OperatorCall) -> Tensor:
     for value in values:
         if isinstance(value, ParameterView):
             result = _join_parameter(call, result, value)
-    note_factor(call, result)
+    add_scaling_factor(call, result)
     return result
 
 
@@ -70,7 +68,7 @@ def join_broadcast(call: OperatorCall, a: Tensor, b: Tensor) -> Tensor:
             # A value of exactly that size which is not made of channels.
             call.sets.lock(torch.where(small == 0, large, 0), reason)
         if bool((small > 0).any()):
-            call.note_dependency(large, small, f"broadcast over other channels by {call.where}")
+            call.add_dependency(large, small, f"broadcast over other channels by {call.where}")
         return large.expand(shape)
     for labels in (small, large):
         call.sets.lock(labels, f"broadcast over other channels by {call.where}")
@@ -119,11 +117,11 @@ _SPATIAL_OPERATORS = """avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d m
 
 
 @rule_for(*overloads(_SPATIAL_OPERATORS), "torchvision.roi_align.default", "torchvision.roi_pool.default")
-def rule_spatial(call: OperatorCall) -> Any:
+def rule_spatial(call: OperatorCall) -> RuleResult:
     """(N, C, ...) to (N or regions, C, other positions): channels are not mixed; tensors of positions have none."""
     x = call.args[0]
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} works on a parameter")
+        return call.lock_inputs(f"{call.where} works on a parameter")
     for other in (*call.args[1:], *call.kwargs.values()):
         if isinstance(other, Tensor):
             call.sets.lock(other, f"read as positions by {call.where}")
@@ -137,13 +135,13 @@ _MIXING_REDUCTIONS = ("amax", "amin", "max", "min", "var", "std", "prod", "logsu
 
 
 @rule_for(*overloads(*_SUMS, *_MEANS, *_MIXING_REDUCTIONS))
-def rule_reduction(call: OperatorCall) -> Any:
+def rule_reduction(call: OperatorCall) -> RuleResult:
     """Over positions anything may be reduced. A sum over channels reads them; a mean is over those that stay; others mix them."""
     x = call.args[0]
     if len(call.args) > 1 and isinstance(call.args[1], Tensor):
         return rule_elementwise(call)  # torch.max(a, b)
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} works on a parameter")
+        return call.lock_inputs(f"{call.where} works on a parameter")
     dims = call.argument("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(x.ndim))
     dims = sorted({d % max(x.ndim, 1) for d in dims})
@@ -151,9 +149,9 @@ def rule_reduction(call: OperatorCall) -> Any:
     reduced = [d for d in moving if d in dims]
     if reduced and set(reduced) == set(moving):
         if call.kind not in (*_SUMS, *_MEANS) or len(reduced) > 1:
-            return call.give_up(f"reduced over channels by {call.where}")
+            return call.lock_inputs(f"reduced over channels by {call.where}")
         if call.kind in _MEANS:
-            call.note_statistic(call.labels_along(x, reduced[0]), reduced[0])
+            call.add_statistic(call.labels_along(x, reduced[0]), reduced[0])
         x = fixed_labels(tuple(x.shape))
     elif reduced:
         first = collapse(x)
@@ -178,15 +176,15 @@ def _reduced_labels(x: Tensor, kept: list[int], shape: tuple[int, ...]) -> Tenso
 
 
 @rule_for(*overloads("softmax log_softmax cumsum cumprod _softmax logcumsumexp sort argsort flip"))
-def rule_over_one_dim(call: OperatorCall) -> Any:
+def rule_over_one_dim(call: OperatorCall) -> RuleResult:
     """Mixes the values along one dimension, which must not be that of the channels."""
     x = call.args[0]
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} works on a parameter")
+        return call.lock_inputs(f"{call.where} works on a parameter")
     dims = call.argument("dim", call.argument("dims", -1))
     dims = [dims] if isinstance(dims, int) else list(dims)
     if any(d % max(x.ndim, 1) in varying_dims(x) for d in dims):
-        return call.give_up(f"{call.where} mixes the channels")
+        return call.lock_inputs(f"{call.where} mixes the channels")
     return x if call.has_one_result else [x for _ in call.part_shapes]
 
 
@@ -195,6 +193,6 @@ _FACTORIES = """zeros ones full empty arange rand randn randint randperm linspac
 
 
 @rule_for(*overloads(_FACTORIES))
-def rule_factory(call: OperatorCall) -> Tensor:
+def rule_factory(call: OperatorCall) -> RuleResult:
     """New values of a size that the code gives."""
     return fixed_labels(call.shape)

@@ -13,12 +13,13 @@ An operator without a rule locks every channel that reaches it: an unknown opera
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -98,6 +99,12 @@ class ParameterView:
         return axes[0] if len(axes) == 1 else None
 
 
+#: Labels of an activation, or a view of a parameter.
+Labelled = Tensor | ParameterView
+#: What a rule returns: the labels of the result, or of each of several results; None where the result is no tensor.
+RuleResult = Labelled | Sequence[Labelled] | None
+
+
 class ChannelPropagation:
     """What propagation over a trace finds: the channel sets, the constraints on them, and what operators cost.
 
@@ -141,7 +148,7 @@ class ChannelPropagation:
         """Never cut this parameter; the first reason counts."""
         self.locked_tensors.setdefault(tensor, reason)
 
-    def lock_value(self, value: Tensor | ParameterView, reason: str) -> None:
+    def lock_value(self, value: Labelled, reason: str) -> None:
         """Lock all channels of a value: those of its labels, or the parameter that it is."""
         if isinstance(value, ParameterView):
             self.lock_tensor(value.name, reason)
@@ -277,7 +284,7 @@ class OperatorCall:
         elif bias is not None:
             self.sets.lock(labels, f"the bias of {self.where} is computed in the forward pass")
 
-    def give_up(self, reason: str | None = None) -> Any:
+    def lock_inputs(self, reason: str | None = None) -> RuleResult:
         """Lock every channel that reaches the operator; returns labels of a result that cannot be cut."""
         for value in tensor_leaves((self.args, self.kwargs)):
             self.state.lock_value(value, reason or f"{self.where} could not be followed")
@@ -287,44 +294,44 @@ class OperatorCall:
 
     # -- constraints, resolved once the whole graph has been seen
 
-    def note_split(self, view: Tensor) -> None:
+    def add_split(self, view: Tensor) -> None:
         """One dimension of channels is viewed as several."""
         reason = f"split into equal parts by {self.where}"
         self.state.splits.append(AxisSplit(path=self.path, labels=collapse_expanded(view), reason=reason))
 
-    def note_dependency(self, parts: Tensor, results: Tensor, reason: str) -> None:
+    def add_dependency(self, parts: Tensor, results: Tensor, reason: str) -> None:
         """Each of `results` can be removed where all the `parts` that broadcast against it are, and only there."""
         self.state.dependencies.append(DependsOnAll(parts=parts, results=results, reason=reason))
 
-    def note_hard_coded_size(self, labels: Tensor) -> None:
+    def add_hard_coded_size(self, labels: Tensor) -> None:
         """The code gives a size for the result, which has channels."""
-        sizes = [s for s in leaves(self.node.args[1:]) if type(s) is int and s > 1]
+        sizes = [s for s in pytree.tree_leaves(self.node.args[1:]) if type(s) is int and s > 1]
         small = collapse_expanded(labels)
         if sizes and bool((small > 0).any()):
             reason = f"{self.where} to sizes written in the code"
             size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
             self.state.hard_coded_sizes.append(size)
 
-    def note_size_attribute(self, attribute: str, labels: Tensor, position: int | None = None) -> None:
+    def add_size_attribute(self, attribute: str, labels: Tensor, position: int | None = None) -> None:
         """An attribute of a norm without weights repeats a width."""
         module = self.state.trace.module.get_submodule(self.path)
         if hasattr(module, attribute) and getattr(module, "weight", None) is None:
             size = SizeAttribute(path=self.path, attribute=attribute, labels=labels, position=position)
             self.state.size_attributes.append(size)
 
-    def note_statistic(self, labels: Tensor, dim: int) -> None:
+    def add_statistic(self, labels: Tensor, dim: int) -> None:
         """The operator takes statistics over the channels along `dim`."""
         if self.state.main_run:
             nth = self.state.calls[self.target]
             self.state.statistics.append(ChannelStatistic(target=self.target, nth=nth, labels=labels, dim=dim))
 
-    def note_cost(self, macs: float, *along: Tensor | None) -> None:
+    def add_cost(self, macs: float, *along: Tensor | None) -> None:
         """The operator's multiply-accumulates are a product of the dimensions with these labels."""
         if self.state.main_run and macs:
             self.state.costs.append((macs / self.state.trace.rows, [labels for labels in along if labels is not None]))
 
 
-PropagationRule = Callable[[OperatorCall], Any]
+PropagationRule = Callable[[OperatorCall], RuleResult]
 
 #: Operator, or the name of one that only some installations have -> its rule.
 PROPAGATION_RULES: dict[Any, PropagationRule] = {}
@@ -355,15 +362,6 @@ def operator_name(target: Any) -> str:
     return str(target).removeprefix("aten.").split(".")[0]
 
 
-def leaves(value: Any) -> list[Any]:
-    """All values inside nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return [leaf for entry in value.values() for leaf in leaves(entry)]
-    if isinstance(value, list | tuple):
-        return [leaf for entry in value for leaf in leaves(entry)]
-    return [value]
-
-
-def tensor_leaves(value: Any) -> list[Tensor | ParameterView]:
+def tensor_leaves(value: Any) -> list[Labelled]:
     """The labels and parameters inside nested dicts, lists and tuples."""
-    return [v for v in leaves(value) if isinstance(v, Tensor | ParameterView)]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor | ParameterView)]

@@ -12,8 +12,8 @@ from torch import Tensor
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import collapse, expand_along, fixed_labels, tighten, varying_dims
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, rule_for
-from compresskit.prune.structure.rules.width_scaling import note_product, note_width_scaling
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.width_scaling import add_width_scaling, remember_product
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,33 @@ def labels_of_sum(call: OperatorCall, x: Tensor, dims: list[int]) -> Tensor:
         flat = parts.permute(order).reshape(math.prod(kept), -1)
         unique, number = torch.unique(flat, dim=0, return_inverse=True)
         sums = call.sets.fresh(len(unique))[number].view(kept)
-        call.note_dependency(parts, sums, f"one for each head of {call.where}; heads get narrower, none goes")
+        call.add_dependency(parts, sums, f"one for each head of {call.where}; heads get narrower, none goes")
         result = sums.expand([1 if d in dims else n for d, n in enumerate(x.shape)])
     for d in dims:
         result = result.narrow(d, 0, 1) if result.shape[d] else result
     return result
 
 
-def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> Any:
-    """Labels of `einsum(f"{first},{second}->{out}", a, b)`."""
+def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> RuleResult:
+    """Labels of `einsum(f"{first},{second}->{out}", a, b)`, where one of the two may be a parameter."""
     if isinstance(a, ParameterView) and isinstance(b, ParameterView):
-        return call.give_up(f"{call.where} works on parameters only")
+        return call.lock_inputs(f"{call.where} works on parameters only")
     if isinstance(a, ParameterView):
         return contract(call, b, a, EinsumDims(letters.second, letters.first, letters.out))
     if any(len(set(names)) < len(names) for names in (letters.first, letters.second)):
-        return call.give_up()
+        return call.lock_inputs()
     if isinstance(b, ParameterView):
         return _contract_parameter(call, a, b, letters)
+    return _contract_activations(call, a, b, letters)
+
+
+def _contract_activations(call: OperatorCall, a: Tensor, b: Tensor, letters: EinsumDims) -> Tensor:
     names = letters.all
     first, second = _aligned(a, letters.first, names), _aligned(b, letters.second, names)
     product = join_broadcast(call, first, second)
-    call.note_cost(math.prod(product.shape), collapse(product).flatten())
+    call.add_cost(math.prod(product.shape), collapse(product).flatten())
     dims = [names.index(c) for c in names if c not in letters.out]
-    note_product(call, first, second, [d for d in dims if d in varying_dims(product)])
+    remember_product(call, first, second, [d for d in dims if d in varying_dims(product)])
     result = labels_of_sum(call, product, dims)
     return tighten(result.reshape(result.shape[: len(letters.out)]))
 
@@ -79,7 +83,7 @@ def _aligned(labels: Tensor, letters: str, names: str) -> Tensor:
     return labels.permute(order).reshape(shape)
 
 
-def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView, letters: EinsumDims) -> Any:
+def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView, letters: EinsumDims) -> RuleResult:
     """A product with a bare parameter is a linear layer: dimensions that are summed over read channels, others make some."""
     made: list[tuple[int, Tensor]] = []
     inputs: list[Tensor] = []
@@ -88,7 +92,7 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
             continue
         axis = parameter.axis(position) if parameter.moved else (position, torch.arange(parameter.shape[position]))
         if axis is None:
-            return call.give_up(f"{call.where} reads the parameter {parameter.name} in an order of its own")
+            return call.lock_inputs(f"{call.where} reads the parameter {parameter.name} in an order of its own")
         if letter in letters.first:
             labels = call.labels_along(x, letters.first.index(letter))
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
@@ -104,7 +108,7 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
         for d, c in enumerate(letters.first)
         if c in letters.out and d in varying_dims(x)
     ]
-    call.note_cost(math.prod((first | second).values()), *inputs, *(labels for _, labels in made))
+    call.add_cost(math.prod((first | second).values()), *inputs, *(labels for _, labels in made))
     if len(made) + len(kept) > 1:
         for _, labels in (*made, *kept):
             call.sets.lock(labels, f"{call.where} makes channels of channels")
@@ -115,12 +119,12 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
 
 
 @rule_for(aten.matmul.default, aten.bmm.default, aten.mm.default, aten.mv.default)
-def rule_matmul(call: OperatorCall) -> Any:
+def rule_matmul(call: OperatorCall) -> RuleResult:
     """(..., I, K) @ (..., K, J)."""
     return _matmul(call, call.args[0], call.args[1])
 
 
-def _matmul(call: OperatorCall, a: Any, b: Any) -> Any:
+def _matmul(call: OperatorCall, a: Any, b: Any) -> RuleResult:
     ranks = len(a.shape), len(b.shape)
     batch = "abcdefgh"[: max(0, *(rank - 2 for rank in ranks))]
     # Batch dimensions are aligned from the right; one of size 1 stands for all.
@@ -132,11 +136,13 @@ def _matmul(call: OperatorCall, a: Any, b: Any) -> Any:
 
 
 @rule_for(aten.addmm.default, aten.baddbmm.default)
-def rule_addmm(call: OperatorCall) -> Any:
+def rule_addmm(call: OperatorCall) -> RuleResult:
     """`bias + a @ b`."""
     bias, a, b = call.args[:3]
     result = _matmul(call, a, b)
-    if isinstance(bias, ParameterView) and isinstance(result, Tensor):
+    if not isinstance(result, Tensor):
+        return result
+    if isinstance(bias, ParameterView):
         moving = varying_dims(result)
         if len(moving) == 1:
             call.assign_vector(bias, call.labels_along(result, moving[0]), len(bias.shape) - 1)
@@ -145,7 +151,7 @@ def rule_addmm(call: OperatorCall) -> Any:
 
 
 @rule_for(aten.einsum.default)
-def rule_einsum(call: OperatorCall) -> Any:
+def rule_einsum(call: OperatorCall) -> RuleResult:
     """Of two operands, with every letter written out."""
     equation, operands = call.args[0].replace(" ", ""), call.args[1]
     left, arrow, out = equation.partition("->")
@@ -153,25 +159,25 @@ def rule_einsum(call: OperatorCall) -> Any:
     if not arrow:
         out = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
     if len(names) != 2 or "." in equation:
-        return call.give_up(f"{call.where}: only einsum of two operands, every letter written, is followed")
+        return call.lock_inputs(f"{call.where}: only einsum of two operands, every letter written, is followed")
     result = contract(call, operands[0], operands[1], EinsumDims(names[0], names[1], out))
     return result.expand(call.shape) if isinstance(result, Tensor) else result
 
 
 @rule_for(aten.scaled_dot_product_attention.default)
-def rule_attention(call: OperatorCall) -> Any:
+def rule_attention(call: OperatorCall) -> RuleResult:
     """softmax(q k^T / sqrt(width)) v, (..., heads, positions, width); the width under the root shrinks with a cut."""
     q, k, v = call.args[:3]
     if not all(isinstance(t, Tensor) for t in (q, k, v)) or call.argument("enable_gqa"):
-        return call.give_up()
+        return call.lock_inputs()
     batch = "abcdefgh"[: q.ndim - 2]
-    scores = contract(call, q, k, EinsumDims(f"{batch}ik", f"{batch}jk", f"{batch}ij"))
+    scores = _contract_activations(call, q, k, EinsumDims(f"{batch}ik", f"{batch}jk", f"{batch}ij"))
     if call.argument("scale") is None:
-        note_width_scaling(call, q, q.ndim - 1)
+        add_width_scaling(call, q, q.ndim - 1)
     mask = call.argument("attn_mask")
     if isinstance(mask, ParameterView):
         call.state.lock_tensor(mask.name, f"the mask of {call.where}")
     elif mask is not None:
         scores = join_broadcast(call, scores, mask)
-    result = contract(call, scores, v, EinsumDims(f"{batch}ij", f"{batch}jk", f"{batch}ik"))
+    result = _contract_activations(call, scores, v, EinsumDims(f"{batch}ij", f"{batch}jk", f"{batch}ik"))
     return result.expand(call.shape)

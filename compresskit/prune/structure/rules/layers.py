@@ -10,18 +10,18 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterAxis, ParameterView, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterAxis, ParameterView, RuleResult, rule_for
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _PADDED_CONVOLUTIONS = (aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
 
 
 @rule_for(*_CONVOLUTIONS, *_PADDED_CONVOLUTIONS)
-def rule_conv(call: OperatorCall) -> Tensor:
+def rule_conv(call: OperatorCall) -> RuleResult:
     """(N, I, ...) with weight (O, I/groups, ...): outputs are new channels; those of a depthwise layer are its inputs."""
     x, weight = call.args[:2]
     if (axes := _matrix_axes(weight)) is None:
-        return computed_weight(call)
+        return lock_computed_weight(call)
     groups = call.argument("groups")
     channels = _channel_dim(call, weight)
     inputs = call.labels_along(x, channels)
@@ -38,17 +38,17 @@ def rule_conv(call: OperatorCall) -> Tensor:
     call.assign(weight, axes[0], made, "with" if depthwise else "out")
     call.assign_bias(made)
     macs = math.prod(call.shape) * math.prod(weight.shape[1:])
-    call.note_cost(macs, made, inputs if groups == 1 else None if depthwise else inputs[: len(inputs) // groups])
+    call.add_cost(macs, made, inputs if groups == 1 else None if depthwise else inputs[: len(inputs) // groups])
     return expand_along(made, channels, call.shape)
 
 
 @rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-def rule_conv_transpose(call: OperatorCall) -> Tensor:
+def rule_conv_transpose(call: OperatorCall) -> RuleResult:
     """(N, I, ...) with weight (I, O/groups, ...)."""
     x, weight = call.args[:2]
     groups = call.argument("groups")
     if not isinstance(weight, ParameterView) or weight.moved:
-        return computed_weight(call)
+        return lock_computed_weight(call)
     channels = _channel_dim(call, weight)
     inputs = call.labels_along(x, channels)
     per_group = weight.shape[1]
@@ -63,41 +63,41 @@ def rule_conv_transpose(call: OperatorCall) -> Tensor:
     call.sets.add_axis(weight.name, 0, inputs, "with" if depthwise else "in")
     call.assign_bias(made)
     positions = math.prod(x.shape if isinstance(x, Tensor) else ()) * math.prod(weight.shape[1:])
-    call.note_cost(positions, inputs, made_per_group)
+    call.add_cost(positions, inputs, made_per_group)
     return expand_along(made, channels, call.shape)
 
 
 @rule_for(aten.linear.default)
-def rule_linear(call: OperatorCall) -> Tensor:
+def rule_linear(call: OperatorCall) -> RuleResult:
     """(..., I) with weight (O, I)."""
     x, weight = call.args[:2]
     if (axes := _matrix_axes(weight)) is None:
-        return computed_weight(call)
+        return lock_computed_weight(call)
     inputs = call.labels_along(x, len(x.shape) - 1)
     call.assign(weight, axes[1], inputs, "in")
     made = call.sets.fresh(weight.shape[0])
     call.assign(weight, axes[0], made, "out")
     call.assign_bias(made)
     call.state.linear_layers.append((call.path, made, inputs))
-    call.note_cost(math.prod(call.shape) * weight.shape[1], made, inputs)
+    call.add_cost(math.prod(call.shape) * weight.shape[1], made, inputs)
     return expand_along(made, len(call.shape) - 1, call.shape)
 
 
 @rule_for(aten.embedding.default, aten.embedding_bag.default, aten._embedding_bag.default)
-def rule_embedding(call: OperatorCall) -> Any:
+def rule_embedding(call: OperatorCall) -> RuleResult:
     """Integers with weight (rows, width): the width is new channels; rows stay, since the integers name them."""
     weight = call.args[0]
     if (axes := _matrix_axes(weight)) is None or not call.has_one_result:
-        return call.give_up()
+        return call.lock_inputs()
     made = call.sets.fresh(weight.shape[1])
     call.assign(weight, axes[1], made, "out")
     call.sets.add_axis(weight.name, axes[0][0], torch.zeros(weight.shape[0], dtype=torch.long), "with")
     return expand_along(made, len(call.shape) - 1, call.shape)
 
 
-def computed_weight(call: OperatorCall) -> Any:
-    """Give up on a layer whose weight is no parameter."""
-    return call.give_up(f"the weight of {call.where} is computed in the forward pass")
+def lock_computed_weight(call: OperatorCall) -> RuleResult:
+    """Lock the inputs of a layer whose weight is no parameter."""
+    return call.lock_inputs(f"the weight of {call.where} is computed in the forward pass")
 
 
 def equal_groups(call: OperatorCall, labels: Tensor, groups: int) -> Tensor:

@@ -18,15 +18,15 @@ from compresskit.prune.structure.channel_sets import (
     varying_dims,
 )
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, overloads, rule_for
-from compresskit.prune.structure.rules.width_scaling import note_moved_product
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.width_scaling import remember_moved_product
 
 
 @rule_for(aten.cat.default, aten.concat.default, aten.stack.default, aten.hstack.default, aten.vstack.default)
-def rule_concat(call: OperatorCall) -> Tensor:
+def rule_concat(call: OperatorCall) -> RuleResult:
     """Labels side by side."""
     if call.target in (aten.hstack.default, aten.vstack.default):
-        return call.give_up(f"no rule for {call.target}")  # type: ignore[no-any-return]
+        return call.lock_inputs(f"no rule for {call.target}")
     dim = call.argument("dim", 0)
     values = [v for v in call.args[0] if not (v.shape == (0,) and len(call.args[0]) > 1)]
     if call.target is aten.stack.default:
@@ -65,7 +65,7 @@ _MOVING_OPERATORS = """reshape view flatten unflatten permute transpose squeeze 
 
 
 @rule_for(*overloads(_MOVING_OPERATORS))
-def rule_move(call: OperatorCall) -> Any:
+def rule_move(call: OperatorCall) -> RuleResult:
     """Run the operator on the labels themselves."""
     x, *rest = call.args
     if call.kind == "roll" and isinstance(x, Tensor) and len(rest) > 1 and not {d % x.ndim for d in rest[1]} & {*varying_dims(x)}:
@@ -76,14 +76,14 @@ def rule_move(call: OperatorCall) -> Any:
             return x.map(lambda a: function(a, *rest, **call.kwargs))
         moved = tighten(function(x, *rest, **call.kwargs))
     except (RuntimeError, TypeError):
-        return call.give_up()
+        return call.lock_inputs()
     if "expand" in call.kind or "repeat" in call.kind:
         moved = _labels_of_copies(x, moved)
     if len(varying_dims(moved)) > len(varying_dims(x)):
         # (N, C) viewed as (N, heads, C / heads): which of the two sizes stays is decided once the whole graph has been seen.
-        call.note_split(moved)
-    call.note_hard_coded_size(moved)
-    note_moved_product(call)
+        call.add_split(moved)
+    call.add_hard_coded_size(moved)
+    remember_moved_product(call)
     return moved
 
 
@@ -97,18 +97,18 @@ def _labels_of_copies(x: Tensor, moved: Tensor) -> Tensor:
 
 
 @rule_for(aten.pixel_shuffle.default)
-def rule_pixel_shuffle(call: OperatorCall) -> Any:
+def rule_pixel_shuffle(call: OperatorCall) -> RuleResult:
     """(N, C r^2, H, W) to (N, C, H r, W r): the r^2 channels that make one are joined."""
     x, r = call.args
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} works on a parameter")
+        return call.lock_inputs(f"{call.where} works on a parameter")
     blocks = call.labels_along(x, 1).view(-1, r * r)
     call.sets.join(blocks[:, :1], blocks, f"one of the channels that {call.where} puts together cannot be cut")
     return expand_along(blocks.amax(1), 1, call.shape)
 
 
 @rule_for(aten.channel_shuffle.default)
-def rule_channel_shuffle(call: OperatorCall) -> Any:
+def rule_channel_shuffle(call: OperatorCall) -> RuleResult:
     """The number of groups stays, so groups get narrower together."""
     x, groups = call.args
     rows = call.labels_along(x, 1).view(groups, -1)
@@ -117,23 +117,23 @@ def rule_channel_shuffle(call: OperatorCall) -> Any:
 
 
 @rule_for(aten.pad.default, aten.constant_pad_nd.default)
-def rule_pad(call: OperatorCall) -> Any:
+def rule_pad(call: OperatorCall) -> RuleResult:
     """Zeros around positions have no channels; zeros beside channels are channels that stay."""
     x, sizes = call.args[:2]
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} works on a parameter")
+        return call.lock_inputs(f"{call.where} works on a parameter")
     moving, beside = varying_dims(x), list(sizes)
     for d in range(len(beside) // 2):
         if x.ndim - 1 - d not in moving:
             beside[2 * d : 2 * d + 2] = [0, 0]
     if any(beside) and call.argument("mode", "constant") != "constant":
-        return call.give_up(f"{call.where} repeats channels")
+        return call.lock_inputs(f"{call.where} repeats channels")
     small = collapse(x)
     return (torch.nn.functional.pad(small, beside) if any(beside) else small).expand(call.shape)
 
 
 @rule_for(aten.chunk.default, aten.tensor_split.sections)
-def rule_chunk(call: OperatorCall) -> Any:
+def rule_chunk(call: OperatorCall) -> RuleResult:
     """Equal parts: the channels at the same position of every part are joined."""
     x, count = call.args[:2]
     dim = call.argument("dim", 0)
@@ -142,16 +142,16 @@ def rule_chunk(call: OperatorCall) -> Any:
     parts = torch.chunk(x, count, dim)
     if dim % x.ndim in varying_dims(x):
         if any(part.shape != parts[0].shape for part in parts):
-            return call.give_up(f"{call.where} makes unequal parts")
+            return call.lock_inputs(f"{call.where} makes unequal parts")
         _join_equal_parts(call, torch.stack([collapse(p) for p in parts]))
     return [tighten(part) for part in parts]
 
 
 @rule_for(aten.glu.default)
-def rule_glu(call: OperatorCall) -> Any:
+def rule_glu(call: OperatorCall) -> RuleResult:
     """`a * sigmoid(b)` of two halves: channels i and i + C/2 are joined."""
     if not isinstance(call.args[0], Tensor):
-        return call.give_up(f"{call.where} works on a parameter")
+        return call.lock_inputs(f"{call.where} works on a parameter")
     first, second = torch.chunk(call.args[0], 2, call.argument("dim"))
     return join_broadcast(call, first, second).expand(call.shape)
 
@@ -168,7 +168,7 @@ _SEVERAL_PARTS = (
 
 
 @rule_for(*_ONE_PART, *_SEVERAL_PARTS)
-def rule_constant_cut(call: OperatorCall) -> Any:
+def rule_constant_cut(call: OperatorCall) -> RuleResult:
     """Cuts at places written in the code: allowed across positions; channels that are cut so cannot change."""
     x, *rest = call.args
     if isinstance(x, ParameterView):
@@ -189,7 +189,7 @@ def _join_equal_parts(call: OperatorCall, parts: Tensor) -> None:
 
 
 @rule_for(aten.index.Tensor, aten.index_select.default)
-def rule_look_up(call: OperatorCall) -> Any:
+def rule_look_up(call: OperatorCall) -> RuleResult:
     """x[integers]: tables are followed entry by entry; rows of activations keep their channels."""
     x, recorded = call.args[0], _on_cpu(call.node.meta["indices"])
     if isinstance(x, ParameterView):
@@ -199,7 +199,7 @@ def rule_look_up(call: OperatorCall) -> Any:
             call.sets.lock(index, f"read as positions by {call.where}")
     touched, moving = _touched_dims(call, x, recorded), varying_dims(x)
     if any(d in moving for d in touched):
-        return call.give_up(f"looked up at fixed places by {call.where}")
+        return call.lock_inputs(f"looked up at fixed places by {call.where}")
     shape = call.shape
     if not moving:
         value = collapse(x).flatten()[:1]
@@ -208,7 +208,7 @@ def rule_look_up(call: OperatorCall) -> Any:
         try:
             return tighten(call.target(x.contiguous(), *recorded))
         except (RuntimeError, IndexError):
-            return call.give_up()
+            return call.lock_inputs()
     # The looked-up dimensions stand before the channels, which keep their places counted from the end.
     small = collapse(x)
     small = small.flatten(0, min(moving) - 1)[0] if min(moving) else small
@@ -236,11 +236,11 @@ def _on_cpu(recorded: list[Any]) -> list[Any]:
 
 
 @rule_for(*overloads("index_put index_copy index_add copy index_fill slice_scatter select_scatter"))
-def rule_write(call: OperatorCall) -> Any:
+def rule_write(call: OperatorCall) -> RuleResult:
     """Values written into a tensor: a blank one takes their labels, the channels of another one are joined with theirs."""
     x, args, copies = call.args[0], call.args, "copy" in str(call.target)
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} writes into a parameter")
+        return call.lock_inputs(f"{call.where} writes into a parameter")
     target: Node = call.node.args[0]
     if len(args) > 2 and isinstance(args[2], Tensor) and args[2].numel() == 0:
         if call.is_blank(target):
@@ -250,7 +250,7 @@ def rule_write(call: OperatorCall) -> Any:
     if not values:
         if not varying_dims(x) or "copy_" in str(call.target):
             return x
-        return call.give_up(f"overwritten by {call.where}")
+        return call.lock_inputs(f"overwritten by {call.where}")
     value = values[0]
     if copies:
         if call.is_blank(target):
@@ -258,8 +258,8 @@ def rule_write(call: OperatorCall) -> Any:
         return join_broadcast(call, x, value)
     dims = [d - value.ndim for d in varying_dims(value)]
     if len(dims) != 1 or len(values) > 1 or value.ndim > x.ndim + 1 or dims[0] == -x.ndim:
-        return call.give_up()
+        return call.lock_inputs()
     if x.shape[dims[0]] != value.shape[dims[0]]:
-        return call.give_up()
+        return call.lock_inputs()
     labels = expand_along(call.labels_along(value, value.ndim + dims[0]), x.ndim + dims[0], tuple(x.shape))
     return labels if call.is_blank(target) else join_broadcast(call, x, labels)

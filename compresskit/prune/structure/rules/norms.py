@@ -2,95 +2,93 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along, varying_dims
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
 from compresskit.prune.structure.rules.contract import labels_of_sum
 from compresskit.prune.structure.rules.layers import equal_groups
 
 
 @rule_for(aten.batch_norm.default, aten.instance_norm.default)
-def rule_channel_norm(call: OperatorCall) -> Tensor:
+def rule_channel_norm(call: OperatorCall) -> RuleResult:
     """Each channel by itself, with up to four tensors of one entry per channel."""
     labels = call.labels_along(call.args[0], 1)
     tensors = [t for t in call.args[1:5] if isinstance(t, ParameterView)]
     for tensor in tensors:
         call.assign_vector(tensor, labels)
     if not tensors:
-        call.note_size_attribute("num_features", labels)
+        call.add_size_attribute("num_features", labels)
     return expand_along(labels, 1, call.shape)
 
 
 @rule_for(aten.group_norm.default)
-def rule_group_norm(call: OperatorCall) -> Tensor:
+def rule_group_norm(call: OperatorCall) -> RuleResult:
     """(N, C, ...) in groups: the same position of every group is one channel set; statistics are over what stays."""
     x, groups = call.args[:2]
     labels = call.labels_along(x, 1)
     if groups == len(labels) > 1:
-        return call.give_up(f"{call.where} has as many groups as channels; use InstanceNorm, which can be cut")  # type: ignore[no-any-return]
+        return call.lock_inputs(f"{call.where} has as many groups as channels; use InstanceNorm, which can be cut")
     equal_groups(call, labels, groups)
     call.assign_vector(call.argument("weight"), labels)
     call.assign_vector(call.argument("bias"), labels)
-    call.note_size_attribute("num_channels", labels)
-    call.note_statistic(labels, 1)
+    call.add_size_attribute("num_channels", labels)
+    call.add_statistic(labels, 1)
     return expand_along(labels, 1, call.shape)
 
 
 @rule_for(aten.layer_norm.default, aten.rms_norm.default)
-def rule_layer_norm(call: OperatorCall) -> Any:
+def rule_layer_norm(call: OperatorCall) -> RuleResult:
     """Over the last dimensions, one of which may be that of the channels; statistics are over what stays."""
     x, shape = call.args[:2]
     if not isinstance(x, Tensor):
-        return call.give_up(f"{call.where} normalises a parameter")
+        return call.lock_inputs(f"{call.where} normalises a parameter")
     first = x.ndim - len(shape)
     inside = [d for d in varying_dims(x) if d >= first]
     if not inside:
         return x
     if len(inside) > 1:
-        return call.give_up(f"{call.where} normalises over several dimensions of channels")
+        return call.lock_inputs(f"{call.where} normalises over several dimensions of channels")
     labels = call.labels_along(x, inside[0])
     call.assign_vector(call.argument("weight"), labels, inside[0] - first)
     call.assign_vector(call.argument("bias"), labels, inside[0] - first)
-    call.note_size_attribute("normalized_shape", labels, inside[0] - first)
-    call.note_statistic(labels, inside[0])
+    call.add_size_attribute("normalized_shape", labels, inside[0] - first)
+    call.add_statistic(labels, inside[0])
     return expand_along(labels, inside[0], call.shape)
 
 
 @rule_for(aten.prelu.default)
-def rule_prelu(call: OperatorCall) -> Any:
+def rule_prelu(call: OperatorCall) -> RuleResult:
     """One slope for all, or one per channel."""
     x, slope = call.args
     if not isinstance(slope, ParameterView):
-        return call.give_up(f"the slope of {call.where} is computed in the forward pass")
+        return call.lock_inputs(f"the slope of {call.where} is computed in the forward pass")
     if slope.numel > 1:
         call.assign_vector(slope, call.labels_along(x, 1))
     return x
 
 
 @rule_for(aten._weight_norm.default)
-def rule_weight_norm(call: OperatorCall) -> Any:
+def rule_weight_norm(call: OperatorCall) -> RuleResult:
     """`g v / |v|`: a weight with the layout of v, whose dimension `dim` is also that of g."""
     v, g = call.args[:2]
     dim = call.args[2] if len(call.args) > 2 else 0
     parameters = all(isinstance(t, ParameterView) and not t.moved for t in (v, g))
     if not parameters or dim < 0 or len(g.shape) != len(v.shape):
-        return call.give_up()
+        return call.lock_inputs()
     dims_of_g = tuple(d if d == dim else None for d in range(len(v.shape)))
     return ParameterView.of(v.name, v.shape, same_layout=((g.name, dims_of_g),))
 
 
 @rule_for(aten.linalg_vector_norm.default)
-def rule_vector_norm(call: OperatorCall) -> Any:
+def rule_vector_norm(call: OperatorCall) -> RuleResult:
     """A norm of finite order is a sum: what is removed adds nothing to it."""
     x = call.args[0]
     order, dims = call.argument("ord"), call.argument("dim")
     if not isinstance(x, Tensor) or dims is None or not 0 < float(order) < float("inf"):
-        return call.give_up()
+        return call.lock_inputs()
     dims = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]
     result = labels_of_sum(call, x, dims)
     kept = [n for d, n in enumerate(x.shape) if d not in dims]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, rule_for
-from compresskit.prune.structure.rules.layers import computed_weight
+from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.layers import lock_computed_weight
 
 _LAYER_GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
 _CELL_GATES = {
@@ -22,13 +22,13 @@ _CELL_GATES = {
 
 
 @rule_for(*_LAYER_GATES)
-def rule_recurrent(call: OperatorCall) -> Any:
+def rule_recurrent(call: OperatorCall) -> RuleResult:
     """(N, T, I) to (N, T, directions * H). All layers and directions share one `hidden_size`, so they get narrower together."""
     x, state, weights, biases, layers, _, _, bidirectional, _ = call.args
     gates, directions = _LAYER_GATES[call.target], 2 if bidirectional else 1
     per_layer = len(weights) // (layers * directions)
     if per_layer != (4 if biases else 2) or not _are_parameters(weights):
-        return call.give_up(f"{call.where} has projections, or weights computed in the forward pass")
+        return call.lock_inputs(f"{call.where} has projections, or weights computed in the forward pass")
     hidden = call.sets.fresh(weights[1].shape[1])
     _join_initial_state(call, hidden, state)
     inputs = call.labels_along(x, x.ndim - 1)
@@ -42,12 +42,12 @@ def rule_recurrent(call: OperatorCall) -> Any:
 
 
 @rule_for(*_CELL_GATES)
-def rule_recurrent_cell(call: OperatorCall) -> Any:
+def rule_recurrent_cell(call: OperatorCall) -> RuleResult:
     """One step: (N, I) and states (N, H) to states (N, H)."""
     x, state, *rest = call.args
     weights = [w for w in rest if w is not None]
     if not _are_parameters(weights):
-        return computed_weight(call)
+        return lock_computed_weight(call)
     hidden, inputs = call.sets.fresh(weights[1].shape[1]), call.labels_along(x, x.ndim - 1)
     _join_initial_state(call, hidden, state)
     _assign_gates(call, weights, _CELL_GATES[call.target], hidden, inputs, math.prod(x.shape[:-1]))
@@ -55,9 +55,9 @@ def rule_recurrent_cell(call: OperatorCall) -> Any:
 
 
 @rule_for(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
-def rule_packed_sequence(call: OperatorCall) -> Any:
+def rule_packed_sequence(call: OperatorCall) -> RuleResult:
     """Packed sequences are not cut."""
-    return call.give_up(f"packed sequences are not followed through {call.where}")
+    return call.lock_inputs(f"packed sequences are not followed through {call.where}")
 
 
 def _are_parameters(weights: list[Any]) -> bool:
@@ -72,7 +72,7 @@ def _assign_gates(
         call.sets.add_axis(weight.name, 0, hidden.repeat(gates), "out" if position == 0 else "with")
     for weight, columns in zip(weights, (inputs, hidden), strict=False):
         call.sets.add_axis(weight.name, 1, columns, "in")
-        call.note_cost(steps * gates * len(hidden) * len(columns), hidden, columns)
+        call.add_cost(steps * gates * len(hidden) * len(columns), hidden, columns)
 
 
 def _join_initial_state(call: OperatorCall, hidden: Tensor, state: Any) -> None:

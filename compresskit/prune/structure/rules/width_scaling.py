@@ -15,20 +15,20 @@ from compresskit.prune.structure.constraints import WidthScaling
 from compresskit.prune.structure.rules.base import OperatorCall
 
 
-def note_product(call: OperatorCall, first: Tensor, second: Tensor, dims: list[int]) -> None:
+def remember_product(call: OperatorCall, first: Tensor, second: Tensor, dims: list[int]) -> None:
     """Remember a product that sums over `dims` of channels: a factor 1 / sqrt(width) may follow."""
     if dims:
         shared = bool(torch.isin(first[first > 0], second).any())
         call.state.products[call.node] = (first, dims[-1], shared)
 
 
-def note_moved_product(call: OperatorCall) -> None:
+def remember_moved_product(call: OperatorCall) -> None:
     """Remember that the operator gives a product in another shape."""
     if call.node.args[0] in call.state.products:
         call.state.products[call.node] = call.state.products[call.node.args[0]]
 
 
-def note_factor(call: OperatorCall, result: Tensor) -> None:
+def add_scaling_factor(call: OperatorCall, result: Tensor) -> None:
     """Record a multiplication by 1 / sqrt(width of its channels), unless the factor is stored in the module and so stays."""
     if call.kind not in ("mul", "div"):
         return
@@ -43,11 +43,11 @@ def note_factor(call: OperatorCall, result: Tensor) -> None:
     for labels, dim, shared in candidates:
         if math.isclose(factor, labels.shape[dim] ** -0.5, rel_tol=1e-4):
             if not _is_stored(call, number):
-                note_width_scaling(call, labels, dim, shared=shared)
+                add_width_scaling(call, labels, dim, shared=shared)
             return
 
 
-def note_width_scaling(call: OperatorCall, labels: Tensor, dim: int, *, shared: bool = False) -> None:
+def add_width_scaling(call: OperatorCall, labels: Tensor, dim: int, *, shared: bool = False) -> None:
     """Record that values are multiplied by 1 / sqrt(size of `dim`)."""
     call.state.width_scalings.append(WidthScaling(labels=collapse(labels), dim=dim, shared=shared))
 

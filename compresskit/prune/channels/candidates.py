@@ -1,0 +1,55 @@
+"""Candidates of a plan, exported to measure what counting does not tell: bytes of the file, milliseconds in ONNX Runtime."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from compresskit.base.task import Inputs, first_rows
+from compresskit.export import export_onnx
+from compresskit.measure import latency
+from compresskit.prune.structure.plan import Plan, apply_
+
+SECONDS, ROUNDS = 0.6, 15
+
+
+class ExportedCandidates:
+    """The dense model's file and a candidate's beside it, in a temporary folder; a context manager.
+
+    kind: "bytes" or "latency", the latter for one sample on one thread, dense and candidate run in turn.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs, kind: str) -> None:
+        self.model, self.example, self.kind = model, example, kind
+
+    def __enter__(self) -> ExportedCandidates:
+        self.folder = tempfile.TemporaryDirectory()
+        self.dense = self._write(self.model, "dense")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.folder.cleanup()
+
+    def _write(self, model: nn.Module, name: str) -> Path:
+        return export_onnx(model, Path(self.folder.name) / f"{name}.onnx", self.example)
+
+    def measure(self, plan: Plan) -> tuple[float, str]:
+        """Fraction of the dense model's figure that a plan keeps, and the measurement in words."""
+        file = self._write(apply_(copy.deepcopy(self.model), plan), "candidate")
+        if self.kind == "bytes":
+            before, after = (_size(f) for f in (self.dense, file))
+            return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"
+        one = first_rows(self.example, 1)
+        slow, fast = latency([self.dense, file], one, seconds=SECONDS, rounds=ROUNDS)
+        return fast / slow, (
+            f"{fast:.3f} ms in ONNX Runtime, {fast / slow:.1%} of the {slow:.3f} of the dense model"
+            " (one sample, one thread, fp32, run in turn)"
+        )
+
+
+def _size(file: Path) -> int:
+    return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

@@ -1,0 +1,162 @@
+"""The update: clipping and unscaling as one factor, and fused optimizers that skip on the device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import oracles
+import pytest
+import torch
+from mixed_runs import FIXED_SCALE, FP16_ON_CPU, INF, linear_steps, two_weights
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compresskit.mixed import (
+    AMP_FP16,
+    FP32,
+    MASTER_FP16,
+    prepare,
+)
+from compresskit.mixed.step.scaler import total_norm
+
+pytestmark = FP16_ON_CPU
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+}
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of the device by the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.nonzero.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_is_on_unscaled_gradients() -> None:
+    for policy in (FP32, replace(MASTER_FP16, loss_scale=512.0)):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy, clip=0.5)
+        run.backward(run(torch.tensor([[3.0, 4.0, 0.0, 0.0]])).sum())
+        run.step()
+        assert run.stats()["grad_norm"] == pytest.approx(5.0)
+        run.finish()
+        assert model.weight.norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscaling_and_clipping_are_one_factor(fused) -> None:
+    gradients = []
+    for clip in (None, 0.5, 1e6):
+        model = nn.Linear(4, 3, bias=False)
+        nn.init.zeros_(model.weight)
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused), FIXED_SCALE, clip=clip)
+        run.backward(run(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum())
+        run.step()
+        gradients.append(-run.finish().weight.detach())
+        if clip is not None:
+            assert run.stats()["grad_norm"] == pytest.approx(gradients[0].norm().item(), rel=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0] * 0.5 / gradients[0].norm(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients[2], gradients[0])
+
+
+def test_the_norm_shows_an_overflow() -> None:
+    for fused in (False, True):
+        for bad in (INF, float("nan")):
+            _, run = two_weights(FIXED_SCALE, functools.partial(torch.optim.SGD, lr=1.0, fused=fused), clip=1.0)
+            linear_steps(run, [bad])
+            assert run.skipped == 1
+            assert run.masters()[0].tolist() == [[0, 0]]
+
+
+def test_norms_of_half_gradients_are_summed_in_fp32() -> None:
+    grads = [torch.full((200_000,), 60000.0).half()]
+    assert torch._foreach_norm(grads)[0] == INF  # the naive way
+    assert total_norm(grads, torch.device("cpu")).item() == pytest.approx(60000 * 200_000**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_fused_optimizers_need_no_host_sync(name, clip) -> None:
+    def syncs(fused):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        run = prepare(model, OPTIMIZERS[name](model.parameters(), fused=fused), MASTER_FP16, clip=clip)
+        run.backward(run(torch.randn(8, 4)).square().mean())
+        with HostReads() as counter:
+            run.step()
+        return counter.count
+
+    assert syncs(fused=True) == 0
+    # Unfused reads the flag, once; torch's own unfused Adagrad and AdamW read their step counters besides.
+    assert syncs(fused=False) >= 1
+
+
+@pytest.mark.parametrize(
+    "policy", [replace(MASTER_FP16, loss_scale=8.0), replace(AMP_FP16, loss_scale=8.0)], ids=lambda p: p.name
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_and_unfused_agree_through_overflows(name, policy) -> None:
+    factors = [1.0, INF, -0.5, INF, INF, 0.25]
+    weights = []
+    for fused in (False, True):
+        model, run = two_weights(policy, functools.partial(OPTIMIZERS[name], fused=fused))
+        linear_steps(run, factors)
+        assert run.stats()["skipped"] == 3
+        weights.append(run.finish().weight.detach())
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-6)
+
+
+def test_fused_adam_counts_real_steps_only() -> None:
+    model, run = two_weights(FIXED_SCALE, functools.partial(torch.optim.AdamW, lr=0.1, fused=True))
+    linear_steps(run, [INF, 1.0, INF, 1.0])
+    assert [state["step"].item() for state in run.optimizer.state.values()] == [2]
+
+
+def fill_free_memory():
+    """Fill the allocator's free blocks with values that a new buffer must not have."""
+    junk = [torch.full((2,), 3e38) for _ in range(2000)]
+    del junk
+
+
+def test_fused_sgd_survives_a_skipped_first_step() -> None:
+    """torch 2.15 allocates the momentum without values and returns early; the next step then uses garbage."""
+    factors = [INF, INF, 1.0, -0.5]
+    model, run = two_weights(FIXED_SCALE, functools.partial(OPTIMIZERS["sgd"], fused=True))
+    fill_free_memory()
+    linear_steps(run, factors)
+    gradients = [None if f == INF else torch.full((1, 2), f) for f in factors]
+    wanted = oracles.sgd(torch.zeros(1, 2), gradients, lr=0.1, momentum=0.9)
+    torch.testing.assert_close(run.finish().weight.double(), wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_fused_sgd_has_zero_buffers_before_a_step_that_may_be_skipped() -> None:
+    """Garbage may happen to be zero, so the buffer after the skip is checked as well."""
+    model, run = two_weights(FIXED_SCALE, functools.partial(OPTIMIZERS["sgd"], fused=True))
+    empty_like, filled = torch.empty_like, []
+
+    def garbage(*args, **kwargs):
+        filled.append(1)
+        return empty_like(*args, **kwargs).fill_(3e38)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", garbage)
+        linear_steps(run, [INF])
+    assert not filled
+    assert all(not state["momentum_buffer"].any() for state in run.optimizer.state.values())
+
+
+def test_fused_sgd_with_dampening_takes_the_whole_first_gradient() -> None:
+    """With dampening a zero buffer would be wrong: (1 - dampening) * gradient; it takes the unfused path."""
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    weights = []
+    for fused in (False, True):
+        _, run = two_weights(FIXED_SCALE, functools.partial(make, fused=fused))
+        linear_steps(run, [INF, 1.0, 1.0])
+        weights.append(run.finish().weight.detach())
+    torch.testing.assert_close(*weights)

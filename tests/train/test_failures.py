@@ -1,0 +1,87 @@
+"""Loaders that fail or change while a model trains: one error that names the batch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import checkout
+import networks
+import pytest
+from networks import build, images_task
+from torch.utils.data import DataLoader, Dataset
+
+import compresskit as ck
+from compresskit.base.errors import (
+    DataError,
+)
+
+
+def task(**settings):
+    return images_task(ck, samples=32, batch=16, **settings)
+
+
+def fit(given):
+    return ck.Train(epochs=1)(build(networks.Chain), given)
+
+
+class Fragile(Dataset):
+    def __init__(self, how):
+        self.how, self.x, self.y = how, *task().train[0]
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        if i == 13:
+            self.how()
+        return self.x[i], self.y[i]
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def missing():
+    raise FileNotFoundError(2, "No such file or directory", "picture13.png")
+
+
+def lose_a_sample(how, workers):
+    fit(ck.Task(train=DataLoader(Fragile(how), 4, num_workers=workers), val=task().val))
+
+
+NO_BATCH = r"epoch 1, batch 4: the training loader gives no batch: .*{}.*num_workers=0"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("workers", "said"), [(0, "picture13.png"), (1, "FileNotFoundError")])
+def test_a_sample_that_cannot_be_read_names_its_batch(workers, said) -> None:
+    with pytest.raises(DataError, match="(?s)" + NO_BATCH.format(said)):
+        lose_a_sample(missing, workers)
+
+
+def test_a_killed_worker_of_the_loader_names_the_batch() -> None:
+    # In a process of its own: torch raises the death of a worker again whenever another child ends.
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_failures as t\n"
+        "try: t.lose_a_sample(t.killed, 1)\n"
+        "except t.DataError as error: print(error, flush=True)"
+    )
+    done = checkout.python("-c", code, check=False)
+    # It is noticed at that batch or, as loaders read ahead, at one before, by torch or by the pipe that closed.
+    said = r"epoch 1, batch [1-4]: the training loader gives no batch: .*num_workers=0"
+    assert re.search(said, done.stdout, re.S), done.stdout + done.stderr[-2000:]
+
+
+class Changing(list):
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_loader_that_gives_another_number_of_batches_is_refused(count) -> None:
+    given = ck.Task(train=Changing([task().train[0]] * count), val=task().val)
+    with pytest.raises(DataError, match="the training loader has length 4 and gave (3|more) batches; it must not change"):
+        fit(given)
