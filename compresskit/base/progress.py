@@ -29,7 +29,7 @@ from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, Interrupted, SettingError
 from compresskit.base.files import read_json, read_tensors, write_json, write_tensors
 from compresskit.base.packing import pack, unpack
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Every:
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         if self.seconds is not None and not self.seconds >= 0:
             raise SettingError(f"Every(seconds=...): wanted a number >= 0, or None, got {self.seconds}")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):

@@ -199,7 +199,7 @@ def reshape_mask_(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
         here.register_buffer(f"{MASK_PREFIX}{leaf}", mask.reshape(shape), persistent=False)
 
 
-class MasterWeights(Protocol):
+class RunWithMasters(Protocol):
     """What `enforce_masks_` needs of a `mixed.Run`: the tensors that the optimizer updates, and hooks after each update."""
 
     after_update: list[Callable[[], None]]
@@ -208,7 +208,7 @@ class MasterWeights(Protocol):
         """Return the tensors that the optimizer updates, by parameter name."""
 
 
-def enforce_masks_(model: nn.Module, run: MasterWeights) -> Callable[[], None]:
+def enforce_masks_(model: nn.Module, run: RunWithMasters) -> Callable[[], None]:
     """Keep the masks attached to a model in force while it is trained.
 
     Removed weights get no gradient, so that the norm of the gradients does not include them. After every optimizer step they are

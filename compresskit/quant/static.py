@@ -12,7 +12,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs, first_and_all
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
@@ -164,7 +164,7 @@ class StaticQuant(Stage):
     inside: str | None = None
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_target(self.target, "StaticQuant")
         check_observer(self.observer, "StaticQuant")
         check_choose(self.choose, "StaticQuant")

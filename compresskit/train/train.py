@@ -25,7 +25,7 @@ from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.packing import Resumable
 from compresskit.base.progress import Training
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
@@ -72,7 +72,7 @@ class Train(Stage):
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise SettingError(f"Train(epochs=...): wanted a whole number >= 1, got {self.epochs}")
-        check_kinds(self)
+        check_field_types(self)
         if self.accumulate < 1:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:

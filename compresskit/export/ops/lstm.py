@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compresskit.export.ops.quantize import round_dynamically
-from compresskit.graph.recurrent import Cell, cells
+from compresskit.graph.recurrent import Cell, recurrent_cells
 
 
 def unprojected(state: Tensor, projection: Tensor | None) -> Tensor:
@@ -36,7 +36,7 @@ def simulate_dynamic_lstm(
     """
     x = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
-    for i, layer in enumerate(cells(weights, has_biases, layers, bidirectional)):
+    for i, layer in enumerate(recurrent_cells(weights, has_biases, layers, bidirectional)):
         given = round_dynamically(x) if enabled else x
         outputs = []
         for direction, cell in enumerate(layer):

@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from compresskit.base.errors import ExportError
 from compresskit.export.ops.translations import DOMAIN
-from compresskit.graph.recurrent import GATES, Cell, cells
+from compresskit.graph.recurrent import GATES, Cell, recurrent_cells
 
 ORDER = {"lstm": [0, 3, 1, 2], "gru": [1, 0, 2], "rnn_tanh": [0], "rnn_relu": [0]}
 ONNX_OPERATORS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
@@ -61,7 +61,7 @@ class _Writer:
         last: list[list[ir.Value]] = [[], []]
         if self.batch_first:
             x = self._add("Transpose", [x], perm=[1, 0, 2])
-        layers = cells(weights, bool(self.has_biases), self.layers, bool(self.both))
+        layers = recurrent_cells(weights, bool(self.has_biases), self.layers, bool(self.both))
         for i, layer in enumerate(layers):
             projection = self._projection(layer)
             first = [None if _is_zero(v) else self._part(v, i, projection if j == 0 else None) for j, v in enumerate(given)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
-from compresskit.graph.surgery import get_tensor, holders, owner, select_, sync_attributes_
+from compresskit.graph.surgery import get_tensor, owner, parameter_owners, select_, sync_attributes_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         for name, (factor, rows) in plan.scales.items():
             values = get_tensor(model, name)
             values[torch.tensor(rows, device=values.device)] *= factor
-    known = holders(model)
+    known = parameter_owners(model)
     for name in plan.remove:
         select_(model, name, plan.keep(name), known)
     changed = {id(get_tensor(model, name)) for name in plan.remove}
