@@ -50,7 +50,7 @@ def test_the_exported_file_computes_what_is_simulated(kind, exported) -> None:
 )
 def test_all_operators_run_in_integers(kind, exported) -> None:
     audit = ck.audit(exported(kind)[2])
-    assert audit.share == 1.0
+    assert audit.integer_fraction == 1.0
     assert audit.floating == ()
     assert all(done == every for done, every in audit.operators.values()), audit
     assert audit.conversions <= 2, audit
@@ -60,7 +60,7 @@ def test_all_operators_run_in_integers(kind, exported) -> None:
 def test_the_float_file_has_the_same_multiply_accumulates(kind, exported, tmp_path) -> None:
     model, _, path = exported(kind)
     audit = ck.audit(ck.export_onnx(model, tmp_path / "f.onnx", image(2)))
-    assert audit.share == 0
+    assert audit.integer_fraction == 0
     assert audit.macs == ck.audit(path).macs > 0
 
 

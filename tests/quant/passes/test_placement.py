@@ -29,7 +29,7 @@ def test_skipped_modules_stay_float(tmp_path) -> None:
     quantized = quantize_static(build(networks.Residual), [image(16)], skip=("inner",))
     assert "skipped by the user" in quantized.placement.floating.values()
     audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
-    assert 0 < audit.share < 1
+    assert 0 < audit.integer_fraction < 1
     assert len(audit.floating) == 1
 
 
@@ -191,4 +191,4 @@ def test_convolutions_padded_by_name_run_in_integers(kernel, tmp_path) -> None:
     torch.testing.assert_close(graph(*x), model(*x))
     assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4).remove
     quantized = quantize_static(model, [image(16)])
-    assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).share == 1.0
+    assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).integer_fraction == 1.0
