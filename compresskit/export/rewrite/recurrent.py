@@ -102,10 +102,10 @@ class _Writer:
         return self._add_many(ONNX_OPERATORS[self.kind], inputs, 3 if self.kind == "lstm" else 2, "", attributes)
 
     def _recurrent(self, cell: Cell) -> Matrix:
-        found = self._matrix(cell.recurrent)
-        if cell.projection is None or found.values.shape[0] == GATES[self.kind] * found.values.shape[1]:
-            return found
-        return Matrix(values=(found.values.astype(np.float64) @ self._matrix(cell.projection).values).astype(np.float32))
+        matrix = self._matrix(cell.recurrent)
+        if cell.projection is None or matrix.values.shape[0] == GATES[self.kind] * matrix.values.shape[1]:
+            return matrix
+        return Matrix(values=(matrix.values.astype(np.float64) @ self._matrix(cell.projection).values).astype(np.float32))
 
     def _projection(self, layer: list[Cell]) -> np.ndarray | None:
         """(directions, P, H), or None."""
@@ -116,7 +116,7 @@ class _Writer:
         return np.concatenate([np.split(rows, GATES[self.kind])[i] for i in ORDER[self.kind]])
 
     def _matrix(self, value: ir.Value | None) -> Matrix:
-        """What is stored behind a value, looking through DequantizeLinear."""
+        """The stored matrix of a value, also behind DequantizeLinear."""
         producer = None if value is None else value.producer()
         if producer is not None and producer.op_type == "DequantizeLinear":
             q, scale, zero_point = (_constant_array(v) for v in producer.inputs[:3])

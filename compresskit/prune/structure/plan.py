@@ -159,9 +159,9 @@ def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
 
 def _tensors_of(module: nn.Module) -> list[Tensor | None]:
     """Parameters and buffers of a module itself, those under a parametrization included."""
-    own = [*module._parameters.values(), *module._buffers.values()]
+    tensors = [*module._parameters.values(), *module._buffers.values()]
     parametrized = module._modules.get("parametrizations")
-    return own if parametrized is None else [*own, *parametrized.parameters()]
+    return tensors if parametrized is None else [*tensors, *parametrized.parameters()]
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:

@@ -83,18 +83,18 @@ def _join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView
     moving = varying_dims(labels)
     if not moving:
         # It meets no channels yet, but may do so later: (weight * rsqrt(variance)) of a frozen BatchNorm.
-        own = call.vector_labels(parameter)
-        if own is not None and not bool((labels > 0).any()):
+        vector = call.vector_labels(parameter)
+        if vector is not None and not bool((labels > 0).any()):
             unconstrained = labels.new_full((1,) * labels.ndim, UNCONSTRAINED)
-            return join_broadcast(call, unconstrained, own).expand(labels.shape)
+            return join_broadcast(call, unconstrained, vector).expand(labels.shape)
         call.sets.lock(labels, f"met by the parameter {parameter.name} in {call.where}")
         call.state.lock_tensor(parameter.name, f"used by {call.where}")
         return labels
     met = [d for d in moving if d in varying_dims(_value_numbers(padded))]
     if not met:
         return labels
-    if len(met) == 1 and (own := call.parameter_labels(padded, met[0])) is not None:
-        return join_broadcast(call, labels, own).expand(labels.shape)
+    if len(met) == 1 and (met_labels := call.parameter_labels(padded, met[0])) is not None:
+        return join_broadcast(call, labels, met_labels).expand(labels.shape)
     call.sets.lock(labels, f"met by the parameter {parameter.name} in an order of its own")
     call.state.lock_tensor(parameter.name, f"used by {call.where}")
     return labels

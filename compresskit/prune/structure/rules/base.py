@@ -260,10 +260,10 @@ class OperatorCall:
             if (stored := dims[dim]) is None:
                 continue
             size = self.state.size(name, stored)
-            whole = labels
+            axis_labels = labels
             if len(indices) != size or not bool((indices == torch.arange(size)).all()):
-                whole = torch.full((size,), UNCONSTRAINED).index_put((indices,), labels)
-            self.sets.add_axis(name, stored, whole, role)
+                axis_labels = torch.full((size,), UNCONSTRAINED).index_put((indices,), labels)
+            self.sets.add_axis(name, stored, axis_labels, role)
 
     def assign_vector(self, parameter: Any, labels: Tensor, dim: int = 0) -> None:
         """A parameter with one entry per channel along `dim` goes with the channels; what is no parameter is ignored."""
@@ -349,12 +349,12 @@ def rule_for(*targets: Any) -> Callable[[PropagationRule], PropagationRule]:
 
 def overloads(*names: str) -> list[Any]:
     """All overloads of ATen operators, and of their in-place forms, that this torch has; a string may hold several names."""
-    found = []
+    operators = []
     for name in (n for text in names for base in text.split() for n in (base, f"{base}_")):
         packet = getattr(aten, name, None)
         if packet is not None:
-            found += [getattr(packet, o) for o in packet.overloads() if "out" not in o]
-    return found
+            operators += [getattr(packet, o) for o in packet.overloads() if "out" not in o]
+    return operators
 
 
 def operator_name(target: Any) -> str:
