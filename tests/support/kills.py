@@ -1,4 +1,4 @@
-"""Kill a run and start it again, in processes forked from this one, which has imported everything: `kills.py CASE[,CASE] OUT CHAIN`.
+"""Kill a run and start it again, in processes forked from this one, which has imported everything: `kills.py CASES OUT CHAIN`.
 
 This one must never have trained: autograd's threads do not survive a fork.
 """
