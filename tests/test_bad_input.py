@@ -305,7 +305,7 @@ BAD = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name) -> None:
+def test_bad_input_raises_one_clear_error(name) -> None:
     make, kind, message = BAD[name]
     with pytest.raises(kind, match=message) as told:
         make()
@@ -313,7 +313,7 @@ def test_bad_input(name) -> None:
     assert len(str(told.value)) > 15
 
 
-def test_there_are_enough() -> None:
+def test_every_kind_of_error_is_in_the_table() -> None:
     assert len(BAD) >= 60
     assert {kind for _, kind, _ in BAD.values()} >= {
         SettingError, DataError, ModelError, TrainingError, StageOrderError, ExportError, CheckpointError,
