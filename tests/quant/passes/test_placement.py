@@ -17,22 +17,6 @@ from compresskit.quant import Target, quantize_static
 from compresskit.quant.numerics.targets import Support
 
 
-@pytest.mark.parametrize(
-    "kind", [networks.Chain, networks.Residual, networks.PaddedShortcut, networks.Depthwise, networks.Concat]
-)
-def test_all_operators_run_in_integers(kind, tmp_path) -> None:
-    quantized = quantize_static(build(kind), [image(16)])
-    ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
-    audit = ck.audit(tmp_path / "q.onnx")
-    assert audit.integer_fraction == 1.0
-    assert audit.floating == ()
-    assert all(done == every for done, every in audit.operators.values()), audit
-    assert audit.conversions <= 2, audit
-    float_audit = ck.audit(ck.export_onnx(build(kind), tmp_path / "f.onnx", image(2)))
-    assert float_audit.integer_fraction == 0
-    assert float_audit.macs == audit.macs > 0
-
-
 def test_a_placement_prints_kinds_and_reasons() -> None:
     placement = quantize_static(build(networks.Unknown), [image(16)]).placement
     text = str(placement)
