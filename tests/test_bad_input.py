@@ -270,7 +270,11 @@ BAD = {
         SettingError,
         r"skip=\['nosuch'\]: no operator",
     ),
-    "freeze after the end": (lambda: ck.QAT(epochs=1, freeze=2.0), SettingError, r"a share of the training in \[0, 1\], got 2.0"),
+    "freeze after the end": (
+        lambda: ck.QAT(epochs=1, freeze=2.0),
+        SettingError,
+        r"a fraction of the training in \[0, 1\], got 2.0",
+    ),
     "QAT on no samples": (lambda: ck.QAT(epochs=1, samples=0), SettingError, "a whole number >= 1, got 0"),
     "samples of text": (
         lambda: ck.StaticQuant(samples="all"),

@@ -35,7 +35,7 @@ def test_weights_beside_the_file(large, tmp_path) -> None:
         }  # fmt: skip
         assert places == {f"{i}.onnx.data"}
         assert ck.verify_onnx(path, part, [image(16)]).passed
-        assert ck.audit(path).share == share
+        assert ck.audit(path).integer_fraction == share
         assert main(["verify", str(path)]) == 0
         assert files.file_bytes(path) > path.stat().st_size
         ck.export.annotate(path, note="kept apart")
