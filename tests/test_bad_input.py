@@ -129,7 +129,7 @@ BAD = {
     ),
     "save every 0 steps": (lambda: ck.Every(steps=0), SettingError, "wanted a whole number >= 1, or None, got 0"),
     "save before now": (lambda: ck.Every(seconds=-1), SettingError, "wanted a number >= 0, or None, got -1"),
-    "save all the time": (lambda: ck.Every(share=0), SettingError, r"wanted a share in \(0, 1\], got 0"),
+    "save all the time": (lambda: ck.Every(overhead=0), SettingError, r"wanted a fraction in \(0, 1\], got 0"),
     "no training data": (
         lambda: fit(given=ck.Task(val=task().val)),
         SettingError,

@@ -27,7 +27,7 @@ def fill_snapshots_(snapshots: Snapshots | None, model: nn.Module, run: mixed.Ru
     """
     for fraction, state in (snapshots or {}).items():
         if not 0 <= fraction < 1:
-            raise SettingError(f"Task(snapshots=...): wanted shares of a training in [0, 1), got {fraction}")
+            raise SettingError(f"Task(snapshots=...): wanted fractions of a training in [0, 1), got {fraction}")
         if not state and step >= round(fraction * steps):
             stored = model.state_dict().keys()
             values = run.named_masters() | {name: buffer for name, buffer in model.named_buffers() if name in stored}
