@@ -17,7 +17,7 @@ from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
@@ -104,7 +104,7 @@ class LotteryTicket(Budgeted, Stage):
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_pattern(self.pattern, "LotteryTicket")
         check_criterion(self.criterion, "LotteryTicket", WEIGHT_EVIDENCE)
         removed_fraction(self.budget, self.pattern, "LotteryTicket")

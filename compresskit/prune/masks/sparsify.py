@@ -14,7 +14,7 @@ from torch import nn
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_masks_, masks_of
@@ -70,7 +70,7 @@ class Sparsify(Budgeted, Stage):
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_pattern(self.pattern, "Sparsify")
         if isinstance(self.allocation, Mapping):
             if self.budget is not None or self.pattern.fixed is not None:

@@ -599,7 +599,7 @@ def test_bad_settings() -> None:
     task, model = images_task(ck, samples=32), build(networks.Chain)
     with pytest.raises(SettingError, match=r"no weights were kept there; .* Task\(snapshots=\{0.33: \{\}\}\)"):
         Sparsify(budget=ck.remove(weights=0.5), rewind=rewind(), finetune=ONE)(model, task)
-    with pytest.raises(SettingError, match=r"Task\(snapshots=...\): wanted shares of a training in \[0, 1\), got 1.5"):
+    with pytest.raises(SettingError, match=r"Task\(snapshots=...\): wanted fractions of a training in \[0, 1\), got 1.5"):
         ONE(model, replace(task, snapshots={1.5: {}}))
     with pytest.raises(SettingError, match="a schedule cannot follow a criterion that reads activations"):
         Sparsify(budget=ck.remove(weights=0.5), criterion=wanda, schedule=schedules.Cubic(), finetune=ONE)(model, task)
