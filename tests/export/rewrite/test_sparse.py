@@ -61,7 +61,7 @@ def test_dense_weights_stay_dense(tmp_path) -> None:
     assert out.stat().st_size == pytest.approx(path.stat().st_size, abs=100)
 
 
-def test_what_cannot_be_stored_sparse(tmp_path, monkeypatch) -> None:
+def test_files_that_cannot_be_stored_sparse_are_refused(tmp_path, monkeypatch) -> None:
     model = build(networks.Chain)
     path = export_onnx(model, tmp_path / "model.onnx", image(4))
     loaded = onnx.load(path)
