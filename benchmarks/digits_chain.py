@@ -1,7 +1,7 @@
-"""The digits chain over several seeds: size, latency and metric of the int8 file against the fp32 file it started from.
+"""The digits recipe over several seeds: size, latency and metric of the int8 file against the fp32 file of its first stage.
 
 Writes `digits_chain.json` and `digits_chain.md` beside this file. Latencies are medians in ONNX Runtime, one thread,
-batch 1, the files of a run measured in turn.
+batch 1; the files of a run are measured in turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""CIFAR-10: a small residual network alone, with soft targets, and with decoupled ones. Same budget, last epoch, several seeds.
+"""CIFAR-10: a small residual network alone, with soft targets, and with decoupled ones. Several seeds.
 
-Teacher: a trained ResNet-56. Its logits are cached once for a few fixed views of every image; all arms see the same views, so
-that they differ in their losses alone. Writes `distill_cifar.json` and `distill_cifar.md` beside this file, after every run; what
-is there already is not run again.
+All train for the same number of epochs; accuracy is after the last. Teacher: a trained ResNet-56. Its logits are cached for a few
+fixed augmented views of every image. All arms train on these views, so that they differ only in their losses. Writes
+`distill_cifar.json` and `distill_cifar.md` beside this file after every run; runs that are in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Views(Images):
 
 
 def objective(arm: str, cached: kd.Cached, beta: float) -> ck.Objective | None:
-    """What an arm minimises; the weights are those of the papers (1503.02531 as RepDistiller has it, 2203.08679)."""
+    """The objective of an arm; the weights are those of the papers (1503.02531 as RepDistiller has it, 2203.08679)."""
     if arm == "alone":
         return None
     if arm == "kd":

@@ -1,7 +1,7 @@
 """Time and peak memory of every distillation loss, forward and backward, at batch 64 and 256 and at a vocabulary of 32,000.
 
-Writes `distill_losses.json` and `distill_losses.md` beside this file. One thread; times are medians; memory is what is held at
-once beside the inputs, by torch's own profiler. The two losses with a rival (the plain one, the textbook one) are timed in turn.
+Writes `distill_losses.json` and `distill_losses.md` beside this file. One thread; times are medians; memory is the peak
+beside the inputs, by torch's profiler. The two losses with a simpler implementation to compare with are timed in turn with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a teacher in the loop costs: a ResNet-20 step alone, a ResNet-56 forward pass alone, and both as `imitate` runs them.
+"""Cost of a teacher in the training loop: a ResNet-20 step, a ResNet-56 forward pass, and both as `imitate` runs them.
 
 Writes `distill_teacher.json` and `distill_teacher.md` beside this file. Random images, batch 128; the three are timed in turn, so
-that a change of the machine's speed meets all of them; times are medians over the rounds.
+that changes of the machine's speed affect all of them; times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stepper(student: nn.Module, task: ck.Task, objective: ck.Objective | None) -
 
 
 def measure(source: nn.Module | kd.Cached, task: ck.Task, rounds: int, terms: list[kd.Term]) -> dict[str, float]:
-    """Medians in milliseconds, and what `imitate` adds to a step as a share of the teacher's own forward pass."""
+    """Medians in milliseconds, and what `imitate` adds to a step as a fraction of the teacher's forward pass."""
     alone = stepper(CifarResNet(20), task, None)
     both = stepper(CifarResNet(20), task, kd.imitate(source, terms=terms))
     inputs, _ = task.split(next(iter(task.batches("train"))))

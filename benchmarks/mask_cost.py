@@ -1,8 +1,8 @@
-"""What holding masks costs a training step: ResNet-20, batch 128, 90 % of the weights removed, one thread.
+"""Cost of keeping masked weights at zero in a training step: ResNet-20, batch 128, 90 % of the weights removed, one thread.
 
 Writes `mask_cost.json` and `mask_cost.md` beside this file. The work of the masks (gradients of removed weights dropped, weights
-set to zero again after the update) is timed where it happens, in CPU time of the process, so that other load counts little: the
-difference of whole steps is smaller than what a shared machine adds to either.
+set to zero again after the update) is timed where it happens, in CPU time of the process, because the difference of two
+whole steps is smaller than the noise of a shared machine.
 """
 
 from __future__ import annotations

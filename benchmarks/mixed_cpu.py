@@ -1,8 +1,8 @@
 """Mixed precision on a CPU, one thread. CPU-1: the step alone, 25 M parameters. CPU-2: ResNet-20 in fp32 and bf16.
 
-Rows of one table are measured in turn, round by round, so that a busy neighbour slows all of them; figures are medians of
-process time. Prints two tables and writes `mixed_cpu.json` and `mixed_cpu.md` beside this file. `--smoke` runs everything in
-seconds, on sizes that say nothing, and writes nothing. CPU-1 needs about 7 GB of memory.
+Rows of one table are measured in turn, round by round, so that other load on the machine slows all of them; figures are medians
+of process time. Prints two tables and writes `mixed_cpu.json` and `mixed_cpu.md` beside this file. `--smoke` tries the code in
+seconds on tiny sizes and writes nothing. CPU-1 needs about 7 GB of memory.
 """
 
 from __future__ import annotations

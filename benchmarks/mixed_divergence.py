@@ -1,13 +1,13 @@
-"""What loss scaling is for: two networks whose fp16 training fails without it and equals fp32 with it, three seeds each.
+"""Loss scaling: two networks whose fp16 training fails without it and equals fp32 with it, three seeds each.
 
 sum    an autoencoder of handwritten digits (pixels 0..255) under the squared error summed over pixels and batch, as in the
        likelihood of a variational autoencoder: gradients overflow 65504, the weights become nan, the training diverges. A dynamic
-       scale goes below 1 here (`LossScaler(floor=2**-14)`) and skips what overflows on the way.
-mean   a classifier of the same digits under a cross entropy that weighs 1e-5, as an auxiliary loss or a mean over many pixels
-       does: gradients fall below 2^-24 and are lost, and the network learns less or nothing. A dynamic scale lifts them.
+       scale goes below 1 here (`LossScaler(floor=2**-14)`) and skips the steps that overflow before it has.
+mean   a classifier of the same digits under a cross entropy of weight 1e-5, such as an auxiliary loss or a mean over many
+       pixels: gradients fall below 2^-24 and are lost, and the network learns less or nothing. A dynamic scale lifts them.
 
-Masters are fp32 in all rows: what fails is gradients alone. Data: scikit-learn's digits, 1,500 to train and 297 to test. Prints
-tables and writes `mixed_divergence.json` and `mixed_divergence.md` beside this file; `--smoke` makes three steps alone.
+Masters are fp32 in all rows, so only gradients can fail. Data: scikit-learn's digits, 1,500 to train and 297 to test. Prints
+tables and writes `mixed_divergence.json` and `mixed_divergence.md` beside this file; `--smoke` makes three steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(policy: mixed.Policy, loss: Loss, data: tuple[Tensor, Tensor], *, step
     scaler = partial(mixed.LossScaler, floor=2.0**-14) if policy.loss_scale else None
     run = mixed.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), policy, scaler=scaler)
     losses: list[float] = []
-    while len(losses) - int(run.skipped) < steps:  # a skipped step is made up for
+    while len(losses) - int(run.skipped) < steps:  # a skipped step does not count
         batch = torch.randint(0, 1500, (128,))
         value = loss(run(x[batch]), x[batch], y[batch])
         run.backward(value)
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="three steps of one seed; writes nothing")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", category=UserWarning)  # fp16 on a CPU is slow: numerics are all that is asked here
+    warnings.filterwarnings("ignore", category=UserWarning)  # that fp16 on a CPU is slow: only numerics are measured here
     torch.set_num_threads(1)
     steps, seeds = (3, 1) if args.smoke else (60, 3)
     digits = load_digits()

@@ -4,10 +4,10 @@ GPU-1  ResNet-50, 224 x 224, images/s             GPU-4  ResNet-20, where launch
 GPU-2  a BERT-base shape, tokens/s                GPU-5  fp8: one product by torch._scaled_mm; a 4096-wide MLP
 GPU-3  the optimizer step alone, 25 M, 110 M, 1 B GPU-6  accuracy after the last epoch, scikit-learn's digits, by policy, 3 seeds
 
-Synthetic data on the device (but GPU-6), channels_last, CUDA events, median and spread of the timed steps. A row that cannot run
-says why and the rest goes on; rows started after `--minutes` are left out and said to be. Prints tables and writes
-`mixed_gpu.json` and `mixed_gpu.md` beside this file. `--smoke` runs all of it in seconds on a CPU, on sizes that say nothing,
-and writes nothing.
+Synthetic data on the device (except GPU-6), channels_last, CUDA events, median and spread of the timed steps. A row that cannot
+run reports why and the others go on; rows that would start after `--minutes` are listed as left out. Prints tables and writes
+`mixed_gpu.json` and `mixed_gpu.md` beside this file. `--smoke` tries the code in seconds on a CPU, on tiny sizes, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Make = Callable[[nn.Module, torch.optim.Optimizer, Callable[[Any], Tensor]], Ste
 
 
 def fast(model: nn.Module) -> nn.Module:
-    """The model compiled; on a CPU through the same front end alone, as this is for trying the code."""
+    """The compiled model; on a CPU with the eager backend, which is enough to try the code."""
     cuda = next(model.parameters()).device.type == "cuda"
     return torch.compile(model, backend="inductor" if cuda else "eager")  # type: ignore[return-value]
 
 
 def bare(dtype: torch.dtype | None, *, compiled: bool = False) -> Make:
-    """The loop of torch's documentation: fp32, or autocast with GradScaler (on for fp16 alone)."""
+    """The loop of torch's documentation: fp32, or autocast with GradScaler (for fp16 only)."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor]) -> Step:
         device = next(model.parameters()).device.type
@@ -108,7 +108,7 @@ def graphed(row: Make) -> Make:
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], Tensor]) -> Step:
         device = next(model.parameters()).device
-        for group in optimizer.param_groups:  # what may not be frozen into a graph
+        for group in optimizer.param_groups:  # settings that must not be frozen into a graph
             group["lr"] = torch.tensor(group["lr"], device=device)
             group["capturable"] = device.type == "cuda"
         step = row(model, optimizer, loss)
@@ -209,7 +209,7 @@ class Bench:
             if time.monotonic() > self.end:
                 done.append(empty | {"note": "left out: out of time"})
                 continue
-            # A default that other rows must not inherit: TF32 is asked for by name.
+            # Rows must not inherit this from one another: only those named TF32 use it.
             backends: Any = torch.backends
             for place in (backends.cuda.matmul, backends.cudnn.conv):
                 place.fp32_precision = "tf32" if name == "fp32, TF32" else "ieee"
@@ -256,7 +256,7 @@ class Bert(nn.Module):
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(30528, width)  # a multiple of 64, as tensor cores like it
+        self.words = nn.Embedding(30528, width)  # a multiple of 64, for tensor cores
         layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, "gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 8)
@@ -266,7 +266,7 @@ class Bert(nn.Module):
 
 
 def mlp(width: int) -> nn.Module:
-    """Four square layers, as wide as fp8 likes them, and a head."""
+    """Four square layers, wide enough for fp8 to pay, and a head."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 8))
 
@@ -336,7 +336,7 @@ def all_of(bench: Bench) -> dict[str, list[dict[str, Any]]]:
 
     layers, width = (1, 64) if smoke else (12, 768)
     tables: dict[str, list[dict[str, Any]]] = {}
-    # The short ones first: what is started after the last minute is left out.
+    # The short ones first, as rows that would start after the last minute are left out.
     for count in [2048] if smoke else [25_000_000, 110_000_000, 1_000_000_000]:
         tables[f"GPU-3: one AdamW step, {count:,} parameters"] = bench.step_alone(count)
     x, y = images(2 if smoke else 128, 32)

@@ -1,6 +1,7 @@
-"""Two processes against one: the time of training ResNet-20, and what `recipes/digits.py` ends with. No GPU.
+"""Two processes against one: the time of training ResNet-20, and the metrics of `recipes/digits.py`. No GPU.
 
-`--only times` and `--only digits` measure one of the two and keep the other's figures. Writes processes.json and processes.md.
+`--only times` and `--only digits` measure one of the two and keep the figures of the other. Writes processes.json and
+processes.md.
 """
 
 from __future__ import annotations

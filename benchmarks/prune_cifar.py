@@ -1,16 +1,16 @@
 """Channel pruning of ResNet-20 and ResNet-56 on CIFAR-10: accuracy against speed-up, ours and Torch-Pruning side by side.
 
-Both start from the same trained checkpoints, see the same images, and are fine-tuned by the same loop. Torch-Pruning is measured
-where it is installed (`pip install torch-pruning`). Rows are kept in `prune_cifar.json` beside this file as they come, so that a
-run can be stopped and continued; `prune_cifar.md` is written from it. Accuracies are on all test images, after the last step;
-everything runs under bf16 autocast.
+Both start from the same trained checkpoints, use the same images, and are fine-tuned by the same loop. Torch-Pruning is measured
+where it is installed (`pip install torch-pruning`). Each row is written to `prune_cifar.json` beside this file when it is done,
+so that a run can be stopped and continued; `prune_cifar.md` is made from it. Accuracies are on all test images, after the last
+step; everything runs under bf16 autocast.
 
     raw     right after the cut
     +BN     after label-free re-estimation of BatchNorm from 3072 shuffled training images
     tuned   after 2 short epochs of 39 batches of 128, one cycle to a learning rate of 0.02
 
-ResNet-56 is also trained for whole epochs, one cycle to 0.05 as its checkpoint was: dense; pruned; and pruned and taught by the
-dense one that was trained as long.
+ResNet-56 is also trained for whole epochs, one cycle to 0.05 as for its checkpoint: dense; pruned; and pruned with the dense
+network of as many epochs as teacher.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
     return 100 * ck.evaluate(run, setup.task(None))
 
 
-#: Ways in which the dense network teaches the pruned one: soft targets; decoupled ones with the features of the residual stream,
-#: whose width the cut left alone; soft targets of mixed images with these features.
+#: Distillation from the dense network to the pruned one: soft targets; decoupled ones with the features of the residual stream,
+#: whose width pruning did not change; soft targets of mixed images with these features.
 HINTS = tuple(ck.distill.Term(ck.distill.losses.hint, f"layer{i}") for i in (1, 2, 3))
 DKD = partial(ck.distill.losses.dkd, alpha=1.0, beta=2.0, temperature=4.0)
 TAUGHT: dict[str, dict[str, Any]] = {
@@ -364,7 +364,7 @@ def main() -> None:
             continue
         row = make()
         print(key, row, flush=True)
-        rows = (json.loads(file.read_text())["rows"] if file.exists() else {}) | {key: row}  # another run may have added some
+        rows = (json.loads(file.read_text())["rows"] if file.exists() else {}) | {key: row}  # another run may have added rows
         versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
         file.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
         (HERE / "prune_cifar.md").write_text(f"{table(rows)}\n\n{(__doc__ or '').strip()}\n\n{versions}\n")

@@ -1,4 +1,4 @@
-"""How long planning takes: half of the MACs of large torchvision models at 224 x 224, the proof included, two threads.
+"""Time of planning to prune half of the MACs of large torchvision models at 224 x 224, proof included, two threads.
 
 Writes `prune_time.json` and `prune_time.md` beside this file.
 """
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     plan_once = torchvision.models.squeezenet1_1(weights=None).eval()
-    ck.prune.plan_channels(plan_once, torch.randn(1, 3, 64, 64), budget=ck.keep(macs=0.5))  # imports are not planning
+    ck.prune.plan_channels(plan_once, torch.randn(1, 3, 64, 64), budget=ck.keep(macs=0.5))  # so that imports are not measured
     rows = {name: measure(name, args.runs) for name in NETWORKS}
     lines = ["| model | seconds to plan and prove, each run | share of MACs left | groups of channels |", "|---|---|--:|--:|"]
     for name, row in rows.items():

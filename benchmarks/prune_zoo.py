@@ -1,12 +1,12 @@
 """Channel pruning of every torchvision model: half of the MACs, without any hint.
 
-One process a model, on small inputs, with the random weights of seed 0 (no hub can be reached; what may be cut does not depend on
-weights). Each row: seconds to plan (on whatever machine state), MACs, the proof (removed equals zeroed, by the planner itself;
-`masked` where LayerNorm or GroupNorm take their statistics over the channels that stay), forward in eval mode, a training step,
-and an ONNX export that is verified, where `--export` is given and the unpruned model exports too. Where half cannot be reached,
-the most that the locks allow is cut, and the locks are listed. A model whose copy is over `--memory` GiB is left out.
+One process per model, on small inputs, with the random weights of seed 0 (what may be pruned does not depend on weights). Each
+row: seconds to plan (whatever else the machine does), MACs, the proof (the pruned model equals the one with zeroed channels, as
+the planner checks; `masked` where LayerNorm or GroupNorm take their statistics over the channels that stay), forward in eval
+mode, a training step, and a verified ONNX export, where `--export` is given and the unpruned model exports too. Where half cannot
+be reached, as much is pruned as the locks allow, and the locks are listed. A model whose copy is over `--memory` GiB is left out.
 
-Writes `prune_zoo.json` and `prune_zoo.md` beside this file after every model; rows that are there already are kept.
+Writes `prune_zoo.json` and `prune_zoo.md` beside this file after every model; rows that are in the file are kept.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def network(name: str) -> tuple[nn.Module, Any]:
         settings["init_weights"] = False
     model = torchvision.models.get_model(name, **settings)
     if isinstance(model, torchvision.models.VisionTransformer):
-        nn.init.normal_(model.heads[-1].weight, 0, 0.02)  # zeros would hide the body
+        nn.init.normal_(model.heads[-1].weight, 0, 0.02)  # with zeros the body would not affect the output
     for module in model.modules():
         if type(module).__name__ == "CNBlock":
-            nn.init.constant_(module.layer_scale, 0.3)  # 1e-6 would, too
+            nn.init.constant_(module.layer_scale, 0.3)  # the same with 1e-6
     size = 224 if re.match("vit|maxvit|mvit", name) else 128 if re.match("swin|raft", name) else 64
-    size = 299 if name == "inception_v3" else size  # its auxiliary head wants it
+    size = 299 if name == "inception_v3" else size  # which its auxiliary head needs
     if kind == "video":
         frames, size = (16, 224) if name.startswith(("mvit", "s3d")) else (8, 64)
         return model.eval(), (torch.randn(2, 3, frames, size, size),)

@@ -1,4 +1,4 @@
-"""int8 of trained CIFAR-10 networks: ours against onnxruntime's own quantizer in its strongest setting, and fp32; then QAT.
+"""int8 of trained CIFAR-10 networks: ours against onnxruntime's quantizer in its best setting, and fp32; then QAT.
 
     python benchmarks/quantize_cifar.py --data CIFAR10 --checkpoints FOLDER            # static quantization: accuracy
     python benchmarks/quantize_cifar.py --data CIFAR10 --checkpoints FOLDER --latency  # time, on an idle machine
@@ -7,13 +7,14 @@
 static   three draws of 512 training images each, the same for both (onnxruntime: pre-processed, per channel, uint8 activations).
          top-1, agreement and SQNR (of the outputs, against fp32, dB) of the *executed* files over the 10,000 test images; peak
          memory is what quantizing adds to a process that has the model, the images and the libraries loaded.
-agree    our files against the simulation: share of values within one output step as written, share of equal classes optimized.
+agree    our files against the simulation: fraction of values within one output step for the file as written, and of equal
+         classes for the optimized one.
 latency  ratio to fp32, one thread, all files measured in turn; and the training step of one captured graph (batch 128, with
-         BatchNorm alive), rounding on as a ratio to rounding off.
-qat      2 epochs of SGD (rate 0.01, cosine, batch 128, crops and flips) for the float model under its loss and for `QAT` under
-         its defaults; with ranges and BatchNorm held earlier or later and gradients clipped to 1; under other objectives.
+         BatchNorm not folded), rounding on as a ratio to rounding off.
+qat      2 epochs of SGD (rate 0.01, cosine, batch 128, crops and flips) for the float model with its loss and for `QAT` with
+         its defaults; with ranges and BatchNorm statistics frozen earlier or later and gradients clipped to 1; other objectives.
 
-Writes `quantize_cifar.json` and `.md` beside this file; what is there already and not asked for is kept.
+Writes `quantize_cifar.json` and `.md` beside this file; figures that are not measured again are kept.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ X = (torch.zeros(2, 3, 32, 32),)
 
 
 class Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Hands batches over one by one, as onnxruntime wants them."""
+    """Batches one by one, in the interface of onnxruntime's calibration."""
 
     def __init__(self, name: str, batches: list[Tensor]) -> None:
         self.batches = iter([{name: x.numpy()} for x in batches])

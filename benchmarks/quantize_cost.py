@@ -4,9 +4,9 @@
 
 Each side runs in a process of its own, from a float model to an int8 file, and reads the same seeded random images batch by
 batch. ours: `quantize_static` and `export_onnx` (capture, fold, calibrate, export). onnxruntime: `quant_pre_process` and
-`quantize_static`, per channel, uint8 activations, int8 weights, min-max: the setting of it that runs fastest on x86; the fp32
-file that it starts from is written beforehand and not counted. Seconds by the clock and of the processor (all threads) after the
-imports; memory: largest resident set of the process, imports included. A third process only imports torch and builds the model.
+`quantize_static`, per channel, uint8 activations, int8 weights, min-max: its fastest setting on x86; the fp32 file that it starts
+from is written beforehand and not counted. Wall-clock seconds and CPU seconds (all threads) after the imports; memory: largest
+resident set of the process, imports included. A third process only imports torch and builds the model.
 
 Writes `quantize_cost.json` and `quantize_cost.md` beside this file.
 """

@@ -1,12 +1,12 @@
 """Coverage: every torchvision model captured, quantized for X86, exported with a dynamic batch, executed and verified.
 
-    python benchmarks/quantize_coverage.py              every model that has no row yet, each in a process of its own
+    python benchmarks/quantize_coverage.py              every model without a row, each in a process of its own
     python benchmarks/quantize_coverage.py resnet18 ... these, measured again
 
 Classification, segmentation, video and optical-flow models whole; of detection models the backbone (`inside="backbone"`), since
 boxes depend on data. Weights are random (seed 0) with BatchNorm statistics of random images; inputs are as small as the
-architecture allows, so that the sweep costs minutes; calibration and verification use random images. Rows are written to
-`quantize_coverage.json` and `quantize_coverage.md` beside this file as they come.
+architecture allows, so that the sweep takes minutes; calibration and verification use random images. Each row is written to
+`quantize_coverage.json` and `quantize_coverage.md` beside this file when it is done.
 
 layers: convolutions and matrix products (those of attention included) that ONNX Runtime executes in integers, of all in its
 optimized graph. MACs: multiply-accumulates of the layers with weights. seconds: capture, calibration, export and verification.
@@ -46,7 +46,7 @@ FAMILIES = {
 }
 #: Convolutions and matrix products, as `audit` counts them.
 LAYER_KINDS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-LIMIT = 14 * 2**30  # bytes a process may hold
+LIMIT = 14 * 2**30  # bytes of memory that a process may use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def setting(name: str) -> Setting:
     if family == "segmentation":
         return Setting(shape=(3, 96, 96), samples=4, arguments={"weights_backbone": None})
     if family == "optical flow":
-        # The first estimate of the flow is zero for any images: what reads it has no range there, its concat neither.
+        # The first estimate of the flow is zero for any images, so the operators on it, and its concat, have no range.
         return Setting(shape=(3, 128, 128), samples=2, skip=("update_block.motion_encoder",))
     if name.startswith("mvit"):
         return Setting(shape=(3, 16, 224, 224), samples=2)
@@ -125,9 +125,9 @@ def network(name: str, how: Setting) -> nn.Module:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = None
         if type(module).__name__ == "CNBlock":
-            nn.init.constant_(module.layer_scale, 0.3)  # 1e-6 would hide the body
+            nn.init.constant_(module.layer_scale, 0.3)  # with 1e-6 the body would not affect the output
     if hasattr(model, "heads"):
-        nn.init.normal_(model.heads[-1].weight, 0, 0.02)  # zeros would, too
+        nn.init.normal_(model.heads[-1].weight, 0, 0.02)  # the same with zeros
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         part = model.get_submodule(how.inside) if how.inside else model
         with torch.no_grad():
@@ -172,7 +172,7 @@ def _measure(name: str, how: Setting, path: Path, row: dict[str, Any]) -> None:
     model = network(name, how)
     row["parameters"] = ck.count_parameters(model)
     quantized = ck.quant.quantize_static(model, batches, inside=how.inside, dynamic=how.dynamic, skip=how.skip)
-    del model  # of the largest, two copies are many GiB
+    del model  # two copies of the largest take many GiB
     row["captured"] = True
     ck.export_onnx(quantized, path, batches[0], inside=how.inside)
     row["exported"] = True
@@ -208,7 +208,7 @@ def separately(name: str, log: Path | None) -> dict[str, Any]:
 
 
 def _child(name: str, out: Path, log: Path | None) -> None:
-    gc.set_threshold(50_000)  # tracing makes objects by the million
+    gc.set_threshold(50_000)  # tracing makes millions of objects
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     if log is not None:

@@ -3,9 +3,9 @@
     python benchmarks/quantize_dynamic.py [--models lstm minilm distilbert] [--data DIR --train 3] [--seconds 4]
 
 lstm: Embedding 10000 x 128, two bidirectional layers of 256, a linear head; seeded random weights. distilbert: 6 layers of 768,
-seeded random weights of standard deviation fan-in ** -0.5 (the default leaves it nearly an identity), words averaged. minilm: 6
-layers of 384, words averaged; trained on SST-2 for `--train` epochs where `--data` is given (train.tsv: a sentence, a tab, 0 or
-1), else random. Transformers need the extra `transformers`.
+seeded random weights of standard deviation fan-in ** -0.5 (with the default the network is nearly an identity), mean over words.
+minilm: 6 layers of 384, mean over words; trained on SST-2 for `--train` epochs where `--data` is given (train.tsv: a sentence, a
+tab, 0 or 1), else random. Transformers need the extra `transformers`.
 
 Peers: onnxruntime's `quantize_dynamic` at its default, per channel (MatMul, Gemm and LSTM), and per channel after
 `onnxruntime.transformers`' optimizer; they read the fp32 file of torch's older exporter, which is faster than that of the newer
@@ -13,7 +13,7 @@ one. All files of a model are run in turn, forwards and backwards, on one thread
 time, ratios are to the fp32 file. Cosine and SQNR: of all outputs over 32 inputs of the length (sentences of dev.tsv joined,
 where there are any), against PyTorch.
 
-Writes `quantize_dynamic.json` and `quantize_dynamic.md` beside this file; rows of models that are not run stay as they are.
+Writes `quantize_dynamic.json` and `quantize_dynamic.md` beside this file; rows of models that are not run are kept.
 """
 
 from __future__ import annotations

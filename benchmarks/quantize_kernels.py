@@ -1,4 +1,4 @@
-"""What the rewrites for ONNX Runtime's integer kernels are worth: small quantized networks, with and without them.
+"""Speed-up of the rewrites for ONNX Runtime's integer kernels: small quantized networks with and without them.
 
 Each row is one or a few layers on an image, quantized for `X86` and for the same target with `tuned=False`, executed in turn in
 ONNX Runtime on one thread at batch 1. Writes `quantize_kernels.json` and `quantize_kernels.md` beside this file.

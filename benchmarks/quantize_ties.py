@@ -1,13 +1,13 @@
-"""What moving scales off ties changes: torchvision networks in int8, simulated, run as written, and run with integer kernels.
+"""Effect of moving scales off rounding boundaries: torchvision networks in int8, simulated, as written, and in integer kernels.
 
 Random weights, BatchNorm statistics of random images, 32 images. Each network is quantized twice: with its scales as calibrated,
-and moved off ties (`compresskit/quant/ties.py`), which is what `quantize_static` does.
+and with scales moved off rounding boundaries (`quant/passes/rounding_boundaries.py`), which is what `quantize_static` does.
 
-    integers   share of the integers of all QuantizeLinear operators that differ between the file as written (no optimization,
+    integers   fraction of the integers of all QuantizeLinear operators that differ between the file as written (no optimization,
                float kernels) and as ONNX Runtime optimizes it (integer kernels)
-    written    share of outputs of the file as written within a step (1/255 of their range) of the simulation
+    written    fraction of outputs of the file as written within a step (1/255 of their range) of the simulation
     optimized  the same of the file as optimized
-    dB         SQNR of the outputs of the optimized file against fp32: what the rounding itself costs
+    dB         SQNR of the outputs of the optimized file against fp32: the error of rounding itself
     seconds    to find the scales, one thread
 """
 

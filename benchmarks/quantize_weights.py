@@ -1,10 +1,10 @@
-"""Weight-only quantization of a small transformer that judges sentences (SST-2): to nearest, GPTQ, AWQ, in blocks of 32.
+"""Weight-only quantization of a small transformer for sentiment (SST-2): round to nearest, GPTQ, AWQ, in blocks of 32.
 
     python benchmarks/quantize_weights.py --data data/sst2 --seeds 3
 
-For each seed the transformer of recipes/sst2_text.py is trained, then every matrix but the table of words is rounded (the table
-is kept, so that what is compared is what differs), and its file is written and run in ONNX Runtime. Loss: mean cross-entropy on
-dev.tsv. KL: of the rounded model's predictions from the float model's, which shows what accuracy on 872 sentences cannot.
+For each seed the transformer of recipes/sst2_text.py is trained, then every matrix except the word embedding is rounded (the
+embedding would be the same in all rows), and its file is written and run in ONNX Runtime. Loss: mean cross-entropy on dev.tsv.
+KL: of the rounded model's predictions from the float model's, which is finer than accuracy on 872 sentences.
 
 Writes `quantize_weights.json` and `quantize_weights.md` beside this file.
 """

@@ -1,17 +1,17 @@
-"""Static int8 of torchvision networks: ours against onnxruntime's own quantizer in its strongest setting, and fp32.
+"""Static int8 of torchvision networks: ours against onnxruntime's quantizer in its best setting, and fp32.
 
     python benchmarks/quantize_zoo.py --folder /tmp/zoo              build, compare and time everything
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --latency    time the files of that folder again, on a quiet machine
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --nncf       NNCF's ONNX backend (`pip install nncf`) against both
 
-onnxruntime: pre-processed, per channel, uint8 activations; for transformers Conv, Gemm and MatMul only, which is the strongest
-there. Ours: no option set. Both calibrate on the same 8 inputs. Latency: the three files measured in turn, medians, as ratios
-to the fp32 file, for batch 1 and 32 on one thread and batch 1 on two. SQNR: of the outputs, against fp32, in dB. The weights are
-random (no hub can be reached), BatchNorm statistics those of random images: such networks amplify noise with depth, so SQNR
-compares the rows of one network and says nothing about trained ones. NNCF: its defaults, `model_type=TRANSFORMER` for those,
-timed at batch 1 in turn with fp32 and ours.
+onnxruntime: pre-processed, per channel, uint8 activations; for transformers Conv, Gemm and MatMul only, which is best there.
+Ours: no option set. Both calibrate on the same 8 inputs. Latency: the three files measured in turn, medians, as ratios to the
+fp32 file, for batch 1 and 32 on one thread and batch 1 on two. SQNR: of the outputs, against fp32, in dB. The weights are random,
+the BatchNorm statistics those of random images: such networks amplify noise with depth, so SQNR compares the rows of one network
+and does not carry over to trained ones. NNCF: its defaults, `model_type=TRANSFORMER` for those, timed at batch 1 in turn with
+fp32 and ours.
 
-Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that are there already are kept.
+Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that are in the file are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRANSFORMERS = ("vit", "swin", "convnext")
 
 
 class Reader(CalibrationDataReader):  # type: ignore[misc]
-    """Hands batches over one by one, as onnxruntime wants them."""
+    """Batches one by one, in the interface of onnxruntime's calibration."""
 
     def __init__(self, name: str, batches: list[Tensor]) -> None:
         self.batches = iter([{name: x.numpy()} for x in batches])
@@ -64,9 +64,9 @@ def network(name: str, x: Tensor) -> nn.Module:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.momentum = None
         if type(module).__name__ == "CNBlock":
-            nn.init.constant_(module.layer_scale, 0.3)  # 1e-6 would hide the body
+            nn.init.constant_(module.layer_scale, 0.3)  # with 1e-6 the body would not affect the output
     if hasattr(model, "heads"):
-        nn.init.normal_(model.heads[-1].weight, 0, 0.02)  # zeros would, too
+        nn.init.normal_(model.heads[-1].weight, 0, 0.02)  # the same with zeros
     with torch.no_grad():
         for _ in range(4):
             model.train()(torch.randn_like(x))

@@ -1,6 +1,6 @@
-"""What saving a training on its way costs: its share of the time of ResNet-20 at the default interval, and its peak memory.
+"""Cost of checkpoints during a training: fraction of the time of ResNet-20 at the default interval, and peak memory.
 
-The images are random: neither figure depends on what is learned. Writes resume_cost.json and resume_cost.md.
+The images are random, as neither figure depends on what is learned. Writes resume_cost.json and resume_cost.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INTERVAL = ck.Every().seconds
 
 
 class Saves(logging.Handler):
-    """Listens for how long each save took."""
+    """A log handler that collects how long each save took."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def resident() -> int:
 
 
 class Peak(threading.Thread):
-    """The most memory that the process had while this ran."""
+    """The peak memory of the process while this ran."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

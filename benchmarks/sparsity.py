@@ -1,9 +1,9 @@
-"""A network with most of its weights at zero: one-shot, gradual, rewinding and random, at the same budget of steps.
+"""Weight sparsity by four methods (one-shot, gradual, rewinding, random) with the same number of steps.
 
 ResNet-20 on CIFAR-10 (`--data`, `--checkpoint`), or a small residual network on scikit-learn's digits (`--digits`, a minute),
 which is trained first. Every method starts from the same trained network and takes the same number of optimizer steps. Writes
-`sparsity.json` (`sparsity_digits.json`) after every run, and goes on where it was interrupted; `.md` is the table. Accuracy is of
-the PyTorch model on the whole test set; sizes are of the ONNX file, of the file in a zip, and with sparse initializers.
+`sparsity.json` (`sparsity_digits.json`) after every run, and continues where it was interrupted; `.md` is the table. Accuracy is
+of the PyTorch model on the whole test set; sizes are of the ONNX file, of the file in a zip, and with sparse initializers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def moving(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -
 
 
 def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
-    """Half of the budget dense, then back to a third of that half, and the other half sparse."""
+    """Half of the steps dense, then rewound to a third of that half, and the other half of the steps sparse."""
     half = replace(how, epochs=how.epochs // 2)
     kept = ck.Task(val=task.val, train=task.train, snapshots={SNAPSHOT: {}})
     model = half(model, kept)
@@ -153,7 +153,7 @@ def train_once(args: argparse.Namespace, make: Setting, name: str, ratio: float,
 
 
 def table(runs: list[dict[str, Any]], settings: dict[str, Any]) -> str:
-    """Means over seeds, methods down and ratios across; and what the zeros save."""
+    """Means over seeds, methods down and ratios across; and the file sizes."""
     ratios = sorted({run["ratio"] for run in runs if run["method"] != "dense"})
     base = [run["accuracy"] for run in runs if run["method"] == "dense"]
     lines = [

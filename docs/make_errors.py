@@ -1,4 +1,4 @@
-"""Writes docs/errors.md: every message that the library raises, read from its source. `python docs/make_errors.py`."""
+"""Write docs/errors.md: every message that the library raises, read from its source. Run `python docs/make_errors.py`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Written by `docs/make_errors.py` from the source; `tests/docs/test_errors_page.p
 {tree}
 ```
 
-Catch `CompressError` to catch them all. A message says what, where, wanted, got, and, behind its last semicolon, what to do;
-`...` stands for names and numbers. Where there is no cure in the table, the message says what was wanted, which is the cure.
+Catch `CompressError` to catch them all. A message says what is wrong and where, what was wanted, what was given, and, after its
+last semicolon, what to do; `...` stands for names and numbers. Where there is no remedy in the table, the message says what was
+wanted.
 
-What ends a run from outside, and how it goes on:
+What can end a run from outside, and how to resume it:
 
-| what happened | what is said | cure |
+| cause | error | remedy |
 |---|---|---|
 | killed, power cut | nothing | run the same command again: the result has the same bits |
 | SIGINT, SIGTERM | `Interrupted`: where it was saved; exit code 1 | run the same command again |
@@ -36,7 +37,7 @@ What ends a run from outside, and how it goes on:
 
 
 def text_of(node: ast.expr) -> str:
-    """The words of a message, `...` for what is filled in."""
+    """The text of a message, with `...` for each value that is filled in."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -74,7 +75,7 @@ def page() -> str:
             for where, said in sorted(found[kind]):
                 cause, _, cure = said.rpartition(";") if ";" in said else (said, "", "")
                 rows.append(f"| {cell(cause)} | {cell(cure)} | `{where}` |")
-            parts.append(f"\n## {kind}\n\n| message | cure | raised in |\n|---|---|---|\n" + "\n".join(rows) + "\n")
+            parts.append(f"\n## {kind}\n\n| message | remedy | raised in |\n|---|---|---|\n" + "\n".join(rows) + "\n")
     return "".join(parts)
 
 

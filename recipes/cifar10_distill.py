@@ -1,6 +1,6 @@
 """Distil a ResNet-56 into a ResNet-20 on CIFAR-10, with the loss terms that are named on the command line.
 
-Soft targets are always there; `--terms dkd`, `--terms at rkd`, ... add to them. Their weights are those of the papers.
+Soft targets are always used; `--terms dkd`, `--terms at rkd`, ... add losses to them, with the weights of their papers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import compresskit as ck
 from compresskit import distill as kd
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-POOLED = "linear:in"  # what the last layer reads: (N, 64)
+POOLED = "linear:in"  # the input of the last layer: (N, 64)
 TERMS = {
     "dkd": [kd.Term(partial(kd.losses.dkd, beta=2.0), weight=kd.linear_warmup)],
     "standardized": [kd.Term(kd.losses.standardized_soft_targets, weight=9.0)],
@@ -37,12 +37,12 @@ def main() -> None:
     parser.add_argument(
         "--data", default="data", help="torchvision's CIFAR-10 (downloaded where missing), or train/ and test/ folders"
     )
-    parser.add_argument("--out", default="runs/cifar10-distill", help="folder of the run, which goes on where it was")
+    parser.add_argument("--out", default="runs/cifar10-distill", help="folder of the run; an interrupted run continues")
     parser.add_argument(
         "--teacher", metavar="CHECKPOINT", help="safetensors file of a trained teacher; without it one is trained first"
     )
     parser.add_argument("--terms", nargs="*", choices=sorted(TERMS), default=[], help="losses besides the soft targets")
-    parser.add_argument("--soft", type=float, default=0.9, help="weight of the soft targets; 0 leaves the terms alone")
+    parser.add_argument("--soft", type=float, default=0.9, help="weight of the soft targets; 0 uses the other terms only")
     parser.add_argument("--task", type=float, default=0.1, help="weight of the labels")
     parser.add_argument("--depth", type=int, default=20, choices=(8, 14, 20, 32, 44), help="layers of the student")
     parser.add_argument("--teacher-depth", type=int, default=56, choices=(8, 20, 32, 44, 56), help="layers of the teacher")

@@ -1,6 +1,6 @@
-"""Train (or load) a ResNet-20 for CIFAR-10, halve its MACs, make it int8, and hand over a verified ONNX file.
+"""Train (or load) a ResNet-20 for CIFAR-10, prune half of its MACs, quantize it to int8, and export a verified ONNX file.
 
-Teacher of the fine-tuning and of the quantization-aware training is the dense float network itself.
+The dense float network is the teacher in fine-tuning and in quantization-aware training.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def main() -> None:
     parser.add_argument(
         "--data", default="data", help="torchvision's CIFAR-10 (downloaded where missing), or train/ and test/ folders"
     )
-    parser.add_argument("--out", default="runs/cifar10", help="folder of the run; an interrupted run goes on where it was")
+    parser.add_argument("--out", default="runs/cifar10", help="folder of the run; an interrupted run continues")
     parser.add_argument(
         "--from", dest="start", metavar="CHECKPOINT", help="safetensors file of a trained network; skips training"
     )
     parser.add_argument("--depth", type=int, default=20, choices=(8, 20, 32, 44, 56), help="layers of the network")
-    parser.add_argument("--epochs", type=int, default=30, help="epochs of the first training, and of fine-tuning a third of it")
-    parser.add_argument("--macs", type=float, default=0.5, help="share of the multiply-accumulates that stays")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs of the first training; fine-tuning takes a third of it")
+    parser.add_argument("--macs", type=float, default=0.5, help="fraction of the multiply-accumulates that stays")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
     parser.add_argument("--limit", type=int, help="use only so many images of each split, to try things out")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and every stage")

@@ -1,6 +1,6 @@
-"""Train, distil, prune and quantize a network that reads handwritten digits, and hand over a verified int8 ONNX file.
+"""Train, distil, prune and quantize a network for handwritten digits, and export a verified int8 ONNX file.
 
-The data comes with scikit-learn (1,797 images of 8x8 pixels): nothing is downloaded. Takes about a minute on two cores.
+The data is part of scikit-learn (1,797 images of 8x8 pixels): nothing is downloaded. Takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def resnet(*widths: int) -> nn.Module:
-    """A small residual network for one-channel images, a block for each width, halving the image from the second on."""
+    """A small residual network for one-channel images: one block per width, each but the first with stride 2."""
     layers: list[nn.Module] = [nn.Conv2d(1, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
     inputs = widths[0]
     for i, width in enumerate(widths):
@@ -46,7 +46,7 @@ def resnet(*widths: int) -> nn.Module:
 
 
 def data(seed: int, batch_size: int) -> ck.Task:
-    """1,257 images to learn from, 540 to test on."""
+    """1,257 images for training, 540 for testing."""
     digits = load_digits()
     split = train_test_split(digits.images / 16.0, digits.target, test_size=540, random_state=seed, stratify=digits.target)
     x_train, x_val, y_train, y_val = (torch.from_numpy(part) for part in split)
@@ -57,8 +57,8 @@ def data(seed: int, batch_size: int) -> ck.Task:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", default="runs/digits", help="folder of the run; an interrupted run goes on where it was")
-    parser.add_argument("--epochs", type=int, default=30, help="epochs of the first training; later stages take a share of it")
+    parser.add_argument("--out", default="runs/digits", help="folder of the run; an interrupted run continues")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs of the first training; later stages take a fraction of it")
     parser.add_argument("--batch-size", type=int, default=64, help="images a step")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the initial weights and every stage")
     args = parser.parse_args()

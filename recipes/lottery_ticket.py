@@ -1,9 +1,9 @@
-"""Look for a lottery ticket in a network for scikit-learn's handwritten digits, and ask whether it was worth finding.
+"""Find lottery tickets in a network for scikit-learn's handwritten digits, and compare them with random masks.
 
-At every ratio three sparse networks are trained from the same initial weights, with the same steps: the ticket (train, mask by
-magnitude, rewind to the initial weights, again), its control (the same number of weights in every layer, at random places), and
-weights drawn at random over the whole network. The tickets of `--rounds` rounds saw more steps while they were looked for; their
-last training, which gives the figure, is as long as the others'.
+At every ratio three sparse networks are trained from the same initial weights, with the same number of steps: the ticket (train,
+mask by magnitude, rewind to the initial weights, repeat), its control (as many weights in every layer, at random positions), and
+a mask drawn at random over the whole network. Finding a ticket in `--rounds` rounds takes more steps; its last training, which
+gives the figure, is as long as the others'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compresskit.prune.criteria import random_scores
 
 
 def network() -> nn.Module:
-    """Three convolutions and a linear layer, without BatchNorm, as tickets were first found."""
+    """Three convolutions and a linear layer without BatchNorm, as in the first paper (Frankle & Carbin, 1803.03635)."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((1, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(inputs, outputs, 3, 1, 1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 
 def compare(ratio: float, train: ck.Train, rounds: int, seed: int, batch_size: int) -> dict[str, float]:
-    """Accuracy of the dense network, the ticket and the controls."""
+    """Test accuracy of the dense network, the ticket and the two random masks."""
     task = data(seed, batch_size)
     torch.manual_seed(seed)
     start = network()
@@ -57,7 +57,9 @@ def compare(ratio: float, train: ck.Train, rounds: int, seed: int, batch_size: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.95, 0.98], help="shares of weights that are removed")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.8, 0.95, 0.98], help="fractions of the weights that are removed"
+    )
     parser.add_argument("--epochs", type=int, default=12, help="epochs of every training")
     parser.add_argument("--rounds", type=int, default=4, help="how often the ticket is trained, masked and rewound")
     parser.add_argument("--batch-size", type=int, default=64, help="images a step")

@@ -1,4 +1,4 @@
-"""Train, prune and quantize a small convolutional network on MNIST, and hand over a verified int8 ONNX file."""
+"""Train, prune and quantize a small convolutional network on MNIST, and export a verified int8 ONNX file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def network() -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", default="data", help="where torchvision finds MNIST, or downloads it to")
-    parser.add_argument("--out", default="runs/mnist", help="folder of the run; an interrupted run goes on where it was")
+    parser.add_argument("--out", default="runs/mnist", help="folder of the run; an interrupted run continues")
     parser.add_argument("--epochs", type=int, default=3, help="epochs of the first training, and of fine-tuning")
-    parser.add_argument("--macs", type=float, default=0.3, help="share of the multiply-accumulates that stays")
+    parser.add_argument("--macs", type=float, default=0.3, help="fraction of the multiply-accumulates that stays")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step")
     parser.add_argument("--limit", type=int, help="use only so many images of each split, to try things out")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and every stage")

@@ -1,8 +1,8 @@
-"""Sparse and quantized: a network for scikit-learn's digits, nine tenths of its weights at zero through every stage to int8.
+"""Remove 90 % of the weights of a network for scikit-learn's digits, keep them at zero through every stage, and export int8.
 
-Train, remove 90 % of the weights on a schedule, fine-tune under the dense network as teacher, quantize, export. The zeros are
-held by every stage, and are exactly those of the int8 file. `--dense-sparse-dense` runs another use of masks instead: sparse for
-a while, then dense again (Han et al., 1607.04381), which is training, not compression.
+Train, remove weights on a schedule, fine-tune with the dense network as teacher, quantize, export. Every stage keeps the zeros,
+and the int8 file has exactly these. `--dense-sparse-dense` shows another use of masks instead: sparse for some epochs, then dense
+again (Han et al., 1607.04381), which improves training and does not compress.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from compresskit.prune import schedules
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", default="runs/sparse_digits", help="folder of the run; an interrupted run goes on where it was")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of the first training; later stages take a share of it")
-    parser.add_argument("--ratio", type=float, default=0.9, help="share of the weights that is removed")
-    parser.add_argument("--dense-sparse-dense", action="store_true", help="take the zeros off again and train on")
+    parser.add_argument("--out", default="runs/sparse_digits", help="folder of the run; an interrupted run continues")
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the first training; later stages take a fraction of it")
+    parser.add_argument("--ratio", type=float, default=0.9, help="fraction of the weights that is removed")
+    parser.add_argument("--dense-sparse-dense", action="store_true", help="remove the masks again and train on")
     parser.add_argument("--batch-size", type=int, default=64, help="images a step")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the initial weights and every stage")
     args = parser.parse_args()

@@ -1,6 +1,7 @@
-"""Distil a small transformer that judges sentences (SST-2) into a bidirectional LSTM, and hand over a verified ONNX file.
+"""Distil a small transformer for the sentiment of sentences (SST-2) into a bidirectional LSTM, and export a verified ONNX file.
 
-The data: train.tsv and dev.tsv with a sentence, a tab and 0 or 1 a line. The vocabulary is built from the training sentences.
+The data: train.tsv and dev.tsv with one sentence per line, a tab, and 0 or 1. The vocabulary is built from the training
+sentences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the recipes on sentences share: files, vocabulary, batches padded to their longest sentence, two networks."""
+"""Shared by the recipes on sentences: reading files, vocabulary, batches padded to their longest sentence, two networks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sentences = list[list[str]]
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a LayerNorm: (N, L, width) and the mask of real words (N, 1, 1, L)."""
+    """A pre-norm transformer layer: (N, L, width), and a mask that is true at words and false at padding (N, 1, 1, L)."""
 
     def __init__(self, width: int, heads: int, drop: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
 
 class BiLSTM(nn.Module):
-    """The same, smaller; the largest answer of each unit over the sentence is what is judged."""
+    """Word ids (N, L), 0 for padding, to (N, 2), by a bidirectional LSTM and the maximum of every unit over the sentence."""
 
     def __init__(self, words: int, width: int = 128, hidden: int = 128, layers: int = 1) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class BiLSTM(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x, _ = self.lstm(self.drop(self.words(ids)))
-        x = x.masked_fill((ids == PAD).unsqueeze(2), -1.0)  # below anything that an LSTM says
+        x = x.masked_fill((ids == PAD).unsqueeze(2), -1.0)  # no output of an LSTM is lower
         return self.head(self.drop(x.amax(1)))
 
 
@@ -80,13 +80,13 @@ def read(file: Path, limit: int | None) -> tuple[Sentences, Tensor]:
 
 
 def vocabulary(sentences: Sentences) -> dict[str, int]:
-    """Ids of the words that come more than once."""
+    """Ids of the words that occur more than once."""
     counts = Counter(word for words in sentences for word in words)
     return {word: i for i, (word, n) in enumerate(counts.most_common(), 2) if n > 1}
 
 
 def encode(sentences: Sentences, ids: dict[str, int], length: int | None = None) -> Tensor:
-    """Ids (N, length), or as long as the longest sentence is."""
+    """Word ids (N, length); `length` None takes that of the longest sentence."""
     rows = [[ids.get(word, UNKNOWN) for word in words[: length or LONGEST]] for words in sentences]
     longest = length or max(1, *(len(row) for row in rows))
     return torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
@@ -106,13 +106,13 @@ def load(args: argparse.Namespace) -> tuple[ck.Task, int]:
 
 
 def options(out: str, description: str | None) -> argparse.ArgumentParser:
-    """What the recipes on sentences are told."""
+    """The command line of the recipes on sentences."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", default="data/sst2", help="folder with train.tsv and dev.tsv")
-    parser.add_argument("--out", default=out, help="folder of the run; an interrupted run goes on where it was")
+    parser.add_argument("--out", default=out, help="folder of the run; an interrupted run continues")
     parser.add_argument("--epochs", type=int, default=8, help="epochs of either network")
     parser.add_argument("--batch-size", type=int, default=64, help="sentences a step")
-    parser.add_argument("--soft", type=float, default=0.9, help="weight of the soft targets; the labels have the rest")
+    parser.add_argument("--soft", type=float, default=0.9, help="weight of the soft targets; the labels get the rest")
     parser.add_argument("--limit", type=int, help="use only so many sentences of each file, to try things out")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and every stage")
     return parser

@@ -1,7 +1,7 @@
-"""Train a transformer that judges sentences (SST-2) in bf16, distil it into an LSTM, quantize that dynamically.
+"""Train a transformer for the sentiment of sentences (SST-2) in bf16, distil it into an LSTM, and quantize that dynamically.
 
-The data: train.tsv and dev.tsv with a sentence, a tab and 0 or 1 a line. The vocabulary is built from the training sentences. The
-files take any batch and any length.
+The data: train.tsv and dev.tsv with one sentence per line, a tab, and 0 or 1. The vocabulary is built from the training
+sentences. The ONNX files take any batch size and length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the image recipes share: a loader of images held in memory, and the residual networks of He et al. for CIFAR."""
+"""Shared by the image recipes: a loader of images in memory, and the residual networks of He et al. for CIFAR."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchvision.datasets import CIFAR10, ImageFolder
 
 
 class Images:
-    """Batches of (images, labels) from uint8 tensors in memory: normalised, and shuffled, cropped and flipped if asked.
+    """Batches of (images, labels) from uint8 tensors in memory: normalised, and optionally shuffled, cropped and flipped.
 
-    Order and crops come from torch's global generator, so that a seeded run repeats itself.
+    Order and crops come from torch's global generator, so that a seeded run is reproducible.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, batch_size: int, mean: Tensor, std: Tensor, *, augment: int = 0,
@@ -102,8 +102,8 @@ class CifarResNet(nn.Module):
 def cifar10(folder: str, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
     """`{"train": (images uint8 (N, 3, 32, 32), labels), "test": ...}` from torchvision's CIFAR-10 or an image folder.
 
-    An image folder has `train/<class>/*` and `test/<class>/*`; anything else is taken for torchvision's layout, and downloaded
-    where it is missing.
+    An image folder has `train/<class>/*` and `test/<class>/*`; any other folder is read in torchvision's layout, into which
+    the data is downloaded where it is missing.
     """
     parts = {}
     for split in ("train", "test"):

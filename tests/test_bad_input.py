@@ -200,7 +200,7 @@ BAD = {
     "precision by name": (
         lambda: ck.Train(epochs=1, precision="bf16"),
         SettingError,
-        "wanted a policy such as mixed.MASTER_BF16, got 'bf16'",
+        "wanted a policy of compresskit.mixed, got 'bf16'; write mixed.AMP_BF16",
     ),
     "a criterion by name, without a stage": (
         lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), criterion="l2"),
@@ -229,7 +229,7 @@ BAD = {
     "a pattern by name": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), pattern="2:4"),
         SettingError,
-        r"wanted a pattern such as prune.patterns.NM\(2, 4\), got '2:4'",
+        r"wanted a pattern such as prune.patterns.NM\(n=2, m=4\), got '2:4'",
     ),
     "a schedule without training": (
         lambda: ck.Sparsify(budget=ck.remove(weights=0.5), schedule=prune.schedules.Cubic()),

@@ -107,7 +107,7 @@ class Kind:
 
 LOSS_TESTS, CRITERION_TESTS = "tests/distill/losses/test_losses.py", "tests/prune/test_criteria.py"
 OBSERVER_TESTS, MASK_TESTS = "tests/quant/numerics/test_observers.py", "tests/prune/masks/test_plan_mask.py"
-TEACHER_TESTS, OBJECTIVE_TESTS = "tests/distill/models/test_teacher.py", "tests/distill/objectives/test_objectives.py"
+CACHE_TESTS, OBJECTIVE_TESTS = "tests/distill/data/test_cache.py", "tests/distill/objectives/test_objectives.py"
 
 KINDS = [
     Kind(
@@ -129,7 +129,7 @@ KINDS = [
                 "test_match_predictions_is_soft_targets_for_classes_and_a_relative_error_otherwise",
             ),
             "reviewkd": (OBJECTIVE_TESTS, "test_review_is_the_sum_of_its_depths"),
-            "top_k_soft_targets": (TEACHER_TESTS, "test_a_cache_of_the_top_k"),
+            "top_k_soft_targets": (CACHE_TESTS, "test_a_cache_of_the_top_k"),
         },
         page="docs/distillation.md",
     ),
@@ -239,7 +239,7 @@ def test_each_stage_is_in_a_test_of_chains() -> None:
     assert exist == stages, f"a stage: export {sorted(exist ^ stages)} in compresskit/__init__.py"
     tests = [text for path in TESTS.rglob("*.py") if "Recipe(" in (text := path.read_text())]
     missing = sorted(name for name in stages if not any(re.search(rf"\b{name}\(", text) for text in tests))
-    assert not missing, f"a stage: no test runs {missing} in a Recipe; tests/recipe/test_chains.py has chains"
+    assert not missing, f"a stage: no test runs {missing} in a Recipe; tests/recipe/test_recipe.py has chains"
 
 
 def all_subclasses(base: type) -> set[type]:

@@ -44,12 +44,12 @@ def run_graph(
     chosen = set(nodes)
     pending = {node: sum(user in chosen for user in node.users) for node in nodes}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    given = dict(zip(placeholders, module.graph.process_inputs(*inputs), strict=False))
+    arguments = dict(zip(placeholders, module.graph.process_inputs(*inputs), strict=False))
     values: dict[Node, Any] = {}
     value: Any = None
     for node in nodes:
         if node.op == "placeholder":
-            value = given[node] if node in given else node.args[0]  # its default
+            value = arguments[node] if node in arguments else node.args[0]  # its default
         else:
             value = execute(module, node, values.__getitem__) if compute is None else compute(node, values.__getitem__)
         values[node] = value

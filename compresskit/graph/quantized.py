@@ -1,7 +1,7 @@
 """The typed base of quantized models: what export, verification and checkpoints read of one.
 
-`compresskit.quant` makes such models; nothing below it knows how. A model may also be quantized in part: then submodules of it
-are of this type (`quantized_parts`).
+`compresskit.quant` implements it. A model may also be quantized in part: then some of its submodules are of this type
+(`quantized_parts`).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from compresskit.mixed.checks import (
 )
 from compresskit.mixed.formats.casts import cast_floating
 from compresskit.mixed.formats.fp8 import Fp8Conversion, to_float8
+from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import (
     check_fsdp_casts,
     check_fsdp_policy,
@@ -36,7 +37,7 @@ from compresskit.mixed.formats.parallel import (
     check_sync,
     is_sharded,
 )
-from compresskit.mixed.formats.policy import FP32, Policy, require_policy
+from compresskit.mixed.formats.policy import FP32, Policy
 from compresskit.mixed.formats.tf32 import tf32
 from compresskit.mixed.optim.ema import WeightEMA
 from compresskit.mixed.optim.schedule import RunScheduler

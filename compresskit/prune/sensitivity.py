@@ -22,10 +22,10 @@ from compresskit.base.task import Task, batch_size
 from compresskit.measure import evaluate
 from compresskit.prune.allocations import Allocation, measured_ratios
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
-from compresskit.prune.channels.plan_channels import NO_RATIOS, find, plan_channels
+from compresskit.prune.channels.plan_channels import NO_RATIOS, analyze_channels, plan_channels
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import Limits
-from compresskit.prune.channels.select import plan_of
+from compresskit.prune.channels.selector import plan_of
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.evidence import mean_loss, restored_after
 from compresskit.prune.masks.plan_mask import check_pattern, keep_best, maskable
@@ -148,15 +148,15 @@ def channel_sensitivity(
     check_criterion(criterion, "channel_sensitivity", CHANNEL_EVIDENCE)
     limits = Limits(round_to=round_to, ratios=NO_RATIOS)
     limits.check("channel_sensitivity()")
-    found, prefix, total = find(model, task.example(), ignore=ignore, inside=inside)
-    score_groups_(found.groups, model, prefix, criterion, unscaled, task, samples)
+    analysis, prefix, total = analyze_channels(model, task.example(), ignore=ignore, inside=inside)
+    score_groups_(analysis.groups, model, prefix, criterion, unscaled, task, samples)
     dense = evaluate(model, task)
     points: dict[str, dict[float, float]] = {}
-    for group, ratio in _with_progress(itertools.product(found.groups, sorted(ratios)), len(found.groups) * len(ratios)):
+    for group, ratio in _with_progress(itertools.product(analysis.groups, sorted(ratios)), len(analysis.groups) * len(ratios)):
         count, curve = limits.count(group, ratio), points.setdefault(prefix + group.layer, {})
         if 0 < count < group.size and count / group.size not in curve:
             group.removed = count
-            plan = plan_of(found, total, prefix)
+            plan = plan_of(analysis, total, prefix)
             pruned = apply_(copy.deepcopy(model), plan)
             if reconstruct:
                 reconstruct_(pruned, model, plan, calibration_inputs(task, samples, "refit"))

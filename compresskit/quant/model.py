@@ -89,6 +89,10 @@ class Quantized(QuantizedModule):
         self.check_inputs(kwargs or args)
         return self.body(*args, **kwargs)
 
+    def extra_repr(self) -> str:
+        coverage = str(self.placement.coverage).splitlines()[0]
+        return f"{self.float_class} for {self.target_name}, {coverage}"
+
     def check_inputs(self, inputs: Inputs) -> None:
         """Raise ModelError for a batch of another shape than the model was captured with."""
         given = shapes_of(inputs)
@@ -170,7 +174,7 @@ class Quantized(QuantizedModule):
     # -- quantization-aware training
 
     def unfold_batchnorm_(self, *, learned: bool = False) -> None:
-        """Make ready for training: folded BatchNorms become modules of their own again, beside the layer (see `ConvBN`).
+        """Make ready for training: folded BatchNorms become modules again (see `ConvBN`).
 
         learned: scales become parameters (LSQ). `freeze_statistics_` and `convert_` end the training.
         """
@@ -231,21 +235,21 @@ class Quantized(QuantizedModule):
 
     def rounded_weights(self) -> list[tuple[WeightQuantizer, Tensor]]:
         """Weight quantizers and the tensors that they round, each once."""
-        found: dict[WeightQuantizer, Tensor] = {}
+        weights: dict[WeightQuantizer, Tensor] = {}
         for node in self.body.graph.nodes:
             module = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, WeightQuantizer):
-                found[module] = get_tensor(self.body, node.args[0].target).detach()
+                weights[module] = get_tensor(self.body, node.args[0].target).detach()
             elif isinstance(module, ConvBN) and module.rounding[0] is not None:
                 weight, bias = (None if a is None else get_tensor(self.body, a.target).detach() for a in node.args[1:])
                 assert weight is not None
-                found[module.rounding[0]] = module.folded(weight, bias)[0].detach()
-        return list(found.items())
+                weights[module.rounding[0]] = module.folded(weight, bias)[0].detach()
+        return list(weights.items())
 
     # -- resuming, export
 
     def resume_state(self) -> dict[str, Any]:
-        """The state of a training that the state dict does not hold: switches, and the memory of the observers."""
+        """Training state that is not in the state dict: switches, and what the observers keep."""
         return {
             "activations": [
                 {"observing": q.observing, "observer": attribute_state(q.observer)} for q in self.activation_quantizers()

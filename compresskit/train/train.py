@@ -29,7 +29,7 @@ from compresskit.base.settings import check_kinds
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
-from compresskit.mixed.formats.levels import LEVELS
+from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
@@ -77,7 +77,7 @@ class Train(Stage):
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:
             raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
-        _check_precision(self.precision)
+        require_policy(self.precision, "Train(precision=...)")
         if self.backend not in ("foreach", "compiled"):
             raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
         if not callable(self.optimizer):
@@ -91,19 +91,6 @@ class Train(Stage):
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         return fit_(model.to(task.device), task, self)
-
-
-def _check_precision(precision: mixed.Policy) -> None:
-    if isinstance(precision, mixed.Policy):
-        return
-    write = "mixed.AMP_BF16 or mixed.MASTER_BF16"
-    if isinstance(precision, str):
-        write = f"mixed.level({precision!r})" if precision in LEVELS else write
-    elif precision is torch.float16:
-        write = "mixed.AMP_FP16 or mixed.MASTER_FP16"
-    elif precision is torch.float32:
-        write = "mixed.FP32"
-    raise SettingError(f"Train(precision=...): wanted a policy of compresskit.mixed, got {precision!r}; write {write}")
 
 
 def fit_(

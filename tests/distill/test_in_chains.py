@@ -1,4 +1,4 @@
-"""Distillation inside the other stages: fine-tuning after pruning, quantization-aware training, transformers, text."""
+"""Distillation inside the other stages: fine-tuning after pruning, quantization-aware training, transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from compresskit.distill import Term
 from compresskit.distill.objectives.terms import ADAPTERS
 
 ADAM = partial(torch.optim.Adam, lr=3e-3)
+
+
 MODULES = ("stem", "inner", "out", "down", "head", "stem:in", "inner:in", "head:in", "inner.0")
 
 

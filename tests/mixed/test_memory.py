@@ -27,7 +27,7 @@ BYTES |= {"SR_BF16": (14, 12), "PURE_BF16": (8, None), "PURE_FP16": (8, None)}
 @pytest.mark.parametrize("backend", ["foreach", "compiled"])
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_per_parameter_are_the_table_of_the_docs(name, backend) -> None:
-    """Weight, master or remainder, moments, gradient: the table of docs/mixed.md; of the compiled step by its gradients alone."""
+    """Weight, master or remainder, moments, gradient: the table of docs/mixed.md. The compiled step differs in its gradients."""
     wanted = BYTES[name][backend == "compiled"]
     if wanted is None:
         pytest.skip("no compiled step")

@@ -67,7 +67,7 @@ def plain(steps):
 
 @pytest.mark.parametrize(("policy", "settings"), together(SPLIT_BF16))
 def test_a_group_added_later_trains_like_one_that_was_there(policy, settings) -> None:
-    """FP32 against a plain loop of torch; the others by what becomes of their masters, and by a resume."""
+    """FP32 against a plain loop of torch; the others by their masters, and by a resume."""
     model = net()
     late = start(policy, model, model[2].parameters(), **settings)
     average = late.ema(0.5)
@@ -162,7 +162,7 @@ def test_masks_applied_after_the_update_hold_masters_and_remainders(policy, sett
 
 
 def test_masks_on_the_half_weight_alone_do_not_hold() -> None:
-    """The naive way, which the hook is there for."""
+    """Masking without the hook."""
     model = net()
     run = start(MASTER_BF16, model, model.parameters())
     go(run, range(2))

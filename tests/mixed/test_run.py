@@ -87,7 +87,7 @@ def handwritten_digits():
 
 @pytest.mark.parametrize("policy", [MASTER_BF16, MASTER_FP16], ids=lambda p: p.name)
 def test_adamw_and_one_cycle_reach_in_half_the_accuracy_of_fp32(policy) -> None:
-    """S2's recipe, on data that is at hand; the figures for CIFAR-10 need a GPU (benchmarks/mixed_gpu.py)."""
+    """On scikit-learn's digits; figures on a GPU are those of benchmarks/mixed_gpu.py."""
     x, y = handwritten_digits()
     found = []
     for chosen in (FP32, policy):

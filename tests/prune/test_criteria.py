@@ -20,7 +20,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.prune import Prune, plan_channels
-from compresskit.prune.channels.plan_channels import find
+from compresskit.prune.channels.plan_channels import analyze_channels
 from compresskit.prune.criteria import (
     CRITERIA,
     Slices,
@@ -235,7 +235,7 @@ def test_normalisations() -> None:
 
 
 def evidence_of(model, task, *needs, samples=64):
-    groups = find(model, task.example())[0].groups
+    groups = analyze_channels(model, task.example())[0].groups
     names = sorted({tensor for group in groups for tensor, _, _ in group.indices})
     each = collect(model, names, task, needs=needs, samples=samples)
     return groups, [(rows, [g.slices(model, "", e) for g in groups]) for rows, e in each]

@@ -1,4 +1,4 @@
-"""What two processes do in `test_parallel.py`: every case is a function of the rank; its results are compared there."""
+"""The processes of `tests/mixed/formats/test_parallel.py`: every case is a function of the rank and returns what is compared."""
 
 from __future__ import annotations
 

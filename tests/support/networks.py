@@ -272,3 +272,38 @@ def images_task(ck, *, samples=96, batch=32, classes=10, **settings):
     x = torch.randn(samples, 3, 16, 16) * 0.5 + (y.float() / classes).view(-1, 1, 1, 1) * 3
     batches = [(x[i : i + batch], y[i : i + batch]) for i in range(0, samples, batch)]
     return ck.Task(train=batches, val=batches, **settings)
+
+
+class WideChain(Chain):
+    """`Chain` at twice the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = conv(3, 32), conv(32, 64), nn.Linear(64, 10)
+
+
+DEPTHS = ("one", "two", "three")
+
+
+class ThreeDepths(nn.Module):
+    """Features of three depths, of other widths and sizes each: `DEPTHS` names them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two, self.three = conv(3, width), conv(width, width, s=2), conv(width, 2 * width, s=2)
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, x):
+        return self.head(self.three(self.two(self.one(x))).mean((2, 3)))
+
+
+def hooked_modules(model):
+    return [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def indexed_task(ck, **settings):
+    """`images_task` from a loader whose batches carry the indices of their samples; also all images and labels."""
+    plain = images_task(ck)
+    x, y = (torch.cat(parts) for parts in zip(*plain.train, strict=True))
+    loader = ck.distill.indexed_loader(torch.utils.data.TensorDataset(x, y), batch_size=32, **settings)
+    return ck.Task(train=loader, val=plain.val), x, y

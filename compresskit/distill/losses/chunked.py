@@ -21,7 +21,7 @@ class _ChunkedKL(torch.autograd.Function):
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
         for start in range(0, len(student), chunk):
             part = slice(start, start + chunk)
-            (s, q, log_s), (t, p, log_t) = (_softmax(v[part], temperature) for v in (student, teacher))
+            (s, q, log_s), (t, p, log_t) = (_softmax_terms(v[part], temperature) for v in (student, teacher))
             w = weight[part]
             # sum p (log p - log q) = sum p (t - s) - log Z_t + log Z_s; each row's maximum is already taken off.
             t.sub_(s).mul_(p)
@@ -47,7 +47,7 @@ class _ChunkedKL(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _softmax(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax_terms(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Shifted logits (rows, C), their softmax (rows, C) and the log of its denominator (rows,), from one exponential."""
     z = logits.float() / temperature
     z -= z.amax(1, keepdim=True)

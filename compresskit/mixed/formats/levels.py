@@ -108,3 +108,21 @@ def _check_cast(name: str, chosen: LevelProperties) -> None:
         raise SettingError(f"level {name}: master_weights=True makes no sense: the weights are fp32 and are their own masters")
     if chosen.keep_batchnorm_fp32 is not None and not half:
         raise SettingError(f"level {name}: keep_batchnorm_fp32={chosen.keep_batchnorm_fp32} makes no sense: nothing is half")
+
+
+def require_policy(policy: object, where: str) -> None:
+    """Refuse what is not a `Policy`, such as the name of an apex level or a torch dtype, and say what to write instead.
+
+    where: begins the message, such as "Train(precision=...)".
+    """
+    if isinstance(policy, Policy):
+        return
+    if isinstance(policy, str) and policy in LEVELS:
+        write = f"mixed.level({policy!r})"
+    elif policy is torch.float16:
+        write = "mixed.AMP_FP16 or mixed.MASTER_FP16"
+    elif policy is torch.float32:
+        write = "mixed.FP32"
+    else:
+        write = "mixed.AMP_BF16 or mixed.MASTER_BF16"
+    raise SettingError(f"{where}: wanted a policy of compresskit.mixed, got {policy!r}; write {write}")

@@ -130,19 +130,3 @@ SR_BF16 = Policy(name="SR_BF16", param_dtype=torch.bfloat16, bf16_format="stocha
 PURE_BF16 = Policy(name="PURE_BF16", param_dtype=torch.bfloat16)
 PURE_FP16 = Policy(name="PURE_FP16", param_dtype=torch.float16)
 FP8 = Policy(name="FP8", param_dtype=torch.bfloat16, master=True, fp8="hardware")
-
-
-def require_policy(policy: object, where: str) -> None:
-    """Refuse what is not a `Policy`, such as an apex level by its name or a torch dtype.
-
-    where: begins the message, such as "prepare(policy=...)".
-    """
-    if isinstance(policy, Policy):
-        return
-    advice = "wanted a policy such as mixed.MASTER_BF16"
-    if isinstance(policy, torch.dtype):
-        names = {torch.bfloat16: "AMP_BF16 or mixed.MASTER_BF16", torch.float16: "AMP_FP16 or mixed.MASTER_FP16"}
-        advice = f"a dtype alone does not say how to train; give mixed.{names.get(policy, 'FP32')}"
-    elif isinstance(policy, str) and policy in ("O0", "O1", "O2", "O3", "O4", "O5"):
-        advice = f"give the apex level as mixed.level({policy!r})"
-    raise SettingError(f"{where}: {advice}, got {policy!r}")

@@ -26,6 +26,9 @@ class WeightEMA:
         self.values: dict[str, Tensor] = {}
         self.add_new(masters)
 
+    def __repr__(self) -> str:
+        return f"WeightEMA(decay={self.decay}, {len(self.values)} weights)"
+
     def add_new(self, masters: dict[str, Tensor]) -> None:
         """Start averages of weights that have none, at their present values."""
         fresh = {name: master for name, master in masters.items() if name not in self.values}

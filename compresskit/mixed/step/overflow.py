@@ -40,7 +40,7 @@ class DelayedReadback:
 
 
 class OverflowTracker:
-    """The loss scalers of a run and what they found.
+    """The loss scalers of a run, the steps that they skipped, and the parameters whose gradients overflowed.
 
     scalers: by name of their loss; empty for policies without a loss scale.
     used: the scalers of this step's backward passes.

@@ -68,6 +68,10 @@ class LossScaler:
         """Make a scaler whose scale never changes; a step whose gradients overflow is skipped all the same."""
         return cls(scale, dynamic=False, floor=scale, ceiling=scale, device=device)
 
+    def __repr__(self) -> str:
+        kind = f"interval={self.interval}" if self.dynamic else "fixed"
+        return f"LossScaler(scale={self.scale.item():g}, {kind}, skipped={self.skipped.item()})"
+
     def to(self, device: torch.device) -> LossScaler:
         """Move the scaler to a device, in place."""
         for name in ("scale", "clean", "tolerance", "skipped", "found_inf"):

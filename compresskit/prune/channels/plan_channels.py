@@ -1,4 +1,4 @@
-"""Plan which channels go: score groups of channels found on the graph, and cut where what is saved costs least."""
+"""Plan which channels to remove: analyze the model, score its groups of channels, select, and prove the plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, Task
 from compresskit.measure import count_macs
-from compresskit.prune.channels.resources import PRUNABLE, Limits, measured_quantity
-from compresskit.prune.channels.select import Cutter
+from compresskit.prune.channels.resources import PRUNABLE, Limits
+from compresskit.prune.channels.selector import ChannelSelector
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.normalizers import Normalizer, by_mean
 from compresskit.prune.rankings import Ranking, cost_aware
@@ -44,27 +44,34 @@ def plan_channels(
     inside: str | None = None,
     whole_heads: bool = False,
 ) -> Plan:
-    """Decide which channels to remove; pure: the model is not changed.
+    """Decide which channels to remove. The model is not changed: `apply_` does that.
+
+    The plan is proved on a copy before it is returned: in float64, the model without the channels computes what the model with
+    these channels set to zero computes.
 
     Args:
-        model, example: a float model, recorded in eval mode, and its inputs.
+        model: a float model; it is traced in eval mode.
+        example: its inputs, a tensor or a tuple or mapping of inputs.
         budget: how much stays: `ck.keep(macs=0.5)`, or of the parameters, bytes, latency or channels; see `Budget`. The plan is
             at or just below it, as far as the widths allow. For bytes and latency, candidates are exported and measured; for
             latency they run in turn with the dense model until one is fast enough.
-        criterion: scores channels.
-        ranking: which group is cut next, see `compresskit.prune.rankings`.
-        normalize: makes the scores of groups comparable, for rankings that compare them (`pooled`, `isomorphic`).
-        task, samples: data and loss for criteria that read more than weights, and how many samples they see.
+        criterion: scores channels, see `prune.criteria`.
+        ranking: which group is pruned next, see `prune.rankings`.
+        normalize: makes the scores of groups comparable, for rankings that compare them (`pooled`); see `prune.normalizers`.
+        task: data and loss, for criteria that read more than weights.
+        samples: how many samples such criteria read.
         round_to: widths stay multiples of this (at half the MACs ResNet-20 runs 1.5 times faster in ONNX Runtime, with ragged
             widths 1.2 to 1.4 times).
         minimum: channels that every group keeps.
-        ratios: layer -> ratio of the channels it makes that goes, in [0, 1), to the nearest channel; the target is then met with
+        ratios: layer -> ratio of the channels it makes to remove, in [0, 1), to the nearest channel; the budget is then met with
             the other layers.
-        ignore, inside: dotted names of modules that are never cut, and of the only one that is.
-        whole_heads: cut attention by whole heads instead of the same inner positions of every head.
+        ignore: dotted names of modules that are never pruned.
+        inside: dotted name of the only module that is.
+        whole_heads: prune attention by whole heads instead of the same inner positions of every head.
 
-    The plan is proved on a copy before it is handed back: removed equals zeroed, in float64. Raises SettingError for settings
-    out of range, ModelError where the target cannot be reached: it says what can, and what holds the rest.
+    Raises:
+        SettingError: a setting is out of its range.
+        ModelError: the budget cannot be met; the message says how much can, and what locks the rest.
     """
     check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
@@ -74,21 +81,20 @@ def plan_channels(
     _check_parameters(model)
     search = TrialRepair(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
     total = count_macs(search.trace.module, search.trace.example)
-    found = search.find_groups(total)
+    analysis = search.find_groups(total)
     while True:
-        score_groups_(found.groups, model, search.prefix, criterion, normalize, task, samples)
-        cutter = Cutter(found, budget, limits, ranking, search.prefix, total, model)
-        plan = cutter.plan() if measured_quantity(budget) is None else cutter.measured_plan(as_inputs(example))
-        failure = search.prove(plan, found)
+        score_groups_(analysis.groups, model, search.prefix, criterion, normalize, task, samples)
+        plan = ChannelSelector(analysis, budget, limits, ranking, search.prefix, total, model).plan(as_inputs(example))
+        failure = search.prove(plan, analysis)
         if failure is None:
             return plan
-        found = search.repair(failure, found)
+        analysis = search.repair(failure, analysis)
 
 
-def find(
+def analyze_channels(
     model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None
 ) -> tuple[ChannelAnalysis, str, int]:
-    """(groups of channels that can be cut, prefix of their names, MACs of one sample)."""
+    """(groups of channels that can be pruned, prefix of the names of their tensors, MACs of one sample)."""
     search = TrialRepair(model, example, inside=inside, ignore=ignore)
     total = count_macs(search.trace.module, search.trace.example)
     return search.find_groups(total), search.prefix, total

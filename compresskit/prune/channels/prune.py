@@ -1,4 +1,4 @@
-"""The stage: learn sparsely; in one step or more plan, prove, cut, refit, re-estimate BatchNorm; fine-tune."""
+"""`Prune`: the stage that removes channels: sparse learning, one or more pruning steps with repair, fine-tuning."""
 
 from __future__ import annotations
 
@@ -36,20 +36,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(Budgeted, Stage):
-    """Remove channels.
+    """Remove channels, in one step or more; after each, refit layers and re-estimate BatchNorm; fine-tune at the end.
 
-    budget: how much stays, such as `ck.keep(macs=0.5)`; see `plan_channels`.
-    criterion: scores channels, see `compresskit.prune`. ranking, normalize: how groups compete, see `plan_channels`.
-    reconstruct: refit the layers that lost inputs by least squares, from calibration inputs without labels: worth more right
-        after the cut than any criterion.
-    learn: training before the cut under a penalty that empties channels: its objective is `group_lasso(...)` or `greg(...)`,
-        or anything else, to which `group_lasso` is then added.
-    steps: cut in so many steps; after each but the last `between` trains. schedule: `(done, *, end) -> removed` over the steps.
-    finetune: training after the last cut, with a schedule of its own; None leaves it at re-estimated BatchNorm statistics.
-    rewind: an earlier checkpoint of the same network, whose weights go on in the channels that the trained one chose
-        (weight rewinding, Renda et al., 2003.02389); `finetune` then trains it.
-    samples: samples for criteria that read more than weights, for refitting and for BatchNorm statistics.
-    round_to, minimum, ratios, ignore, inside, whole_heads: as in `plan_channels`.
+    Args:
+        budget: how much stays, such as `ck.keep(macs=0.5)`; see `plan_channels`.
+        criterion: scores channels, see `prune.criteria`.
+        ranking, normalize: how groups of channels compete, see `plan_channels`.
+        reconstruct: refit the layers that lost inputs by least squares, on calibration inputs without labels; right after pruning
+            this is worth more than any criterion.
+        learn: training before the first step under a penalty that empties channels. Its objective is `group_lasso(...)` or
+            `greg(...)`, or any other, to which `group_lasso` is then added.
+        steps: number of pruning steps.
+        schedule: how much is removed after each step, see `prune.schedules`; the last step ends at the budget.
+        between: training after each step but the last.
+        finetune: training after the last step, with a learning-rate schedule of its own; None trains nothing.
+        rewind: an earlier checkpoint of the same network, whose weights continue in the channels that the trained one chose
+            (weight rewinding, Renda et al., 2003.02389); `finetune` then trains it.
+        samples: samples for criteria that read more than weights, for refitting and for BatchNorm statistics.
+        round_to, minimum, ratios, ignore, inside, whole_heads: as in `plan_channels`.
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
@@ -93,27 +97,27 @@ class Prune(Budgeted, Stage):
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
         dense = frozen_copy(model)
-        goal = task if task.reference is not None else replace(task, reference=dense)
+        guided = task if task.reference is not None else replace(task, reference=dense)
         if self.learn is not None:
             objective = self.learn.objective
             sparse = objective if isinstance(objective, GroupLasso | GReg) else group_lasso(objective)
-            fit_(model, goal, self.learn, objective=sparse, label="learn sparsely")
+            fit_(model, guided, self.learn, objective=sparse, label="learn sparsely")
         plans: list[Plan] = []
         kept = 1.0
         for step in range(1, self.steps + 1):
-            wanted = self._fraction_after(step)
-            if wanted < kept * (1 - 1e-6) or self.steps == 1:
-                plan = self._plan(model, task, wanted / kept)
+            target = self._fraction_after(step)
+            if target < kept * (1 - 1e-6) or self.steps == 1:
+                plan = self._plan(model, task, target / kept)
                 plans.append(plan)
                 log.info("%s", plan)
-                kept = self._kept(kept, wanted, model, plan)
-                self._cut_(model, plan, task)
+                kept = self._kept(kept, target, model, plan)
+                self._apply_and_repair_(model, plan, task)
             if self.between is not None and step < self.steps:
-                fit_(model, goal, self.between, label=f"step {step} of {self.steps}")
+                fit_(model, guided, self.between, label=f"step {step} of {self.steps}")
         if self.rewind is not None:
             model = replayed(self.rewind, plans).to(task.device)
         if self.finetune is not None:
-            fit_(model, goal, self.finetune, label="fine-tune")
+            fit_(model, guided, self.finetune, label="fine-tune")
         return model.eval()
 
     def _fraction_after(self, step: int) -> float:
@@ -122,19 +126,19 @@ class Prune(Budgeted, Stage):
             return self.budget.kept
         return max(self.budget.kept, 1 - self.schedule(step / self.steps, end=1 - self.budget.kept))
 
-    def _plan(self, model: nn.Module, task: Task, share: float) -> Plan:
+    def _plan(self, model: nn.Module, task: Task, fraction: float) -> Plan:
         def made() -> dict[str, Any]:
-            return self._fresh_plan(model, task, share).to_json()
+            return self._fresh_plan(model, task, fraction).to_json()
 
         if self.budget.quantity == "latency" and task.progress is not None:
-            return Plan.from_json(task.progress.decide(made))  # what a clock said once holds when the stage is started again
-        return self._fresh_plan(model, task, share) if world_size() == 1 else Plan.from_json(on_rank_zero(made))
+            return Plan.from_json(task.progress.decide(made))  # a resumed stage keeps the plan that was measured
+        return self._fresh_plan(model, task, fraction) if world_size() == 1 else Plan.from_json(on_rank_zero(made))
 
-    def _fresh_plan(self, model: nn.Module, task: Task, share: float) -> Plan:
+    def _fresh_plan(self, model: nn.Module, task: Task, fraction: float) -> Plan:
         return plan_channels(
             model,
             task.example(),
-            keep(**{self.budget.quantity: share}),
+            keep(**{self.budget.quantity: fraction}),
             criterion=self.criterion,
             ranking=self.ranking,
             normalize=self.normalize,
@@ -148,27 +152,32 @@ class Prune(Budgeted, Stage):
             whole_heads=self.whole_heads,
         )
 
-    def _kept(self, kept: float, wanted: float, model: nn.Module, plan: Plan) -> float:
-        """Share of the first model that is left after a plan, in the unit of the budget."""
+    def _kept(self, kept: float, target: float, model: nn.Module, plan: Plan) -> float:
+        """Fraction of the first model that stays after a plan, in the unit of the budget."""
         unit = counted_unit(self.budget)
         if unit == "MACs":
             return kept * plan.macs / plan.macs_before
         if unit == "parameters":
             return kept * count_parameters(apply_(copy.deepcopy(model), plan)) / count_parameters(model)
-        return wanted
+        return target
 
-    def _cut_(self, model: nn.Module, plan: Plan, task: Task) -> None:
-        whole = frozen_copy(model) if self.reconstruct else None
+    def _apply_and_repair_(self, model: nn.Module, plan: Plan, task: Task) -> None:
+        before = frozen_copy(model) if self.reconstruct else None
         apply_(model, plan)
-        if whole is not None:
-            reconstruct_(model, whole, plan, calibration_inputs(task, self.samples, "refit"))
+        if before is not None:
+            reconstruct_(model, before, plan, calibration_inputs(task, self.samples, "refit"))
         reestimate_batchnorm_(model, calibration_inputs(task, self.samples, "re-estimate BatchNorm"))
 
 
 def replayed(model: nn.Module, plans: Plan | list[Plan]) -> nn.Module:
-    """A copy of another checkpoint of the same network with the same channels removed: weight rewinding for channels.
+    """Apply plans to a copy of another checkpoint of the same network: weight rewinding for channels.
 
-    Raises ModelError where its tensors are not those that the plans were made for.
+    Args:
+        model: the other checkpoint.
+        plans: one plan, or those of several steps in their order.
+
+    Raises:
+        ModelError: the tensors are not those that the plans were made for.
     """
     model = copy.deepcopy(model)
     for plan in [plans] if isinstance(plans, Plan) else plans:

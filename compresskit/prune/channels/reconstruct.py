@@ -1,8 +1,8 @@
-"""Closed-form repair after a cut: what a layer lost with some of its inputs is made up from those that are left.
+"""Closed-form repair after pruning: refit each layer that lost inputs so that the remaining inputs make up for them.
 
 A layer that read channels X with weights W and now reads only some of them, X', gets the weights W' that come closest to its
 old output on data: W' = cov(X W, X') cov(X')^-1, the least squares solution (as in He et al., 1707.06168, without the outer
-iterations), and the mean of what is lost goes into the bias, or into the BatchNorm that follows. Needs neither labels nor
+iterations); the mean of what is lost goes into the bias, or into the BatchNorm that follows. It needs neither labels nor
 gradients nor training, and changes no shape.
 """
 
@@ -23,14 +23,15 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.task import Inputs, call_checked
 from compresskit.graph.surgery import get_tensor, mode, owner
+from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.plan import Plan
 
 log = logging.getLogger(__name__)
 
-COLUMNS = 6144  # inputs of a layer beyond which it is left as it was: the system to solve is columns x columns
-ROWS = 512  # places of its output at which a layer's inputs are looked at in one batch, or half as many as it has inputs
+MOST_COLUMNS = 6144  # a layer with more inputs is left as it was: the system to solve is columns x columns
+SAMPLED_ROWS = 512  # output positions at which a layer's inputs are read in one batch, or half as many as it has inputs
 
-Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+RefittableLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def reconstruct_(
@@ -38,56 +39,66 @@ def reconstruct_(
 ) -> dict[str, float]:
     """Refit, in place, every layer of a pruned model that reads fewer channels than it did in the dense one.
 
+    Nothing is changed if the outputs of the whole model come no nearer to the dense model's on the first batch. Grouped and
+    transposed convolutions, layers with tied weights and layers of more than 6144 inputs are left as they are.
+
     Args:
         model: `apply_` of `plan` to a copy of `dense`.
-        dense: the model before the cut; it runs on the data, in eval mode.
+        dense: the model before pruning; it runs on the data, in eval mode.
+        plan: what was removed.
         batches: inputs, shuffled; some thousand images are enough.
-        damping: share of the mean variance of the inputs that is added to each, so that inputs that hardly vary do no harm.
+        damping: fraction of the mean variance of the inputs that is added to each, against inputs that hardly vary.
 
-    Returns layer -> share of the variance of its output that is still lost, 0 for none; nothing, and the model is as it was cut,
-    where the outputs of the whole came no nearer to the dense model's on the first batch. Grouped and transposed convolutions,
-    layers with tied weights and layers of more than 6144 inputs stay as they are. Raises DataError where there is no batch.
+    Returns:
+        Layer -> fraction of the variance of its output that is still lost, 0 for none; empty if nothing was changed.
+
+    Raises:
+        DataError: there is no batch.
     """
     if damping <= 0:
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
-    # Queries that the plan rescales are not what they were: they are left alone.
+    # Queries that the plan rescales are left out: their old output is no target.
     names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and _refits(dense, n)]
     stream = each_inputs(batches, "reconstruct_")
     first = next(stream, None)
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")
-    moments = _look(dense, names, itertools.chain([first], stream))
-    before, far = copy.deepcopy(model.state_dict()), _distance(model, dense, first)
+    statistics = _input_statistics(dense, names, itertools.chain([first], stream))
+    before, distance = copy.deepcopy(model.state_dict()), _output_distance(model, dense, first)
     with torch.no_grad():
-        lost = {n.removesuffix(".weight"): _refit_(model, dense, plan, n, seen, damping) for n, seen in moments.items()}
-    if not _distance(model, dense, first) <= far:
-        # Each layer is nearer to what it was, and yet the whole is not: a norm over the channels, say, sees others than it did.
+        lost = {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in statistics.items()}
+    if not _output_distance(model, dense, first) <= distance:
+        # Each layer is nearer to its old output and yet the model is not, for instance because a norm over channels sees others.
         log.warning("refitting layers brought the outputs of %s no nearer; they stay as they were cut", type(model).__name__)
         model.load_state_dict(before)
         return {}
     return lost
 
 
-def _distance(model: nn.Module, dense: nn.Module, inputs: Inputs) -> float:
+def _output_distance(model: nn.Module, dense: nn.Module, inputs: Inputs) -> float:
     """Sum of squared differences of the outputs, in eval mode."""
     with torch.no_grad(), mode(model, training=False), mode(dense, training=False):
         pairs = zip(*(pytree.tree_leaves(call_checked(m, inputs, "calibration data")) for m in (model, dense)), strict=True)
-        # Lists of boxes may differ in length; they say nothing then.
+        # Outputs of different shapes, such as lists of boxes, cannot be compared.
         same = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
         return sum(float((a - b).square().sum()) for a, b in same)
 
 
 def _refits(dense: nn.Module, name: str) -> bool:
     module, leaf = owner(dense, name)
-    plain = isinstance(module, Layer) and leaf == "weight" and getattr(module, "groups", 1) == 1
-    if not plain or get_tensor(dense, name)[0].numel() > COLUMNS:
+    plain = isinstance(module, RefittableLayer) and leaf == "weight"
+    if (
+        not plain
+        or (not isinstance(module, nn.Linear) and module.groups != 1)
+        or get_tensor(dense, name)[0].numel() > MOST_COLUMNS
+    ):
         return False
-    # What suits one layer does not suit another that has the same weights.
+    # Weights that fit one layer do not fit another that shares them.
     return sum(p is get_tensor(dense, name) for m in dense.modules() for p in m._parameters.values()) == 1
 
 
-class _Moments:
-    """Sums over rows of inputs, and where the constant part of an output may go."""
+class _InputStatistics:
+    """Sums over rows of a layer's inputs, and the BatchNorms that read its output, where a constant may go."""
 
     def __init__(self) -> None:
         self.rows, self.total, self.products = 0, torch.zeros(()), torch.zeros(())
@@ -100,48 +111,42 @@ class _Moments:
         self.products = self.products + (x.T @ x).double()
 
 
-def _look(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict[str, _Moments]:
-    """Run the dense model once over the data and sum up what its layers read."""
-    moments = {name: _Moments() for name in names}
-    made: dict[int, tuple[str, Tensor]] = {}
-    handles: list[Any] = []
-    chance = torch.Generator().manual_seed(0)
+def _input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict[str, _InputStatistics]:
+    """Run the dense model once over the data and sum up what its layers read, by the name of their weights."""
+    statistics = {name.removesuffix(".weight"): _InputStatistics() for name in names}
+    norms = [
+        path
+        for path, module in dense.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    ]
+    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensor too, so that its id is not given to another
+    generator = torch.Generator().manual_seed(0)
 
-    def reads(name: str, layer: Any, x: Tensor) -> None:
-        moments[name].add(_rows(layer, x.detach(), max(ROWS, layer.weight[0].numel() // 2), chance))
+    def visit(path: str, module: Any, x: Tensor, out: Any) -> None:
+        if path in statistics:
+            rows = max(SAMPLED_ROWS, module.weight[0].numel() // 2)
+            statistics[path].add(_sampled_rows(module, x.detach(), rows, generator))
+            outputs[id(out)] = (path, out)
+        elif id(x) in outputs:
+            statistics[outputs[id(x)][0]].norms.add(path)
 
-    def norms(path: str, x: Tensor) -> None:
-        if id(x) in made:
-            moments[made[id(x)][0]].norms.add(path)
-
-    for name in names:
-        layer = owner(dense, name)[0]
-        handles.append(layer.register_forward_pre_hook(lambda m, args, name=name: reads(name, m, args[0])))
-        handles.append(layer.register_forward_hook(lambda m, _, out, name=name: made.update({id(out): (name, out)})))
-    for path, module in dense.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-            handles.append(module.register_forward_pre_hook(lambda m, args, path=path: norms(path, args[0])))
-    try:
-        with torch.no_grad(), mode(dense, training=False):
-            for inputs in batches:
-                made.clear()
-                call_checked(dense, inputs, "calibration data")
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: seen for name, seen in moments.items() if seen.rows}
+    with watched_calls(dense, [*statistics, *norms], visit), torch.no_grad(), mode(dense, training=False):
+        for inputs in batches:
+            outputs.clear()
+            call_checked(dense, inputs, "calibration data")
+    return {f"{path}.weight": inputs for path, inputs in statistics.items() if inputs.rows}
 
 
-def _rows(layer: Any, x: Tensor, count: int, chance: torch.Generator) -> Tensor:
-    """(rows, inputs x kernel positions) of what a layer multiplies its weights with, at random places of its output."""
+def _sampled_rows(layer: Any, x: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(rows, inputs x kernel positions) that a layer multiplies its weights with, at random positions of its output."""
     if isinstance(layer, nn.Linear):
         flat = x.reshape(-1, x.shape[-1])
-        return flat[_some(len(flat), count, chance).to(x.device)].float()
+        return flat[_random_indices(len(flat), count, generator).to(x.device)].float()
     sides = layer._reversed_padding_repeated_twice
     x = F.pad(x, sides, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
     reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
     sizes = [(n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, layer.stride, strict=True)]
-    chosen = _some(len(x) * int(torch.tensor(sizes).prod()), count, chance)
+    chosen = _random_indices(len(x) * int(torch.tensor(sizes).prod()), count, generator)
     image, *corner = torch.unravel_index(chosen, (len(x), *sizes))
     starts = [(c * s).to(x.device) for c, s in zip(corner, layer.stride, strict=True)]
     image, channels_last = image.to(x.device), x.movedim(1, -1)
@@ -152,23 +157,23 @@ def _rows(layer: Any, x: Tensor, count: int, chance: torch.Generator) -> Tensor:
     return torch.stack(patches, 2).flatten(1).float()
 
 
-def _some(total: int, count: int, chance: torch.Generator) -> Tensor:
-    return torch.randint(total, (count,), generator=chance) if count < total else torch.arange(total)
+def _random_indices(total: int, count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
 
 
-def _refit_(model: nn.Module, dense: nn.Module, plan: Plan, name: str, seen: _Moments, damping: float) -> float:
-    """Least squares for one layer; the share of the variance that is lost."""
+def _refit_(model: nn.Module, dense: nn.Module, plan: Plan, name: str, inputs: _InputStatistics, damping: float) -> float:
+    """Least squares for one layer; returns the fraction of the output's variance that is lost."""
     weight = get_tensor(dense, name).detach()
     keep = {dim: kept.to(weight.device) for dim, kept in plan.keep(name).items()}
     outputs = weight[keep[0]] if 0 in keep else weight
     old = outputs.double().flatten(1)
     columns = torch.arange(weight[0].numel(), device=weight.device).view(weight.shape[1], -1)[keep[1]].flatten()
     layer: Any = owner(model, name)[0]
-    mean = seen.total / seen.rows
-    moment = seen.products / seen.rows
-    norm: Any = model.get_submodule(next(iter(seen.norms))) if len(seen.norms) == 1 else None
+    mean = inputs.total / inputs.rows
+    moment = inputs.products / inputs.rows
+    norm: Any = model.get_submodule(next(iter(inputs.norms))) if len(inputs.norms) == 1 else None
     if layer.bias is not None or norm is not None:
-        moment = moment - torch.outer(mean, mean)  # the constant part has a place of its own
+        moment = moment - torch.outer(mean, mean)  # the bias or the BatchNorm takes the mean
     whole = torch.einsum("oi,ij,oj->", old, moment, old)
     small = moment[columns][:, columns]
     small = small + damping * moment.diagonal().mean().clamp(min=1e-12) * torch.eye(len(small), device=small.device)

@@ -31,10 +31,10 @@ def counted_unit(budget: Budget) -> Literal["MACs", "parameters", "channels"]:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds every plan, whatever its target.
+    """Limits of every plan, whatever its budget.
 
     round_to: widths stay multiples of this. minimum: channels that every group keeps.
-    ratios: layer -> ratio of its channels that goes, decided beforehand, to the nearest channel whatever `round_to` says.
+    ratios: layer -> ratio of its channels to remove, prescribed by the user, to the nearest channel whatever `round_to` is.
     """
 
     round_to: int = 8
@@ -48,40 +48,42 @@ class Limits:
                 raise SettingError(f"{where[:-1]}{name}=...): wanted a whole number >= 1, got {value!r}")
         for name, ratio in self.ratios.items():
             if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
-                raise SettingError(f"{where[:-1]}ratios={{{name!r}: ...}}): wanted the share that goes, in [0, 1), got {ratio!r}")
+                raise SettingError(
+                    f"{where[:-1]}ratios={{{name!r}: ...}}): wanted the fraction that goes, in [0, 1), got {ratio!r}"
+                )
 
     def step(self, group: ChannelGroup) -> int:
-        """Units to cut at once so that widths stay multiples of `round_to`; finer where a layer is too narrow for that."""
+        """Number of channels to remove at once so that widths stay multiples of `round_to`; fewer in narrow layers."""
         size = self.round_to
         while size > 1 and group.size < 2 * size:
             size //= 2
         return (group.size - group.removed) % size or size
 
     def count(self, group: ChannelGroup, ratio: float) -> int:
-        """Channels that go for a ratio of an untouched group, as near as the alignment of widths allows."""
+        """Number of channels to remove for a ratio of an unpruned group, as near as the alignment of widths allows."""
         size = self.step(group)
         return round(ratio * group.size / size) * size
 
-    def left_over(self, group: ChannelGroup, count: int) -> bool:
-        """Whether the group still has channels enough after losing `count` more."""
+    def leaves_enough(self, group: ChannelGroup, count: int) -> bool:
+        """Whether the group keeps its minimum of channels after losing `count` more."""
         return group.size - group.removed - count >= max(1, min(self.minimum, group.size))
 
 
 class ResourceCounter:
-    """One resource of the model, counted while channels go: MACs, parameters, or the channels themselves."""
+    """One resource of the model, counted while channels are removed. unit: "MACs", "parameters" or "channels"."""
 
-    def __init__(self, found: ChannelAnalysis, unit: str, module: nn.Module) -> None:
-        self.found, self.unit, self.widths = found, unit, MacCounter(found)
+    def __init__(self, analysis: ChannelAnalysis, unit: str, module: nn.Module) -> None:
+        self.analysis, self.unit, self.widths = analysis, unit, MacCounter(analysis)
         self.numbers = {name: p.numel() for name, p in module.named_parameters()}  # a tied one once
-        self.gone: Counter[tuple[str, int]] = Counter()
+        self.removed: Counter[tuple[str, int]] = Counter()
         if unit == "channels":
-            self.total = float(sum(g.size for g in found.groups))
+            self.total = float(sum(g.size for g in analysis.groups))
         else:
             self.total = self.widths.macs() if unit == "MACs" else float(sum(self.numbers.values()))
         self.current = self.total
 
     def saving(self, group: ChannelGroup, count: int) -> float:
-        """What `count` channels fewer save."""
+        """What removing `count` more channels of a group saves."""
         if self.unit == "channels":
             return float(count)
         return self.widths.saving(group, count) if self.unit == "MACs" else self._parameters(group, count)
@@ -93,15 +95,15 @@ class ResourceCounter:
         saved = 0.0
         for tensor, more in extra.items():
             now = left = float(self.numbers.get(tensor, 0))
-            for dim, size in enumerate(self.found.shapes[tensor]):
-                now *= 1 - self.gone[tensor, dim] / size
-                left *= 1 - (self.gone[tensor, dim] + more.get(dim, 0)) / size
+            for dim, size in enumerate(self.analysis.shapes[tensor]):
+                now *= 1 - self.removed[tensor, dim] / size
+                left *= 1 - (self.removed[tensor, dim] + more.get(dim, 0)) / size
             saved += now - left
         return saved
 
-    def cut(self, group: ChannelGroup, count: int) -> None:
-        """Note that `count` more channels of a group go."""
+    def remove(self, group: ChannelGroup, count: int) -> None:
+        """Count `count` more channels of a group as removed."""
         self.current -= self.saving(group, count)
         for (tensor, dim, _), indices in group.indices.items():
-            self.gone[tensor, dim] += indices.shape[1] * count
+            self.removed[tensor, dim] += indices.shape[1] * count
         self.widths.cut(group, count)

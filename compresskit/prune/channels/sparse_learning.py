@@ -17,7 +17,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
 from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor, owner
-from compresskit.prune.channels.plan_channels import find
+from compresskit.prune.channels.plan_channels import analyze_channels
 from compresskit.prune.structure.groups import NORM_LAYERS, ChannelGroup
 from compresskit.prune.structure.plan import Plan
 from compresskit.train.objective import Supervised
@@ -61,9 +61,9 @@ class GroupLasso(Wrapper):
 
     def bind(self, model: nn.Module, task: Task) -> GroupLasso:
         """The same objective for a model whose groups are found, and a task."""
-        found, _, _ = find(model, task.example(), ignore=self.ignore)
+        analysis, _, _ = analyze_channels(model, task.example(), ignore=self.ignore)
         return GroupLasso(
-            objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(found.groups), model=model
+            objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(analysis.groups), model=model
         )
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:

@@ -143,7 +143,7 @@ def _squared_error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) 
 
 def least_divergence(histogram: Histogram, channel: int, largest: float, levels: int) -> float:
     """The bound t in one channel for which |x|, quantized to `levels` levels over [0, t], diverges least from the histogram."""
-    # Bins of |x| as wide as those of x: narrower ones would stand empty in between, and look like information.
+    # Bins of |x| as wide as those of x: narrower ones would be empty in between, which distorts the divergence.
     width = float(histogram.width[channel])
     bins = max(levels, int(largest / width) + 1)
     index = (histogram.centres()[channel].abs() / width).long().clamp_(0, bins - 1)
@@ -166,5 +166,5 @@ def _divergence(counts: Tensor, kept: Tensor, levels: int) -> float:
     mean = total.scatter_add(0, level, counts) / total.scatter_add(0, level, filled).clamp(min=1)
     q = mean[level] * filled
     p, q = kept / kept.sum(), q / q.sum().clamp(min=1e-300)
-    here = p > 0
-    return float((p[here] * (p[here] / q[here].clamp(min=1e-12)).log()).sum())
+    positive = p > 0
+    return float((p[positive] * (p[positive] / q[positive].clamp(min=1e-12)).log()).sum())

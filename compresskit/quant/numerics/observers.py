@@ -67,6 +67,10 @@ class _Extremes:
     low: Tensor | None = None
     high: Tensor | None = None
 
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in vars(self).items() if isinstance(value, int | float))
+        return f"{type(self).__name__}({settings})"
+
     def update(self, values: Tensor) -> None:
         """Take in values, (channels, n)."""
         low, high = extremes(values.detach().float())
@@ -78,14 +82,14 @@ class _Extremes:
     def _join(self, low: Tensor, new_low: Tensor, high: Tensor, new_high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.minimum(low, new_low), torch.maximum(high, new_high)
 
-    def _seen(self) -> tuple[Tensor, Tensor]:
+    def _observed(self) -> tuple[Tensor, Tensor]:
         if self.low is None or self.high is None:
             raise SettingError("this observer has seen no values; calibrate first")
         return self.low, self.high
 
     def range(self) -> tuple[Tensor, Tensor]:
         """(low, high), each (channels,)."""
-        low, high = self._seen()
+        low, high = self._observed()
         # Backends disagree on reductions of nan; infinities mark the range as not finite just as well.
         low, high = low.nan_to_num(-torch.inf, torch.inf, -torch.inf), high.nan_to_num(torch.inf, torch.inf, -torch.inf)
         return over_ranks(low, dist.ReduceOp.MIN), over_ranks(high, dist.ReduceOp.MAX)
@@ -111,7 +115,7 @@ class MovingAverage(_Extremes):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """(low, high), each (channels,)."""
-        low, high = self._seen()
+        low, high = self._observed()
         both = over_ranks(torch.stack([low, high]), dist.ReduceOp.SUM)
         if dist.is_available() and dist.is_initialized():
             both = both / dist.get_world_size()
@@ -127,7 +131,7 @@ class _HistogramObserver(_Extremes):
     def update(self, values: Tensor) -> None:
         """Take in values, (channels, n)."""
         super().update(values)
-        low, high = self._seen()
+        low, high = self._observed()
         if torch.isfinite(low).all() and torch.isfinite(high).all():
             self.histogram.update(values.detach().float())
 
@@ -147,9 +151,9 @@ class _HistogramObserver(_Extremes):
 class Percentile(_HistogramObserver):
     """The range of the middle `fraction` of all values; half of the rest is clipped at each end.
 
-    >>> seen = Percentile(0.98)
-    >>> seen.update(torch.arange(1001.0).reshape(1, -1))
-    >>> [round(bound.item()) for bound in seen.range()]
+    >>> observer = Percentile(0.98)
+    >>> observer.update(torch.arange(1001.0).reshape(1, -1))
+    >>> [round(bound.item()) for bound in observer.range()]
     [10, 990]
     """
 

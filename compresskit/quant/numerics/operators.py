@@ -18,7 +18,7 @@ from compresskit.graph.surgery import get_tensor
 
 CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 TRANSPOSED_CONVS = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
-#: Matrix products by a constant: operator -> (where its input stands, where its weight stands, the weight's dimension of inputs).
+#: Matrix products by a constant: operator -> (position of its input, position of its weight, dimension of inputs of the weight).
 PRODUCTS = {
     aten.linear.default: (0, 1, 1),
     aten.matmul.default: (0, 1, 0),

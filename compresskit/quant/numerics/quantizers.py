@@ -43,7 +43,7 @@ class ActivationQuantizer(Quantizer):
     observer: finds the range.
     clamp: bounds of an activation function merged into the quantizer (0 and None for ReLU, 0 and 6 for ReLU6), or None.
     anchor: a number that must be exactly representable, see `placement.QuantizationPoint`.
-    label: the operator whose result is rounded, for messages.
+    label: name of the operator whose result is rounded, for messages.
 
     `observing`: the observer sees the values that pass, and in train mode the range follows it. `learn_` makes the scale a
     parameter.
@@ -121,7 +121,9 @@ class ActivationQuantizer(Quantizer):
     def learn_(self, on: bool = True) -> None:
         """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer."""
         if self.anchor is None:
-            _register(self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone())
+            _replace_tensor(
+                self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone()
+            )
 
     def extra_repr(self) -> str:
         sign = "int" if self.scheme.signed else "uint"
@@ -130,14 +132,14 @@ class ActivationQuantizer(Quantizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationQuantizer:
         new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
         new.observing, new.enabled = self.observing, self.enabled
-        _register(new, "scale", copy.deepcopy(self.scale, memo))
+        _replace_tensor(new, "scale", copy.deepcopy(self.scale, memo))
         new.zero_point = self.zero_point.clone()
         new.training = self.training
         memo[id(self)] = new
         return new
 
 
-def _register(module: nn.Module, name: str, value: Tensor) -> None:
+def _replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     """Replace a buffer by a parameter of the same name, or the other way round."""
     delattr(module, name)
     if isinstance(value, nn.Parameter):
@@ -194,7 +196,7 @@ class WeightQuantizer(Quantizer):
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5
             scale = nn.Parameter(torch.where(first > 0, torch.minimum(first, scale), scale))
-        _register(self, "scale", scale)
+        _replace_tensor(self, "scale", scale)
         self.scale_factor.fill_(1)
 
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:

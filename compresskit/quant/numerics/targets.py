@@ -176,7 +176,7 @@ def saturating_matmul(x: Tensor, weight: Tensor) -> Tensor:
         x, weight = torch.nn.functional.pad(x, (0, 1)), torch.nn.functional.pad(weight, (0, 1))
     total = torch.zeros(len(x), len(weight), dtype=torch.int32, device=x.device)
     wide, narrow = x.int(), weight.int()
-    for k in range(0, x.shape[1], 2):  # a pair at a time, so that (M, N) is all that is held
+    for k in range(0, x.shape[1], 2):  # a pair at a time, to hold no more than (M, N) values
         pair = wide[:, k : k + 1] * narrow[:, k] + wide[:, k + 1 : k + 2] * narrow[:, k + 1]
         total += pair.clamp(-(2**15), 2**15 - 1)
     return total

@@ -42,13 +42,13 @@ def attended(captured: Captured, bases: Sequence[Node]) -> dict[Node, tuple[str,
     for base, (bias, linear, before, attention, after) in candidates.items():
         count = captured.shapes[linear.name][-1]
         numbers = torch.arange(float(count)).expand(captured.shapes[linear.name])
-        v = _sent(numbers, linear, before, sizes)
+        v = _moved_tensor(numbers, linear, before, sizes)
         if v is None or v.ndim < 2 or not bool((v == v[..., :1, :]).all()):
             continue  # tokens differ: the operators have mixed them with channels
         shape = captured.shapes[attention.name]
         if v.shape[:-2] != shape[:-2] or v.shape[-1] != shape[-1]:
             continue  # heads that share one v
-        places = _sent(v[..., :1, :].expand(shape), attention, after, sizes)
+        places = _moved_tensor(v[..., :1, :].expand(shape), attention, after, sizes)
         if places is None:
             continue
         rows = places.reshape(-1, places.shape[-1])
@@ -105,13 +105,13 @@ def _back(value: Node) -> tuple[list[Node], Node]:
 _CUTS = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
 
 
-def _sent(x: Any, source: Node, moves: list[Node], sizes: dict[Node, Any]) -> Tensor | None:
+def _moved_tensor(x: Any, source: Node, moves: list[Node], sizes: dict[Node, Any]) -> Tensor | None:
     """Apply layout operators to a tensor instead of the value of `source`; None where one of them reads other values."""
-    here: dict[Node, Any] = {**sizes, source: x}
+    values: dict[Node, Any] = {**sizes, source: x}
     for node in moves:
-        if any(n not in here for n in node.all_input_nodes):
+        if any(n not in values for n in node.all_input_nodes):
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), here.__getitem__)
-        here[node] = node.target(*args, **kwargs)
-    result = here[moves[-1]] if moves else x
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = node.target(*args, **kwargs)
+    result = values[moves[-1]] if moves else x
     return result if isinstance(result, Tensor) else None

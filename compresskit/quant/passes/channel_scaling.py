@@ -91,17 +91,17 @@ def _keeps_channels(node: Node) -> bool:
 
 def _readers(base: Node) -> list[Node] | None:
     """All matrix products that read a value, through layout operators; None where any other operator reads it."""
-    found, pending = [], [base]
+    readers, pending = [], [base]
     while pending:
         value = pending.pop()
         for user in value.users:
             if weight_of(user) is not None and user.args[PRODUCTS[user.target][0]] is value:
-                found.append(user)
+                readers.append(user)
             elif user.target in LAYOUT_OPERATORS and _keeps_channels(user) and user.args[0] is value:
                 pending.append(user)
             else:
                 return None
-    return found
+    return readers
 
 
 def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -128,13 +128,13 @@ def _makers(module: fx.GraphModule, base: Node, reads: dict[str, int]) -> tuple[
                 return _makers(module, inner, reads)
     if base.target is aten.layer_norm.default and tensors and None in (tensors[0][0], tensors[1][0]):
         return ()  # both are needed
-    given = [(parameter_name(node), dim) for node, dim in tensors if node is not None]
-    if not given or any(name is None or reads.get(name, 0) != 1 for name, _ in given):
+    named = [(parameter_name(node), dim) for node, dim in tensors if node is not None]
+    if not named or any(name is None or reads.get(name, 0) != 1 for name, _ in named):
         return ()
     channels = base.meta["val"].shape[-1]
-    if any(get_tensor(module, str(name)).shape[dim] != channels for name, dim in given):
+    if any(get_tensor(module, str(name)).shape[dim] != channels for name, dim in named):
         return ()
-    return tuple((str(name), dim) for name, dim in given)
+    return tuple((str(name), dim) for name, dim in named)
 
 
 def _is_vector(module: fx.GraphModule, factor: Node, other: object) -> bool:

@@ -52,9 +52,9 @@ def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:
     kind = OPERATOR_KINDS[node.target]
     if kind == "recurrent":
         return _recurrent_cost(graph, node)
-    given = node.args[1:3] if kind == "addmm" else node.args[:3]
-    tensors = [_tensor(graph, a) for a in given]
-    parameters = sum(t.numel() for a, t in zip(given, tensors, strict=False) if t is not None and parameter_name(a))
+    operands = node.args[1:3] if kind == "addmm" else node.args[:3]
+    tensors = [_tensor(graph, a) for a in operands]
+    parameters = sum(t.numel() for a, t in zip(operands, tensors, strict=False) if t is not None and parameter_name(a))
     x, weight = tensors[:2]
     assert x is not None
     assert weight is not None

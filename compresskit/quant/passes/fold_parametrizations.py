@@ -52,14 +52,14 @@ def _sources(node: Node | None) -> list[Node] | None:
     """The parameters that a value is computed from; None where it is none, or depends on inputs."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
-    pending, seen = [node], {node}
+    pending, visited = [node], {node}
     while pending:
         for read in pending.pop().all_input_nodes:
             if read.op not in ("call_function", "get_attr"):
                 return None
-            pending += [read] if read not in seen else []
-            seen.add(read)
-    return [n for n in seen if n.op == "get_attr"] or None
+            pending += [read] if read not in visited else []
+            visited.add(read)
+    return [n for n in visited if n.op == "get_attr"] or None
 
 
 def _evaluate(module: fx.GraphModule, node: Node) -> Tensor:

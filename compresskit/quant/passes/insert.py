@@ -20,7 +20,10 @@ from compresskit.quant.passes.rounding_boundaries import grid_behind
 def insert_quantizers_(
     body: fx.GraphModule, placement: Placement, target: Target, observer: Callable[[], Observer] | None
 ) -> None:
-    """Add quantizer modules to a captured graph; an observer of None is chosen for each value by `default_observer`."""
+    """Insert quantizer modules into a prepared graph, in place.
+
+    observer: makes an observer for each group of points; None takes `default_observer`.
+    """
     nodes = {node.name: node for node in body.graph.nodes}
     body.add_submodule("quantizers", nn.Module())
     integer = {nodes[name] for name in (*placement.integer, *placement.carried)}
@@ -30,13 +33,13 @@ def insert_quantizers_(
         if point.group not in shared:
             name = f"quantizers.{point.node}"
             clamp = _common_clamp([p for p in placement.points if p.group == point.group])
-            clamp = None if target.activations.symmetric else clamp  # such a grid does not end at 0
+            clamp = None if target.activations.symmetric else clamp  # a symmetric range does not end at 0
             label = module_path(nodes[point.node]) or point.node
-            watching = observer or default_observer(nodes[point.node], placement)
-            shared[point.group] = (name, ActivationQuantizer(target.activations, watching(), clamp, point.anchor, label))
+            make_observer = observer or default_observer(nodes[point.node], placement)
+            shared[point.group] = (name, ActivationQuantizer(target.activations, make_observer(), clamp, point.anchor, label))
             body.add_submodule(name, shared[point.group][1])
         name, quantizer = shared[point.group]
-        new = _insert_behind(body, nodes[point.node], name, point, quantizer, integer)
+        new = _insert_activation(body, nodes[point.node], name, point, quantizer, integer)
         grids[new] = quantizer
     for name, kind in placement.integer.items():
         if kind in ("conv", "linear"):
@@ -60,7 +63,7 @@ def _common_clamp(points: list[QuantizationPoint]) -> tuple[float, float | None]
     return clamps.pop() if len(clamps) == 1 else None
 
 
-def _insert_behind(
+def _insert_activation(
     body: fx.GraphModule, node: Node, name: str, point: QuantizationPoint, quantizer: ActivationQuantizer, integer: set[Node]
 ) -> Node:
     readers = [user for user in node.users if point.everywhere or user in integer]
@@ -70,7 +73,7 @@ def _insert_behind(
     for user in readers:
         user.replace_input_with(node, new)
     if point.clamp is not None and quantizer.clamp == point.clamp and len(node.users) == 1:
-        # The ends of the grid do the clamp's work.
+        # The range of the quantizer replaces the clamp.
         new.replace_input_with(node, node.args[0])
         body.graph.erase_node(node)
     return new

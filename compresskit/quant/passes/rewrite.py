@@ -60,9 +60,9 @@ def _is_of_patches(module: fx.GraphModule, node: Node, target: Target) -> bool:
     if linear is None or linear.output or "conv" not in target.operators or weight is None:
         return False
     kernel = list(get_tensor(module, weight).shape[2:])
-    given = [*node.args[3:], *[[1, 1], [0, 0], [1, 1], 1][len(node.args[3:]) :]]
+    settings = [*node.args[3:], *[[1, 1], [0, 0], [1, 1], 1][len(node.args[3:]) :]]
     size = list(node.args[0].meta["val"].shape[2:])
-    if list(given[0]) != kernel or given[1:] != [[0, 0], [1, 1], 1] or max(kernel) == 1:
+    if list(settings[0]) != kernel or settings[1:] != [[0, 0], [1, 1], 1] or max(kernel) == 1:
         return False
     if any(not isinstance(s, int) or s % k for s, k in zip(size, kernel, strict=True)) or len(node.args[1].users) > 1:
         return False
@@ -74,7 +74,7 @@ def _reads_in_float(module: fx.GraphModule, node: Node, target: Target) -> bool:
 
     Operators that are in integers only where their inputs are (moves, clamps, sums, depthwise convolutions) are looked through.
     """
-    pending, seen = [node], {node}
+    pending, visited = [node], {node}
     while pending:
         for reader in pending.pop().users:
             kind = OPERATOR_KINDS.get(reader.target, "unknown")
@@ -82,8 +82,8 @@ def _reads_in_float(module: fx.GraphModule, node: Node, target: Target) -> bool:
             if reader.op == "output":
                 return False
             if kind in ("move", "clamp") or (rule and rule.follow) or (kind == "conv" and is_depthwise(module, reader)):
-                pending += [reader] if reader not in seen else []
-                seen.add(reader)
+                pending += [reader] if reader not in visited else []
+                visited.add(reader)
             elif rule:
                 return False
     return True
@@ -99,8 +99,8 @@ def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
     values = get_tensor(module, name)
     out, channels, h, w = values.shape
     rows, columns = (s // k for s, k in zip(x.meta["val"].shape[2:], (h, w), strict=True))
-    here, leaf = owner(module, name)
-    setattr(here, leaf, nn.Parameter(values.detach().reshape(out, -1), requires_grad=values.requires_grad))
+    holder, leaf = owner(module, name)
+    setattr(holder, leaf, nn.Parameter(values.detach().reshape(out, -1), requires_grad=values.requires_grad))
     reshape_mask_(module, name, (out, channels * h * w))
     weight.meta["val"] = x.meta["val"].new_empty(out, channels * h * w)
     if bias is not None:

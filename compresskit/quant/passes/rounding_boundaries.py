@@ -64,8 +64,8 @@ def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
 
 def _maker(node: Node) -> Node:
     """The operator whose result is rounded; a clamp in between does not move boundaries."""
-    made = node.args[0]
-    return made.args[0] if OPERATOR_KINDS.get(made.target) == "clamp" else made
+    source = node.args[0]
+    return source.args[0] if OPERATOR_KINDS.get(source.target) == "clamp" else source
 
 
 def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:

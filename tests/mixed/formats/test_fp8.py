@@ -1,4 +1,4 @@
-"""Linear layers in fp8: the numbers against a plain loop and torch's own product, what is left out, where it is refused."""
+"""Linear layers in fp8: results against a plain loop and torch's product, layers that stay out, hardware that is refused."""
 
 from __future__ import annotations
 

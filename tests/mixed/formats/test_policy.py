@@ -53,10 +53,10 @@ def test_settings_out_of_range_are_refused(settings, message) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("O2", r"prepare\(policy=...\): give the apex level as mixed.level\('O2'\), got 'O2'"),
-        ("bf16", "wanted a policy such as mixed.MASTER_BF16, got 'bf16'"),
-        (torch.bfloat16, "a dtype alone does not say how to train; give mixed.AMP_BF16 or mixed.MASTER_BF16, got torch.bfloat16"),
-        (torch.float16, "give mixed.AMP_FP16 or mixed.MASTER_FP16, got torch.float16"),
+        ("O2", r"prepare\(policy=...\): wanted a policy of compresskit.mixed, got 'O2'; write mixed.level\('O2'\)"),
+        ("bf16", "got 'bf16'; write mixed.AMP_BF16 or mixed.MASTER_BF16"),
+        (torch.bfloat16, "got torch.bfloat16; write mixed.AMP_BF16 or mixed.MASTER_BF16"),
+        (torch.float16, "got torch.float16; write mixed.AMP_FP16 or mixed.MASTER_FP16"),
     ],
     ids=str,
 )

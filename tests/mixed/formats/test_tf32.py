@@ -1,4 +1,4 @@
-"""What fp32 means on a GPU is said by the policy, and torch's own settings stand again afterwards."""
+"""TF32 is set by the policy inside a run, and torch's settings are restored after it."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ def test_a_skipped_step_does_not_change_the_average(fused) -> None:
     model = nn.Linear(1, 1, bias=False)
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused), FIXED_SCALE)
     average = run.ema(0.5)
+    assert repr(average) == "WeightEMA(decay=0.5, 1 weights)"
     run.backward(run(torch.ones(1, 1)).sum())
     run.step()
     before = average.values["weight"].clone()

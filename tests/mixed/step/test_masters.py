@@ -1,4 +1,4 @@
-"""Master weights: who owns what, what the optimizer updates, and what is handed back."""
+"""Master weights: what the optimizer owns and updates, and the fp32 model after `finish`."""
 
 from __future__ import annotations
 

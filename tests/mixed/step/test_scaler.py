@@ -55,7 +55,7 @@ def test_the_scale_moves_as_in_torch() -> None:
 
 
 def test_fixed_and_large_scales_can_be_set() -> None:
-    static = LossScaler.fixed(512.0)  # S0, S2
+    static = LossScaler.fixed(512.0)
     static.found_inf.fill_(1)
     static.update()
     assert (static.scale, static.skipped) == (512.0, 1)
@@ -83,7 +83,7 @@ def test_scale_never_leaves_its_bounds_and_grows_after_clean_steps() -> None:
 
 
 def test_an_overflow_restarts_the_count_of_clean_steps() -> None:
-    """A callback of PyTorch Lightning's kind counts on through overflows."""
+    """A count that went on through overflows would grow the scale at the fourth update."""
     scaler = LossScaler(4.0, interval=3)
     scales = []
     for overflow in (0, 0, 1, 0, 0, 0):
@@ -186,3 +186,8 @@ def test_a_scaler_without_a_loss_scale_is_refused() -> None:
     for losses in ("ab", ("a", "a")):
         with pytest.raises(SettingError, match="losses must be different names"):
             prepare(model, optimizer, level("O1"), losses=losses)
+
+
+def test_scalers_print_their_scale() -> None:
+    assert repr(LossScaler(4.0, interval=3)) == "LossScaler(scale=4, interval=3, skipped=0)"
+    assert repr(LossScaler.fixed(512.0)) == "LossScaler(scale=512, fixed, skipped=0)"

@@ -119,7 +119,7 @@ def test_fused_adam_counts_real_steps_only() -> None:
 
 
 def fill_free_memory():
-    """Fill the allocator's free blocks with what a fresh buffer must not show."""
+    """Fill the allocator's free blocks with values that a new buffer must not have."""
     junk = [torch.full((2,), 3e38) for _ in range(2000)]
     del junk
 
@@ -136,7 +136,7 @@ def test_fused_sgd_survives_a_skipped_first_step() -> None:
 
 
 def test_fused_sgd_has_zero_buffers_before_a_step_that_may_be_skipped() -> None:
-    """The same trap without luck: garbage may happen to be zero, so the buffer after the skip is looked at, too."""
+    """Garbage may happen to be zero, so the buffer after the skip is checked as well."""
     model, run = two_weights(FIXED_SCALE, functools.partial(OPTIMIZERS["sgd"], fused=True))
     empty_like, filled = torch.empty_like, []
 
@@ -152,7 +152,7 @@ def test_fused_sgd_has_zero_buffers_before_a_step_that_may_be_skipped() -> None:
 
 
 def test_fused_sgd_with_dampening_takes_the_whole_first_gradient() -> None:
-    """With dampening a zero buffer would be wrong: (1 - dampening) * gradient; it goes by the unfused way."""
+    """With dampening a zero buffer would be wrong: (1 - dampening) * gradient; it takes the unfused path."""
     make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
     weights = []
     for fused in (False, True):

@@ -180,7 +180,7 @@ def test_cost_aware_does_not_depend_on_the_scale_of_scores() -> None:
         ({"ratio": 0.5}, r"\(ratio=...\): it is not a setting; write budget=ck.remove\(channels=...\)"),
         ({"budget": HALF, "minimum": 0}, r"\(minimum=...\): wanted a whole number >= 1, got 0"),
         ({"budget": HALF, "round_to": 2.5}, r"\(round_to=...\): wanted a whole number"),
-        ({"budget": HALF, "ratios": {"a.0": 1.0}}, r"ratios=\{'a.0': ...\}\): wanted the share that goes"),
+        ({"budget": HALF, "ratios": {"a.0": 1.0}}, r"ratios=\{'a.0': ...\}\): wanted the fraction that goes"),
         ({"budget": HALF, "ranking": "global"}, r"\(ranking=...\): wanted a function"),
     ],
 )

@@ -14,7 +14,6 @@ from networks import build, image
 from torch import nn
 
 from compresskit.base.errors import DataError
-from compresskit.measure import count_macs
 from compresskit.quant import X86, X86_NO_VNNI, diagnose, quantize_static
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 
@@ -61,25 +60,6 @@ def test_the_float_model_is_the_reference() -> None:
     with torch.no_grad():
         quantized.body.get_parameter("out.weight").mul_(1.5)  # as training might
     assert diagnose(quantized, [x], model=model).sqnr < diagnose(quantized, [x]).sqnr - 5
-
-
-def test_coverage_counts_layers_parameters_and_macs() -> None:
-    model = build(networks.Residual)
-    whole = quantize_static(model, [image(16)]).placement.coverage
-    assert whole.layers == (5, 5)
-    assert whole.macs[1] == count_macs(model, image(2))
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    weights = sum(m.weight.numel() + m.weight.shape[0] for m in layers)
-    assert whole.parameters == (weights, weights)
-    part = quantize_static(model, [image(16)], skip=("inner",))
-    found = part.placement.coverage
-    assert found.layers == (4, 5)
-    assert found.macs[1] - found.macs[0] == 16 * 16 * 16 * 16 * 9
-    assert found.reasons == {"inner.0": "skipped by the user"}
-    assert "inner.0: float, skipped by the user" in str(diagnose(part, [image(8)]))
-    row = next(r for r in diagnose(part, [image(8)]).rows if r.layer == "inner.0")
-    assert row.runs == "float: skipped by the user"
-    assert row.weights is None
 
 
 def test_saturation_is_seen_where_it_threatens() -> None:

@@ -53,7 +53,7 @@ def quantizer_before(quantized, node: fx.Node, index: int) -> ActivationQuantize
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
-def test_the_sum_with_a_shortcut(target) -> None:
+def test_a_sum_with_a_shortcut_is_quantized_as_the_target_fuses_it(target) -> None:
     """Only where a runtime adds inside the convolution's kernel does one operand arrive unrounded."""
     quantized = quantize_static(build(networks.Residual), [image(16)], target=target)
     add = next(n for n in quantized.body.graph.nodes if n.target is aten.add.Tensor)
@@ -63,7 +63,7 @@ def test_the_sum_with_a_shortcut(target) -> None:
     assert kept == (target is TENSORRT)  # a symmetric grid does not end at 0, so Relu has work to do
 
 
-def test_shared_scales() -> None:
+def test_pooling_shares_its_scale_where_the_target_says_so() -> None:
     class Pooled(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -80,7 +80,7 @@ def test_shared_scales() -> None:
         assert (behind.target == pool.args[0].target) is same
 
 
-def test_one_scale_for_a_weight() -> None:
+def test_a_kind_without_axis_has_one_scale_per_weight() -> None:
     per_tensor = replace(X86, name="MINE", operators={**X86.operators, "linear": Support(output=False, axis=None)})
     quantized = quantize_static(build(networks.Residual), [image(16)], target=per_tensor)
     shapes = {name: q.scale.ndim for name, q in quantized.body.quantizers.named_children() if isinstance(q, WeightQuantizer)}
@@ -124,12 +124,12 @@ def test_what_is_no_target_is_refused(given, hint) -> None:
         (TENSORRT, {"activations": Scheme()}, r"TENSORRT: activations.symmetric must be True, got False"),
     ],
 )
-def test_what_a_target_cannot_express(base, fields, message) -> None:
+def test_formats_that_a_target_cannot_express_are_refused(base, fields, message) -> None:
     with pytest.raises(SettingError, match=message):
         replace(base, **fields)
 
 
-def test_saved_with_its_target(tmp_path) -> None:
+def test_a_target_of_the_users_is_saved_and_loaded(tmp_path) -> None:
     quantized = quantize_static(build(networks.Residual), [image(16)], target=TENSORRT)
     ck.save(quantized, tmp_path)
     again = ck.load(networks.Residual(), tmp_path)
@@ -150,7 +150,7 @@ def by_hand(x, weight):
 
 
 @pytest.mark.parametrize("size", [8, 9])
-def test_saturation(size) -> None:
+def test_saturating_matmul_saturates_pairs_of_products(size) -> None:
     x = torch.randint(0, 256, (5, size), dtype=torch.uint8)
     weight = torch.randint(-127, 128, (4, size), dtype=torch.int8)
     x[0], weight[0], weight[1] = 255, 127, -127

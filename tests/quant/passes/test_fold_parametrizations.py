@@ -46,7 +46,7 @@ class Conditioned(nn.Module):
         return F.linear(x, self.b.weight * x.mean()) + self.b.bias
 
 
-def test_the_result_is_the_same_to_the_bit() -> None:
+def test_folding_keeps_the_outputs_to_the_bit() -> None:
     model, x = Computed().eval(), image(4)
     captured = capture(model, x)
     wanted = captured.module(*x)
@@ -57,7 +57,7 @@ def test_the_result_is_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_was_frozen_stays_frozen(frozen) -> None:
+def test_frozen_parametrizations_stay_frozen(frozen) -> None:
     model = Computed().eval()
     for p in model.a.parameters():
         p.requires_grad_(not frozen)
@@ -66,12 +66,12 @@ def test_what_was_frozen_stays_frozen(frozen) -> None:
     assert captured.module.get_parameter("a.weight").requires_grad is not frozen
 
 
-def test_weights_that_depend_on_inputs_stay() -> None:
+def test_weights_that_depend_on_inputs_are_not_folded() -> None:
     captured = capture(Conditioned().eval(), image(4))
     assert fold_parametrizations_(captured.module) == 0
 
 
-def test_all_layers_run_in_integers(tmp_path) -> None:
+def test_layers_with_parametrizations_run_in_integers(tmp_path) -> None:
     model, x = Computed(), image(8)
     for _ in range(3):
         model(*x)

@@ -40,7 +40,7 @@ def model() -> Mixer:
     return Mixer().eval()
 
 
-def test_patches_are_matrix_products(model: Mixer, tmp_path: Path) -> None:
+def test_convolutions_of_patches_become_linear_layers(model: Mixer, tmp_path: Path) -> None:
     quantized = quantize_static(model, [image(16)], smooth=False)  # which would leave the head, 0.3 % of the MACs, in float
     kinds = [quantized.placement.layers[node] for node, kind in quantized.placement.integer.items() if kind == "linear"]
     assert kinds == ["stem", "wide", "narrow", "down", "head"]
@@ -51,28 +51,28 @@ def test_patches_are_matrix_products(model: Mixer, tmp_path: Path) -> None:
     assert ck.audit(path).share == 1.0
 
 
-def test_unrounded_it_is_the_model(model: Mixer) -> None:
+def test_without_rounding_it_computes_what_the_model_does(model: Mixer) -> None:
     quantized = quantize_static(model, [image(16)])
     quantized.enable_(False)
     x = image(5)
     torch.testing.assert_close(quantized(*x), model(*x), atol=1e-5, rtol=1e-4)
 
 
-def test_read_by_a_convolution_it_stays_one() -> None:
+def test_a_convolution_whose_result_is_quantized_stays_one() -> None:
     quantized = quantize_static(Mixer(dense=True).eval(), [image(16)])
     kinds = {quantized.placement.layers[node]: kind for node, kind in quantized.placement.integer.items()}
     assert kinds["stem"] == "conv"
     assert kinds["mix"] == "conv"
 
 
-def test_masks_follow(model: Mixer) -> None:
+def test_masks_are_reshaped_with_the_weight(model: Mixer) -> None:
     plan_mask(model, ck.remove(weights=0.5)).apply_(model)
     masks = masks_of(quantize_static(model, [image(16)]))
     assert masks is not None
     assert {name: mask.ndim for name, mask in masks.masks.items() if "stem" in name} == {"body.stem.weight": 2}
 
 
-def test_save_and_load(model: Mixer, tmp_path: Path) -> None:
+def test_a_rewritten_model_is_saved_and_loaded(model: Mixer, tmp_path: Path) -> None:
     quantized, x = quantize_static(model, [image(16)]), image(4)
     ck.save(quantized, tmp_path)
     assert torch.equal(ck.load(Mixer(), tmp_path)(*x), quantized(*x))

@@ -76,7 +76,7 @@ def test_every_kernel_gives_the_same_integers(tmp_path, monkeypatch) -> None:
     assert off > 0
 
 
-def test_so_it_is_after_training(tmp_path) -> None:
+def test_every_kernel_gives_the_same_integers_after_training(tmp_path) -> None:
     x = torch.randn(96, 3, 32, 32)
     quantized = prepare_qat(Deep(), [(x[:8],)], target=TARGET)
     optimizer = torch.optim.SGD(quantized.parameters(), lr=0.01)
@@ -91,7 +91,7 @@ def test_so_it_is_after_training(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("ratio", [1 / 64, 3 / 1024, 0.00123, 0.5], ids=str)
-def test_no_sum_is_next_to_a_tie(ratio) -> None:
+def test_no_sum_is_close_to_a_boundary(ratio) -> None:
     """Checked in exact arithmetic over every whole number that lands on the grid."""
     grid = torch.arange(-128, 127, dtype=torch.float64) + 0.5
     (scale,) = boundaries._safest_factors(torch.tensor([1.0]), [(ratio, grid)]).tolist()
@@ -115,7 +115,7 @@ def grid(scale: float, zero_point: int = 0) -> ActivationQuantizer:
 
 
 @pytest.mark.parametrize(("kind", "scales"), [("add", (0.5, 1.5, 1.0)), ("add", (0.25, 1.0, 1.0)), ("mul", (0.5, 1.0, 1.0))])
-def test_no_pair_is_next_to_a_tie(kind, scales) -> None:
+def test_no_pair_is_close_to_a_boundary(kind, scales) -> None:
     a, b, out = grid(scales[0], 3), grid(scales[1], 128), grid(scales[2], 100)
     p, q = np.arange(256)[:, None] - 3.0, np.arange(256)[None] - 128.0
 
@@ -133,7 +133,7 @@ def test_no_pair_is_next_to_a_tie(kind, scales) -> None:
     assert 1 < float(out.scale) / scales[2] <= 1 + boundaries.TRIES * boundaries.NUDGE
 
 
-def test_a_weight_that_grows_takes_its_scale_along() -> None:
+def test_scales_follow_a_weight_that_is_trained_further() -> None:
     quantized = quantize_static(Deep(1).eval(), [image(8)])
     (rounding, weight), *_ = quantized.rounded_weights()
     assert isinstance(rounding, WeightQuantizer)
@@ -146,7 +146,7 @@ def test_a_weight_that_grows_takes_its_scale_along() -> None:
     assert torch.equal(rounding.qparams(weight)[0], plain)
 
 
-def test_grids_that_must_stay_do(monkeypatch) -> None:
+def test_scales_with_an_anchor_are_not_moved(monkeypatch) -> None:
     class Gate(nn.Module):
         """An anchored grid behind an addition: 3 must lie on it, for hardsigmoid."""
 
@@ -173,7 +173,7 @@ def test_grids_that_must_stay_do(monkeypatch) -> None:
     assert abs(steps - round(steps)) < 1e-4
 
 
-def test_a_weight_that_two_layers_share() -> None:
+def test_a_weight_that_two_layers_share_keeps_away_from_both_boundaries() -> None:
     class Shared(nn.Module):
         """One head on two sizes of map."""
 
@@ -205,7 +205,7 @@ def test_a_weight_that_two_layers_share() -> None:
     )  # a second look begins where the first did
 
 
-def test_one_grid_on_both_sides_has_no_ties() -> None:
+def test_an_addition_with_one_quantizer_has_no_cost() -> None:
     """x + x' on the grid of both: a sum of integers, whatever the scale."""
 
     class Twice(nn.Module):
@@ -218,7 +218,7 @@ def test_one_grid_on_both_sides_has_no_ties() -> None:
     assert boundaries._boundary_cost(node, shared, dict.fromkeys(node.args, shared)) is None
 
 
-def test_what_calibrates_or_rounds_anew_begins_anew() -> None:
+def test_calibrating_again_resets_the_scale_factors() -> None:
     x = [image(8)]
     quantized = quantize_static(Deep(1).eval(), x, target=TARGET)
     weights = [q for q, _ in quantized.rounded_weights()]
@@ -229,7 +229,7 @@ def test_what_calibrates_or_rounds_anew_begins_anew() -> None:
     assert all(bool((q.scale_factor == 1).all()) for q in weights)
 
 
-def test_a_pool_over_the_edge_has_no_one_factor() -> None:
+def test_pooling_beyond_the_edge_is_left_alone() -> None:
     class Pool(nn.Module):
         def __init__(self, counted: bool) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_pool_over_the_edge_has_no_one_factor() -> None:
         assert boundaries._values_averaged(pool, "avg_pool") == values
 
 
-def test_looked_up_rows_round_as_their_table() -> None:
+def test_looked_up_rows_are_rounded_as_their_table() -> None:
     """Of a tie the simulation and the stored integers fall to the same side: both divide by the scale."""
     halves = (torch.arange(-126, 126) + 0.5).view(-1, 4)
     rounding = RowQuantizer(Scheme(signed=True, symmetric=True))

@@ -1,4 +1,4 @@
-"""Targets that only an exported file can tell: its bytes, and its milliseconds in ONNX Runtime."""
+"""Candidates of a plan, exported to measure what counting does not tell: bytes of the file, milliseconds in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from compresskit.prune.structure.plan import Plan, apply_
 SECONDS, ROUNDS = 0.6, 15
 
 
-class Files:
-    """The dense model's file, and candidates beside it, in a folder that is gone afterwards.
+class ExportedCandidates:
+    """The dense model's file and a candidate's beside it, in a temporary folder; a context manager.
 
     kind: "bytes" or "latency", the latter for one sample on one thread, dense and candidate run in turn.
     """
@@ -26,7 +26,7 @@ class Files:
     def __init__(self, model: nn.Module, example: Inputs, kind: str) -> None:
         self.model, self.example, self.kind = model, example, kind
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> ExportedCandidates:
         self.folder = tempfile.TemporaryDirectory()
         self.dense = self._write(self.model, "dense")
         return self
@@ -37,11 +37,11 @@ class Files:
     def _write(self, model: nn.Module, name: str) -> Path:
         return export_onnx(model, Path(self.folder.name) / f"{name}.onnx", self.example)
 
-    def share(self, plan: Plan) -> tuple[float, str]:
-        """Share of the dense model's figure that a plan keeps, and what was measured, in words."""
+    def measure(self, plan: Plan) -> tuple[float, str]:
+        """Fraction of the dense model's figure that a plan keeps, and the measurement in words."""
         file = self._write(apply_(copy.deepcopy(self.model), plan), "candidate")
         if self.kind == "bytes":
-            before, after = (_bytes(f) for f in (self.dense, file))
+            before, after = (_size(f) for f in (self.dense, file))
             return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"
         one = first_rows(self.example, 1)
         slow, fast = latency([self.dense, file], one, seconds=SECONDS, rounds=ROUNDS)
@@ -51,5 +51,5 @@ class Files:
         )
 
 
-def _bytes(file: Path) -> int:
+def _size(file: Path) -> int:
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

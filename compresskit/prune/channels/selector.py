@@ -1,0 +1,166 @@
+"""Greedy selection: remove the cheapest channels again and again until the budget is met, by counting or by measuring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from compresskit.base.budget import Budget
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.task import Inputs
+from compresskit.prune.channels.candidates import ExportedCandidates
+from compresskit.prune.channels.resources import Limits, ResourceCounter, counted_unit, measured_quantity
+from compresskit.prune.rankings import Ranking, Step
+from compresskit.prune.structure.assemble import assemble_plan
+from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
+from compresskit.prune.structure.plan import Plan, PlanLine
+
+SLACK = 0.02  # fraction of the resource by which a plan may fall below its budget for the sake of aligned widths
+MOST_CANDIDATES = 6  # candidates that are exported for a measured budget
+CLOSE_ENOUGH = 0.02  # a candidate that is this little below a measured budget ends the search
+
+
+def remove_preset_(resource: ResourceCounter, limits: Limits, prefix: str) -> list[ChannelGroup]:
+    """Remove the channels that `limits.ratios` prescribes; returns the groups without a prescribed ratio.
+
+    Raises SettingError for a name that no group has, or a ratio that would empty its layer.
+    """
+    names = {name: g for g in resource.analysis.groups for name in (g.layer, *g.producers)}
+    free = list(resource.analysis.groups)
+    for name, ratio in limits.ratios.items():
+        group = names.get(name.removeprefix(prefix))
+        if group is None:
+            have = ", ".join(sorted(prefix + g.layer for g in resource.analysis.groups)[:12])
+            raise SettingError(
+                f"ratios={{{name!r}: ...}}: no layer of that name makes channels that can be cut; there are: {have}"
+            )
+        count = round(ratio * group.size)
+        if not 0 <= ratio < 1 or not limits.leaves_enough(group, count):
+            raise SettingError(
+                f"ratios={{{name!r}: {ratio}}}: would leave {group.size - count} of {group.size} channels; wanted a ratio in"
+                f" [0, 1) that leaves at least {max(1, limits.minimum)}"
+            )
+        if group in free:
+            free.remove(group)
+            resource.remove(group, count)
+    return free
+
+
+def select_channels_(
+    resource: ResourceCounter, fraction: float, limits: Limits, ranking: Ranking, groups: list[ChannelGroup]
+) -> bool:
+    """Take the cheapest steps until `fraction` of the resource is left; False where that cannot be reached."""
+    target = fraction * resource.total
+    while resource.current > target * (1 + 1e-9):
+        best: tuple[float, int, int] | None = None
+        for i, group in enumerate(groups):
+            count = limits.step(group)
+            if not limits.leaves_enough(group, count) or (saved := resource.saving(group, count)) <= 0:
+                continue
+            # Savings below the target are worth nothing.
+            useful = min(saved, resource.current - target)
+            price = ranking(Step(group=group, count=count, useful=useful))
+            if best is None or price < best[0]:
+                best = (price, i, count)
+        if best is None:
+            return False
+        group, count = groups[best[1]], best[2]
+        # The last step may be finer than the alignment where the plan would fall far below the target.
+        while count > 1 and resource.current - resource.saving(group, count) < target - SLACK * resource.total:
+            if resource.current - resource.saving(group, count // 2) > target:
+                break
+            count //= 2
+        resource.remove(group, count)
+    return True
+
+
+class ChannelSelector:
+    """Plans for one model whose groups have scores; every call starts from the whole model.
+
+    analysis: groups of the model inside `prefix`, which has `macs` multiply-accumulates for one sample.
+    """
+
+    def __init__(
+        self,
+        analysis: ChannelAnalysis,
+        budget: Budget,
+        limits: Limits,
+        ranking: Ranking,
+        prefix: str,
+        macs: int,
+        model: nn.Module,
+    ) -> None:
+        self.analysis, self.budget, self.limits, self.ranking, self.prefix = analysis, budget, limits, ranking, prefix
+        self.unit, self.measured = counted_unit(budget), measured_quantity(budget)
+        self.macs, self.model = macs, model
+
+    def plan(self, example: Inputs) -> Plan:
+        """The plan that meets the budget; raises ModelError where it cannot be met."""
+        return self._counted_plan() if self.measured is None else self._measured_plan(example)
+
+    def _plan_for(self, fraction: float) -> tuple[Plan, float]:
+        """The plan that keeps `fraction` of the counted resource, and the fraction it keeps: more where locks allow no less."""
+        for group in self.analysis.groups:
+            group.removed = 0
+        resource = ResourceCounter(self.analysis, self.unit, self.model.get_submodule(self.prefix.removesuffix(".")))
+        free = remove_preset_(resource, self.limits, self.prefix)
+        select_channels_(resource, fraction, self.limits, self.ranking, free)
+        return plan_of(self.analysis, self.macs, self.prefix), resource.current / max(resource.total, 1)
+
+    def _counted_plan(self) -> Plan:
+        plan, reached = self._plan_for(self.budget.kept)
+        if reached > self.budget.kept * (1 + 1e-9):
+            raise ModelError(f"{self._wish()}, only {reached:.1%} can be reached{self._reasons()}")
+        return plan
+
+    def _measured_plan(self, example: Inputs) -> Plan:
+        """Export and measure candidates, and bisect the fraction that is counted."""
+        target = self.budget.kept
+        best: Plan | None = None
+        with ExportedCandidates(self.model, example, self.measured or "") as candidates:
+            _, low = self._plan_for(1e-9)
+            high, guess = 1.0, max(target, low)
+            tried: list[tuple[float, float]] = []
+            for _ in range(MOST_CANDIDATES):
+                plan, counted = self._plan_for(guess)
+                reached, note = candidates.measure(plan)
+                tried.append((reached, counted))
+                if reached <= target and (best is None or plan.macs > best.macs):
+                    best = replace(plan, note=note)
+                if reached <= target:
+                    low = guess
+                else:
+                    high = guess
+                if target * (1 - CLOSE_ENOUGH) <= reached <= target or high - low < 0.01:
+                    break
+                guess = low if best is None and len(tried) == MOST_CANDIDATES - 1 else (low + high) / 2
+        if best is None:
+            reached, counted = min(tried)
+            raise ModelError(
+                f"{self._wish()}; the least that was measured is {reached:.1%}, with {counted:.1%} of the {self.unit}"
+                f"{self._reasons()}"
+            )
+        return best
+
+    def _wish(self) -> str:
+        return f"{type(self.model).__name__}: wanted {self.budget.kept:.1%} of the {self.measured or self.unit}"
+
+    def _reasons(self) -> str:
+        locks = "; ".join(f"{count} channels: {reason}" for reason, count in list(self.analysis.locked.items())[:6])
+        limits = f"; every group keeps at least {self.limits.minimum}" if self.limits.minimum > 1 else ""
+        return f"; locked: {locks or 'none'}{limits}"
+
+
+def plan_of(found: ChannelAnalysis, total: int, prefix: str) -> Plan:
+    """The plan that removes the lowest `gone` channels of every group."""
+    chosen, lines, widths = [], [], MacCounter(found)
+    for group in found.groups:
+        count, group.removed = group.removed, 0
+        widths.cut(group, count)
+        chosen.append(group.scores.argsort()[:count])
+        along = [f"{t.rpartition('.')[0]}[in]" if role == "in" else t.rpartition(".")[0] for t, _, role in group.indices]
+        others = tuple(dict.fromkeys(prefix + a for a in along if a != group.layer))
+        lines.append(PlanLine(layer=prefix + group.layer, size=group.size, keep=group.size - count, dependents=others))
+    settings = {"lines": tuple(lines), "macs": round(widths.macs()), "macs_before": total, "locked": found.locked}
+    return assemble_plan(found, chosen, **settings)

@@ -1,0 +1,136 @@
+"""Losses of predictions: what each adds to the contract of all losses."""
+
+from __future__ import annotations
+
+import oracles
+import pytest
+import torch
+from torch import nn
+
+from compresskit import distill as kd
+from compresskit.base.errors import DataError, SettingError
+from compresskit.distill import losses
+from compresskit.distill.losses import FEATURE_LOSSES, soft_targets
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0, 20.0])
+def test_soft_targets_equal_the_formula(temperature) -> None:
+    student, teacher = torch.randn(2, 6, 10) * 3
+    got = soft_targets(student, teacher, temperature=temperature).item()
+    assert got == pytest.approx(oracles.soft_targets(student, teacher, temperature), rel=1e-5)
+
+
+def test_soft_targets_average_over_positions() -> None:
+    student, teacher = torch.randn(2, 2, 5, 3, 3)
+    flat = [v.movedim(1, -1).reshape(-1, 5) for v in (student, teacher)]
+    torch.testing.assert_close(soft_targets(student, teacher), soft_targets(*flat))
+
+
+@pytest.mark.parametrize("settings", [(1.0, 8.0, 4.0), (0.5, 2.0, 1.0)])
+def test_dkd_equals_its_formula_and_decomposes_kd(settings) -> None:
+    student, teacher = torch.randn(2, 6, 10) * 2
+    target = torch.randint(0, 10, (6,))
+    alpha, beta, temperature = settings
+    got = losses.dkd(student, teacher, target, alpha=alpha, beta=beta, temperature=temperature).item()
+    assert got == pytest.approx(oracles.dkd(student, teacher, target, *settings), rel=1e-5)
+    assert losses.dkd(student, student, target).item() == pytest.approx(0, abs=1e-6)
+    # KL = TCKD + (1 - p_t,y) NCKD, one sample at a time.
+    for i in range(6):
+        s, t, y = student[i : i + 1], teacher[i : i + 1], target[i : i + 1]
+        rest = 1 - (t / 2).softmax(1)[0, y].item()
+        parts = losses.dkd(s, t, y, alpha=1, beta=rest, temperature=2.0)
+        torch.testing.assert_close(parts, losses.soft_targets(s, t, temperature=2.0), rtol=1e-4, atol=1e-6)
+
+
+def test_sums_with_labels_equal_their_formulas() -> None:
+    student, teacher = torch.randn(2, 6, 10) * 2
+    target = torch.randint(0, 10, (6,))
+    kl, ce = oracles.soft_targets(student, teacher, 2.0), oracles.smoothed_ce(student, target, 0.0)
+    for beta in (0.0, 0.3, 2.0):
+        got = losses.kl_plus_ce(student, teacher, target, beta=beta, temperature=2.0).item()
+        assert got == pytest.approx(kl + beta * ce, rel=1e-5)
+    for smoothing in (0.0, 0.1, 0.9):
+        got = losses.label_smoothing(student, target, smoothing=smoothing).item()
+        assert got == pytest.approx(oracles.smoothed_ce(student, target, smoothing), rel=1e-5)
+    plain = torch.nn.functional.cross_entropy(student, teacher.argmax(1))
+    torch.testing.assert_close(losses.hard_targets(student, teacher), plain)
+
+
+def test_ignored_labels_are_left_out() -> None:
+    student, teacher = torch.randn(2, 4, 5)
+    target = torch.tensor([1, -100, 2, -100])
+    torch.testing.assert_close(losses.dkd(student, teacher, target), losses.dkd(student[::2], teacher[::2], target[::2]))
+    torch.testing.assert_close(
+        losses.label_smoothing(student, target, smoothing=0.0), torch.nn.functional.cross_entropy(student, target)
+    )
+
+
+def test_hard_targets_count_confident_predictions_only() -> None:
+    student = torch.randn(4, 5)
+    teacher = torch.zeros(4, 5)
+    teacher[0, 1], teacher[2, 3] = 9.0, 9.0
+    got = kd.losses.hard_targets(student, teacher, threshold=0.9)
+    torch.testing.assert_close(got, nn.functional.cross_entropy(student[::2], torch.tensor([1, 3])))
+    keep = torch.tensor([1, 1, 0, 1])
+    got = kd.losses.hard_targets(student, teacher, threshold=0.9, weight=keep)
+    torch.testing.assert_close(got, nn.functional.cross_entropy(student[:1], torch.tensor([1])))
+    unsure = student.clone().requires_grad_()
+    kd.losses.hard_targets(unsure, teacher * 0, threshold=0.9).backward()
+    assert not unsure.grad.any()
+
+
+def test_match_predictions_is_soft_targets_for_classes_and_a_relative_error_otherwise() -> None:
+    student, teacher = torch.randn(2, 16, 5)
+    for temperature in (1.0, 4.0):
+        got = losses.logits.match_predictions(student, teacher, temperature=temperature)
+        assert got.item() == pytest.approx(oracles.soft_targets(student, teacher, temperature), rel=1e-5)
+    assert losses.logits.match_predictions(student, student).item() == pytest.approx(0, abs=1e-6)
+    for shape in ((16, 1), (16,)):
+        value = torch.randn(shape)
+        assert losses.logits.match_predictions(value * 1.1, value).item() == pytest.approx(0.01, rel=1e-4)
+
+
+def test_logit_losses_refuse_shapes_and_settings_that_do_not_fit() -> None:
+    a, b, y = torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
+    for loss in (
+        losses.soft_targets,
+        losses.reverse_kl,
+        losses.jsd,
+        losses.dist,
+        losses.hard_targets,
+        losses.chunked_soft_targets,
+        *FEATURE_LOSSES[:1],
+    ):
+        with pytest.raises(DataError, match=rf"{loss.__name__}: student and teacher must have one shape, got \(2, 3\)"):
+            loss(a, b)
+    for loss in (losses.soft_targets, losses.reverse_kl, losses.jsd, losses.dist, losses.chunked_soft_targets):
+        with pytest.raises(SettingError, match=rf"{loss.__name__}\(temperature=\.\.\.\): wanted a positive number, got 0"):
+            loss(a, a, temperature=0)
+    with pytest.raises(DataError, match=r"soft_targets: wanted logits of at least 2 dimensions"):
+        losses.soft_targets(a[0], a[0])
+    with pytest.raises(SettingError, match=r"jsd\(beta=\.\.\.\): wanted a number between 0 and 1, got 1"):
+        losses.jsd(a, a, beta=1)
+    with pytest.raises(SettingError, match=r"dkd\(alpha=\.\.\.\): wanted a number >= 0, got -1"):
+        losses.dkd(a, a, y, alpha=-1)
+    with pytest.raises(DataError, match=r"dkd: wanted class indices of shape \(2,\), got torch.float32 \(2,\)"):
+        losses.dkd(a, a, y.float())
+    with pytest.raises(DataError, match="dkd: the model has 3 classes, so labels must be 0..2, got 7"):
+        losses.dkd(a, a, y + 7)
+    with pytest.raises(DataError, match="dkd: wanted at least 2 classes"):
+        losses.dkd(a[:, :1], a[:, :1], y)
+    with pytest.raises(DataError, match=r"dkd\(weight=\.\.\.\): wanted shape \(2,\)"):
+        losses.dkd(a, a, y, weight=torch.ones(3))
+    with pytest.raises(SettingError, match=r"kl_plus_ce\(beta=\.\.\.\): wanted a number >= 0, got -1"):
+        losses.kl_plus_ce(a, a, y, beta=-1)
+    with pytest.raises(SettingError, match=r"smoothing=\.\.\.\): wanted a number in \[0, 1\), got 1"):
+        losses.label_smoothing(a, y, smoothing=1)
+
+
+def test_a_threshold_of_one_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"threshold=\.\.\.\): wanted a number in \[0, 1\), got 1"):
+        kd.losses.hard_targets(torch.zeros(1, 2), torch.zeros(1, 2), threshold=1)
+
+
+def test_a_negative_temperature_is_refused() -> None:
+    with pytest.raises(SettingError, match="wanted a positive number"):
+        soft_targets(torch.zeros(1, 2), torch.zeros(1, 2), temperature=-1)

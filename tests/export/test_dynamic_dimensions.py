@@ -1,0 +1,83 @@
+"""Dimensions that vary: captured, exported, and refused."""
+
+from __future__ import annotations
+
+import networks
+import pytest
+import torch
+from networks import build, image
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.measure import numpy_inputs, session
+from compresskit.quant import quantize_static
+
+
+def test_files_accept_other_sizes_in_varying_dimensions(tmp_path) -> None:
+    model = nn.Sequential(networks.conv(3, 16), networks.conv(16, 16, s=2), nn.Conv2d(16, 4, 1))
+    model = networks.trained_like(model, image(16))
+    for dynamic, names in (
+        ((0, 2, 3), ["batch", 3, "dim_2", "dim_3"]),
+        ({"input": {0: "images", 2: "height"}}, ["images", 3, "height", 16]),
+        ((), [4, 3, 16, 16]),
+    ):
+        path = ck.export_onnx(model, tmp_path / "f.onnx", image(4), dynamic=dynamic)
+        runtime = session(path)
+        assert runtime.get_inputs()[0].shape == names
+        tall = torch.randn(4, 3, 30, 16) if names[2] != 16 else torch.randn(4, 3, 16, 16)
+        with torch.no_grad():
+            wanted = model(tall)
+        got = runtime.run(None, numpy_inputs(runtime, (tall,)))[0]
+        torch.testing.assert_close(torch.from_numpy(got), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ((0, 4), "no input has a dimension 4"),
+        ({"y": {0: "batch"}}, r"dynamic=\{'y': \.\.\.\}: the inputs are \['x'\]"),
+        ({"x": {7: "depth"}}, r"input 'x' has dimensions 0\.\.3, got 7"),
+    ],
+)
+def test_dimensions_that_inputs_do_not_have_are_refused(dynamic, message, tmp_path) -> None:
+    with pytest.raises(SettingError, match=message):
+        ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2), dynamic=dynamic)
+    with pytest.raises(SettingError, match=message):
+        quantize_static(build(networks.Chain), [image(2)], dynamic=dynamic)
+
+
+def test_a_varying_dimension_of_size_one_is_refused() -> None:
+    model = nn.Conv2d(3, 4, (3, 1), padding=(1, 0)).eval()
+    with pytest.raises(SettingError, match="dimension 3 of input 'input' is 1 in the example"):
+        quantize_static(model, [(torch.randn(4, 3, 8, 1),)], dynamic=(0, 2, 3))
+
+
+def test_code_that_depends_on_values_is_refused_with_its_line(tmp_path) -> None:
+    class Selects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            x = self.conv(x)
+            if x.sum() > 0:
+                return x
+            return -x
+
+    class Keeps(Selects):
+        def forward(self, x):
+            x = self.conv(x)
+            kept = x[x.mean((1, 2, 3)) > 0]
+            if len(kept) > 1:
+                return kept[:1]
+            return kept
+
+    for kind, line in ((Selects, r"x\.sum\(\) > 0"), (Keeps, r"len\(kept\) > 1")):
+        for call in (
+            lambda kind=kind: ck.export_onnx(kind(), tmp_path / "f.onnx", image(2)),
+            lambda kind=kind: quantize_static(kind(), [image(2)]),
+        ):
+            with pytest.raises(ModelError, match=rf"(?s)cannot be captured as a graph.*{line}.*inside='backbone'"):
+                call()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,67 @@
+"""Taps: reading inputs and outputs of modules."""
+
+from __future__ import annotations
+
+import networks
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import build, hooked_modules
+from torch import nn
+
+from compresskit.base.errors import ModelError
+from compresskit.graph.taps import find_taps, tapped, watched
+
+
+class Odd(nn.Module):
+    """Outputs that are no tensors, keyword inputs, a module called twice and one that never is."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.act, self.name, self.unused = nn.GRU(4, 4, batch_first=True), nn.ReLU(inplace=True), Name(), nn.ReLU()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.name(x)
+        y, _ = self.rnn(x)
+        return self.act(self.linear(input=self.act(y - 0.1)) - 0.5)
+
+
+class Name(nn.Module):
+    def forward(self, x):
+        return "no tensor"
+
+
+def test_taps_read_outputs_inputs_and_the_first_of_a_tuple() -> None:
+    model, x = Odd(), torch.randn(2, 3, 4)
+    with tapped(model, ["rnn", "rnn:in", "linear", "linear:in", "act", "act"]) as seen:
+        output = model(x)
+    y = model.rnn(x)[0]
+    torch.testing.assert_close(seen["rnn"], y)
+    torch.testing.assert_close(seen["rnn:in"], x)
+    torch.testing.assert_close(seen["linear:in"], F.relu(y - 0.1))
+    torch.testing.assert_close(seen["linear"], model.linear(F.relu(y - 0.1)))  # before the ReLU in place behind it
+    torch.testing.assert_close(seen["act"], output)  # the last of two calls
+    assert not hooked_modules(model)
+    with pytest.raises(ModelError, match="tap 'name': no tensor there, only str"), tapped(model, ["name"]):
+        model(x)
+    assert not hooked_modules(model)
+
+
+def test_globs_match_within_a_part_of_the_name() -> None:
+    model = build(networks.Chain)
+    assert find_taps(model, "?") == ["a", "b"]
+    assert find_taps(model, "*.0:in") == ["a.0:in", "b.0:in"]
+    assert find_taps(model, "b.1") == ["b.1"]
+    with pytest.raises(ModelError, match=r"tap 'heat': Chain has no such module; the nearest are \['head'"):
+        find_taps(model, "heat")
+
+
+def test_watched_sees_every_call_with_all_arguments() -> None:
+    model, x, values = Odd(), torch.randn(2, 3, 4), []
+    with watched(model, ["linear:in", "act"], lambda tap, value: values.append((tap, value))):
+        model(x)
+    assert [tap for tap, _ in values] == ["act", "linear:in", "act"]
+    assert isinstance(values[1][1], tuple)
+    assert len(values[1][1]) == 1
+    assert not hooked_modules(model)

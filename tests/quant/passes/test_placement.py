@@ -1,0 +1,210 @@
+"""Which operators run in integers, and why the others stay float."""
+
+from __future__ import annotations
+
+import networks
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import build, image, trained_like
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import ModelError
+from compresskit.graph.capture import capture
+from compresskit.prune import plan_channels
+from compresskit.quant import Target, quantize_static
+from compresskit.quant.numerics.targets import Support
+
+
+@pytest.mark.parametrize(
+    "kind", [networks.Chain, networks.Residual, networks.PaddedShortcut, networks.Depthwise, networks.Concat]
+)
+def test_all_operators_run_in_integers(kind, tmp_path) -> None:
+    quantized = quantize_static(build(kind), [image(16)])
+    ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    audit = ck.audit(tmp_path / "q.onnx")
+    assert audit.share == 1.0
+    assert audit.floating == ()
+    assert all(done == every for done, every in audit.operators.values()), audit
+    assert audit.conversions <= 2, audit
+    float_audit = ck.audit(ck.export_onnx(build(kind), tmp_path / "f.onnx", image(2)))
+    assert float_audit.share == 0
+    assert float_audit.macs == audit.macs > 0
+
+
+def test_a_placement_prints_kinds_and_reasons() -> None:
+    placement = quantize_static(build(networks.Unknown), [image(16)]).placement
+    text = str(placement)
+    assert "integer conv" in text
+    assert "float: no rule for aten.sort" in text
+    assert "a.0" in text
+
+
+def test_skipped_modules_stay_float(tmp_path) -> None:
+    quantized = quantize_static(build(networks.Residual), [image(16)], skip=("inner",))
+    assert "skipped by the user" in quantized.placement.floating.values()
+    audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
+    assert 0 < audit.share < 1
+    assert len(audit.floating) == 1
+
+
+def test_a_target_of_the_users_decides_what_runs_in_integers() -> None:
+    convs = Target(name="CONVS", operators={"conv": Support()})
+    quantized = quantize_static(build(networks.Residual), [image(16)], target=convs)
+    assert set(quantized.placement.integer.values()) == {"conv"}
+    assert "CONVS runs no linear in integers" in quantized.placement.floating.values()
+    nothing = Target(name="NOTHING", operators={})
+    with pytest.raises(ModelError, match="NOTHING can run none"):
+        quantize_static(build(networks.Residual), [image(16)], target=nothing)
+
+
+def test_a_mean_over_positions_runs_in_integers(tmp_path) -> None:
+    """x.mean((2, 3)) and adaptive pooling end as one integer kernel."""
+
+    class Head(nn.Module):
+        def __init__(self, keep):
+            super().__init__()
+            self.conv, self.keep, self.head = nn.Conv2d(3, 8, 3), keep, nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.conv(x).mean((2, 3), keepdim=self.keep).flatten(1))
+
+    for keep in (True, False):
+        quantized = quantize_static(trained_like(Head(keep), image(16)), [image(16)])
+        audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
+        assert audit.operators["GlobalAveragePool"] == (1, 1)
+        assert audit.conversions == 1
+
+
+class Sequence(nn.Module):
+    """Embedding, conv1d, pooling in one dimension, an upsampling: (N, 24) integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.conv = nn.Embedding(50, 16), nn.Conv1d(16, 32, 3, padding="same")
+        self.up, self.head = nn.ConvTranspose1d(32, 16, 4, 2, 1), nn.Linear(16 * 3, 10)
+
+    def forward(self, tokens):
+        x = F.relu(self.conv(self.embed(tokens).transpose(1, 2)))
+        x = self.up(F.max_pool1d(x, 2))
+        return self.head(F.adaptive_avg_pool1d(x, 3).flatten(1))
+
+
+class Volume(nn.Module):
+    """conv3d with a residual, pooling in three dimensions: (N, 3, 4, 8, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Conv3d(3, 16, 3, 1, 1), nn.Conv3d(16, 16, (1, 3, 3), 1, (0, 1, 1)), nn.BatchNorm3d(16)
+        self.up, self.head = nn.ConvTranspose3d(16, 8, 2, 2), nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = F.relu(self.a(x))
+        x = F.max_pool3d(F.relu(self.norm(self.b(x)) + x), 2)
+        return self.head(F.adaptive_avg_pool3d(F.avg_pool3d(self.up(x), 2), 1).flatten(1))
+
+
+class Attention(nn.Module):
+    """Patches, attention (scaled dot product), bmm and einsum, layer norm, GELU, a window rolled and cut as in Swin."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm1, self.norm2 = nn.Conv2d(3, 32, 4, 4), nn.LayerNorm(32), nn.LayerNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = torch.roll(self.embed(x), (-1, -1), (2, 3)).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(a.transpose(1, 2).flatten(2))
+        scores = torch.einsum("nid,njd->nij", x, x).softmax(-1)
+        x = x + torch.bmm(scores, x)
+        return self.head((x + self.down(F.gelu(self.up(self.norm2(x))))).mean(1))
+
+
+class Resizer(nn.Module):
+    """interpolate (nearest and bilinear), pixel shuffle, a pad that reflects, slices with steps, a concat of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.wide, self.out = networks.conv(3, 16), nn.Conv2d(16, 16, 3), nn.Conv2d(36, 8, 1)
+        self.head = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = F.interpolate(self.wide(F.pad(x, (1, 1, 1, 1), mode="reflect"))[:, :, ::2, ::2], scale_factor=2, mode="nearest")
+        z = F.interpolate(F.pixel_shuffle(x, 2), size=x.shape[-2:], mode="bilinear", align_corners=False)
+        return self.head(F.relu(self.out(torch.cat([x, y, z], 1))))
+
+
+class Pools(nn.Module):
+    """Pooling that rounds up, leaves the padding out, ends at 2 x 3 positions; a channel shuffle; a squeeze-and-excite."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.mix, self.gate = networks.conv(3, 16), nn.Conv2d(16, 16, 1, groups=4), nn.Conv2d(16, 16, 1)
+        self.head = nn.Linear(16 * 6, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.stem(x), 3, 2, ceil_mode=True)
+        x = self.mix(F.channel_shuffle(F.avg_pool2d(x, 3, 1, 1, ceil_mode=True, count_include_pad=False), 4))
+        x = x * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
+        x = F.avg_pool2d(x, 2, ceil_mode=True) + F.lp_pool2d(x, 2, 2)
+        return self.head(F.adaptive_avg_pool2d(F.pad(x, (0, 2, 0, 0)), (2, 3)).flatten(1))
+
+
+FAMILIES = [
+    (Sequence, lambda n: (torch.randint(0, 50, (n, 24)),)),
+    (Volume, lambda n: (torch.randn(n, 3, 4, 8, 8),)),
+    (Attention, image),
+    (Resizer, image),
+    (Pools, image),
+]
+
+
+@pytest.mark.parametrize(("kind", "inputs"), FAMILIES, ids=lambda v: getattr(v, "__name__", ""))
+def test_operator_families_are_exported_and_agree(kind, inputs, tmp_path) -> None:
+    model = kind()
+    for _ in range(10):
+        model.train()(*inputs(16))
+    quantized = quantize_static(model.eval(), [inputs(16), inputs(16)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", inputs(2))
+    proof = ck.verify_onnx(path, quantized, [inputs(32), inputs(3)])
+    assert proof.passed, proof
+    with torch.no_grad():
+        x = inputs(32)
+        wanted, got = model(*x), quantized(*x)
+    assert 10 * torch.log10(wanted.square().sum() / (wanted - got).square().sum()) > 18
+    operators = ck.audit(path).operators
+    assert operators.get("Conv", (0, 0))[0] == operators.get("Conv", (0, 0))[1]
+    assert operators.get("Gemm", (1, 0))[0] >= 1 or operators["MatMul"][0] >= 4
+
+
+def test_a_concat_of_clamped_and_plain_values_runs_in_integers(tmp_path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(16, 8, 1)
+
+        def forward(self, x):
+            return self.c(torch.cat([F.relu(self.a(x)), self.b(x)], 1))
+
+    quantized = quantize_static(Mixed().eval(), [image(16)])
+    audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
+    assert audit.operators["Conv"] == (3, 3)
+    assert audit.operators["Concat"] == (1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # it is what is tried
+@pytest.mark.parametrize("kernel", [3, 4])
+def test_convolutions_padded_by_name_run_in_integers(kernel, tmp_path) -> None:
+    first, second = nn.Conv2d(3, 16, kernel, padding="same"), nn.Conv2d(16, 16, 3, padding="valid")
+    model = nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(16 * 14 * 14, 4)).eval()
+    graph = capture(model, image(2)).module
+    x = image(4)
+    torch.testing.assert_close(graph(*x), model(*x))
+    assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4).remove
+    quantized = quantize_static(model, [image(16)])
+    assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).share == 1.0

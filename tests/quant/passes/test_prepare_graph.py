@@ -1,0 +1,34 @@
+"""From a float model to the graph that quantizers are inserted into."""
+
+from __future__ import annotations
+
+import copy
+
+import networks
+import pytest
+import torch
+from networks import build, image
+
+from compresskit.base.errors import DataError, ModelError
+from compresskit.quant import prepare_qat, quantize_static
+
+
+def test_the_float_model_is_not_changed() -> None:
+    model = build(networks.Residual).train()
+    before = copy.deepcopy(model.state_dict())
+    quantized = quantize_static(model, [image(16)])
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    own = {p.data_ptr() for p in model.parameters()}
+    assert not own & {p.data_ptr() for p in quantized.parameters()}
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    quantized = quantize_static(build(networks.Chain), [image(16)])
+    for again in (quantize_static, prepare_qat):
+        with pytest.raises(ModelError, match="this model is quantized already; quantize the float model it came from"):
+            again(quantized, [image(16)])
+    with pytest.raises(ModelError, match=r"wanted fp32 weights, but a\.0\.weight is torch\.bfloat16; quantize model\.float\(\)"):
+        quantize_static(build(networks.Chain).bfloat16(), [(image(2)[0].bfloat16(),)])
+    with pytest.raises(DataError, match="no calibration batch"):
+        quantize_static(build(networks.Chain), [])

@@ -1,0 +1,44 @@
+"""The folder of a run: foreign, unwritable and damaged ones are refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import networks
+import pytest
+import short_run
+
+import compresskit as ck
+from compresskit.base.errors import (
+    CheckpointError,
+)
+
+
+def test_foreign_and_unwritable_folders_are_refused(finished_run, tmp_path) -> None:
+    out, task, _ = finished_run
+    with pytest.raises(CheckpointError, match=r"belongs to another recipe \(Residual: 1-train, 2-prune, 3-qat\)"):
+        ck.Recipe(ck.Train(epochs=1), ck.QAT(epochs=1)).run(networks.Residual(), task, out)
+    with pytest.raises(CheckpointError, match="belongs to another recipe"):
+        short_run.run(out, task, model=networks.Chain())
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty, and not the folder of a run"):
+        short_run.run(tmp_path, task)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        short_run.run(tmp_path / "notes.txt" / "run", task)
+    assert (out / "model.onnx").exists()
+
+
+@pytest.mark.parametrize("name", ["row.json", "structure.json", "model.safetensors"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "gone"])
+def test_damaged_files_of_a_finished_stage_are_refused(finished_run, tmp_path, name, damage) -> None:
+    out, task, _ = finished_run
+    shutil.copytree(out, tmp_path / "run")
+    file = tmp_path / "run" / "3-qat" / name
+    if damage == "gone" and name == "row.json":
+        pytest.skip("a stage without row.json is one that was interrupted")
+    data = file.read_bytes()
+    {"truncated": lambda: file.write_bytes(data[: len(data) // 2]), "garbage": lambda: file.write_bytes(b"\x00" * 99),
+     "gone": file.unlink}[damage]()  # fmt: skip
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        short_run.run(tmp_path / "run", task)

@@ -1,0 +1,129 @@
+"""The recipe: orders of stages, settings, and the plan of a run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import networks
+import pytest
+import short_run
+from networks import image, images_task
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import (
+    DataError,
+    ModelError,
+    SettingError,
+    StageOrderError,
+)
+
+STAGES = {
+    "train": ck.Train(epochs=1, optimizer=short_run.ADAM),
+    "distill": ck.Distill(epochs=1, optimizer=short_run.ADAM, student=networks.Chain),
+    "prune": ck.Prune(budget=ck.keep(macs=0.7), round_to=4),
+    "qat": ck.QAT(epochs=1),
+}
+
+
+ORDERS = list(itertools.permutations(STAGES))
+
+
+def legal(order):
+    return order.index("prune") < order.index("qat")
+
+
+@pytest.mark.parametrize("order", [o for o in ORDERS if not legal(o)], ids="-".join)
+def test_illegal_orders_name_a_legal_one(order) -> None:
+    with pytest.raises(
+        StageOrderError, match=r"Prune, needs a float model, but stage \d, QAT, quantized the model; a legal"
+    ) as e:
+        ck.Recipe(*(STAGES[name] for name in order))
+    kinds = {type(s).__name__: s for s in STAGES.values()}
+    ck.Recipe(*(kinds[name] for name in str(e.value).rpartition("order is ")[2].split(", ")))  # the advice is right
+
+
+@pytest.mark.parametrize("order", [o for o in ORDERS if legal(o)], ids="-".join)
+def test_legal_orders_run(order, tmp_path) -> None:
+    stages = [STAGES[name] for name in order]
+    if order.index("distill") > order.index("qat"):
+        stages[order.index("distill")] = ck.Distill(epochs=1)  # trains the quantized model itself
+    task = images_task(ck, samples=64)
+    result = ck.Recipe(*stages, export="last").run(networks.Chain(), task, tmp_path / "run")
+    assert len(result.rows) == 4 + (order[0] in ("prune", "distill"))  # with the model that came trained
+    assert result.rows[-1].verified
+    assert result.onnx.exists()
+    assert ck.audit(result.onnx).share == 1.0
+
+
+def test_bad_settings_models_and_data_are_refused_before_the_run(tmp_path) -> None:
+    with pytest.raises(SettingError, match="at least one stage"):
+        ck.Recipe()
+    with pytest.raises(SettingError, match="'each' or 'last', got 'never'"):
+        ck.Recipe(ck.Train(epochs=1), export="never")
+    with pytest.raises(SettingError, match="wanted stages such as"):
+        ck.Recipe(3)
+    with pytest.raises(SettingError, match=r"got function; a stage of your own is a dataclass derived from compresskit\.Stage"):
+        ck.Recipe(lambda model, task: model)
+    task = images_task(ck, samples=64)
+    quantized = ck.quant.quantize_static(networks.build(networks.Chain), [image(16)])
+    with pytest.raises(ModelError, match="quantized already"):
+        ck.Recipe(ck.Prune(budget=ck.keep(macs=0.5))).run(quantized, task, tmp_path / "run")
+    with pytest.raises(ModelError, match="does not run on the example"):
+        ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(3, 4), task, tmp_path / "run")
+    recipe = ck.Recipe(ck.Train(epochs=1))
+    x, y = images_task(ck, samples=64).train[0]
+    for which in ("train", "val"):
+        bad = replace(task, **{which: [(x, y + 5)]})
+        with pytest.raises(DataError, match=f"{'training' if which == 'train' else 'validation'} data: .*got 1"):
+            recipe.run(networks.Residual(), bad, tmp_path / "run")
+
+    class Branch(networks.Chain):
+        def forward(self, x):
+            return super().forward(x if float(x.detach().sum()) > 0 else -x)
+
+    with pytest.raises(ModelError, match="(?s)Branch cannot be captured.*inside="):
+        recipe.run(Branch(), task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_plan_says_what_a_run_would_do_and_why(tmp_path) -> None:
+    task, model, out = images_task(ck, samples=64), networks.build(networks.Chain), tmp_path / "run"
+
+    def recipe(epochs=1, **settings):
+        return ck.Recipe(ck.Train(epochs=1), ck.Train(epochs=epochs), **settings)
+
+    assert [stage.action for stage in recipe().plan(model, task, out).stages] == ["run", "run"]
+    assert not out.exists()
+    recipe().run(model, task, out)
+    assert str(recipe().plan(model, task, out)) == (
+        "1-train  reuse   done, and nothing that it depends on has changed\n"
+        "2-train  reuse   done, and nothing that it depends on has changed"
+    )
+    plan = recipe(epochs=2).plan(model, task, out)
+    assert [(stage.action, stage.why) for stage in plan.stages][1] == ("run", "stage 2 has changed: epochs")
+    assert plan.stages[0].action == "reuse"
+    for settings, why in (({"seed": 1}, "seed has changed: 0 then, 1 now"), ({"dynamic": (0, 2, 3)}, "dynamic has changed: ")):
+        for stage in recipe(**settings).plan(model, task, out).stages:
+            assert stage.action == "run"
+            assert stage.why.startswith(why)
+
+
+def test_changed_code_of_a_student_or_a_loss_runs_again(tmp_path) -> None:
+    task, model, out = images_task(ck, samples=64), networks.build(networks.Chain), tmp_path / "run"
+
+    def recipe(width):
+        def make():  # the name stays, the network does not
+            return nn.Sequential(nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+        return ck.Recipe(ck.Train(epochs=1), ck.Distill(epochs=1, student=make), export="last")
+
+    def loss(factor):
+        return lambda predictions, target: factor * nn.functional.cross_entropy(predictions, target)
+
+    one, other = replace(task, loss=loss(1.0)), replace(task, loss=loss(2.0))
+    recipe(8).run(model, one, out)
+    does = [[stage.action for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
+    assert does == [["reuse", "reuse"], ["reuse", "run"], ["run", "run"]]
+    assert recipe(6).plan(model, one, out).stages[1].why == "stage 2 has changed: student"

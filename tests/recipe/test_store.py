@@ -1,0 +1,77 @@
+"""Saving and loading models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import checkout
+import networks
+import pytest
+import torch
+from networks import image
+
+import compresskit as ck
+from compresskit import prune
+from compresskit.base.errors import (
+    CheckpointError,
+)
+from compresskit.graph.masks import masks_of
+
+
+def test_models_load_from_the_folder_of_a_stage(finished_run) -> None:
+    out, task, result = finished_run
+    x = image(8)
+    loaded = [ck.load(networks.Residual(), out / name).eval() for name in ("1-train", "2-prune", "3-qat")]
+    assert type(loaded[1]) is networks.Residual
+    assert loaded[1].inner[0].out_channels < 16
+    with torch.no_grad():
+        assert torch.equal(loaded[2](*x), result.model(*x))
+
+
+def test_loading_in_another_process(finished_run, tmp_path) -> None:
+    out, _, result = finished_run
+    torch.save(image(4), tmp_path / "x.pt")
+    code = (
+        "import sys, torch, networks, compresskit as ck; x = torch.load(sys.argv[1])\n"
+        "with torch.no_grad(): torch.save(ck.load(networks.Residual(), sys.argv[2])(*x), sys.argv[3])"
+    )
+    checkout.python("-c", code, tmp_path / "x.pt", out / "3-qat", tmp_path / "y.pt")
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "y.pt"), result.model(*torch.load(tmp_path / "x.pt")))
+
+
+def test_files_of_newer_formats_and_of_other_models_are_refused(finished_run, tmp_path) -> None:
+    out, _, _ = finished_run
+    shutil.copytree(out / "2-prune", tmp_path / "stage")
+    with pytest.raises(CheckpointError, match="made of another model"):
+        ck.load(networks.Chain(), tmp_path / "stage")
+    record = json.loads((tmp_path / "stage" / "structure.json").read_text())
+    (tmp_path / "stage" / "structure.json").write_text(json.dumps(record | {"format": 99}))
+    with pytest.raises(CheckpointError, match="written in format 99, this compresskit reads 1"):
+        ck.load(networks.Residual(), tmp_path / "stage")
+    shutil.rmtree(tmp_path / "stage")
+    shutil.copytree(out / "3-qat", tmp_path / "stage")
+    with pytest.raises(CheckpointError, match="made of another model|only in one"):
+        ck.load(networks.Chain(), tmp_path / "stage")
+    record = json.loads((tmp_path / "stage" / "structure.json").read_text())
+    record["placement"]["integer"] = {}
+    ck.base.files.write_json(tmp_path / "stage" / "structure.json", {k: v for k, v in record.items() if k != "sha256"})
+    with pytest.raises(CheckpointError, match="captures the model as another graph"):
+        ck.load(networks.Residual(), tmp_path / "stage")
+    ck.base.files.write_json(tmp_path / "stage" / "structure.json", {"format": 1, "kind": "quantized"})
+    with pytest.raises(CheckpointError, match="not the record of a quantized model"):
+        ck.load(networks.Residual(), tmp_path / "stage")
+
+
+@pytest.mark.parametrize("name", ["1-train", "2-prune", "3-qat"])
+def test_load_does_not_change_its_argument(finished_run, name) -> None:
+    model = networks.Residual()
+    prune.plan_mask(model, budget=ck.remove(weights=0.5)).apply_(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    loaded = ck.load(model, finished_run[0] / name)
+    assert loaded is not model
+    assert masks_of(model) is not None
+    assert masks_of(loaded) is None
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
