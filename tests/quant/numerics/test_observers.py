@@ -80,17 +80,6 @@ def test_min_max_equals_numpys() -> None:
     assert np.array_equal(seen.range()[1], joined.max(1))
 
 
-def test_moving_average_is_its_recurrence() -> None:
-    seen, low, high = MovingAverage(0.3), None, None
-    for values in batches("normal"):
-        seen.update(values)
-        least, most = values.numpy().min(1), values.numpy().max(1)
-        low = least if low is None else 0.7 * low + 0.3 * least
-        high = most if high is None else 0.7 * high + 0.3 * most
-    for found, expected in zip(seen.range(), (low, high), strict=True):
-        torch.testing.assert_close(found, torch.from_numpy(expected))
-
-
 @pytest.mark.parametrize("share", [0.9, 0.999])
 @pytest.mark.parametrize("kind", ["normal", "relu", "shifted"])
 def test_percentile_equals_numpys_quantile(kind, share) -> None:
