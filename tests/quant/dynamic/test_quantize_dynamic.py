@@ -127,7 +127,7 @@ def test_the_runtime_fuses_it_and_rounds_a_value_once(tmp_path) -> None:
     assert not fused["Cast"]
     reasons = quantized.placement.floating
     assert {reasons["matmul"], reasons["matmul_1"]} == {"both of its operands are computed: there is no weight to store"}
-    assert ck.audit(file).share == 1.0
+    assert ck.audit(file).integer_fraction == 1.0
     assert str(quantized.placement.coverage).startswith("5 of 7 layers in integers")
     stored = {onnx.TensorProto.DataType.Name(t.data_type): t for t in onnx.load(file).graph.initializer if len(t.dims) > 1}
     assert set(stored) == {"INT8"}
@@ -157,7 +157,7 @@ def test_lstm_runs_in_integers(how, grid, tmp_path) -> None:
             np.testing.assert_allclose(got, wanted.detach().numpy(), atol=2e-5)
         a, b = model(*batch)[0].flatten(), quantized(*batch)[0].flatten()
         assert F.cosine_similarity(a, b, dim=0) > 0.999
-    assert ck.audit(file).share > (0.7 if "proj_size" in how else 0.99)
+    assert ck.audit(file).integer_fraction > (0.7 if "proj_size" in how else 0.99)
     assert quantized.placement.coverage.macs[0] == quantized.placement.coverage.macs[1] > 0
 
 

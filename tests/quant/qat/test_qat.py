@@ -137,7 +137,7 @@ def test_the_gradient_of_a_step(scheme) -> None:
     x, grad = torch.randn(300), torch.randn(300)
     scale, zero_point = affine(x.min() * 0.6, x.max() * 0.6, scheme)
     learned = scale.clone().requires_grad_()
-    fake_quantize(x, learned, zero_point, scheme, share=0.25).backward(grad)
+    fake_quantize(x, learned, zero_point, scheme, gradient_scale=0.25).backward(grad)
     wanted, z = 0.0, int(zero_point)
     for value, g in zip((x / scale).tolist(), grad.tolist(), strict=True):
         low, high = scheme.low - z, scheme.high - z
@@ -156,10 +156,10 @@ def test_steps_per_channel_learn_apart() -> None:
     weight, grad = torch.randn(6, 3, 3, 3), torch.randn(6, 3, 3, 3)
     scale, zero_point = affine(weight.flatten(1).amin(1) * 0.5, weight.flatten(1).amax(1) * 0.5, scheme)
     learned = scale.clone().requires_grad_()
-    fake_quantize(weight, learned, zero_point, scheme, share=0.5).backward(grad)
+    fake_quantize(weight, learned, zero_point, scheme, gradient_scale=0.5).backward(grad)
     for c in range(6):
         alone = scale[c].clone().requires_grad_()
-        fake_quantize(weight[c], alone, zero_point[c], scheme, share=0.5).backward(grad[c])
+        fake_quantize(weight[c], alone, zero_point[c], scheme, gradient_scale=0.5).backward(grad[c])
         assert learned.grad[c].item() == pytest.approx(alone.grad.item(), rel=1e-4)
 
 
@@ -172,7 +172,7 @@ def test_learned_scales() -> None:
     x = torch.randn(4, 3, 16, 16)
     first(x).sum().backward()
     alone = first.scale.detach().clone().requires_grad_()
-    fake_quantize(x, alone, first.zero_point, first.scheme, share=1 / math.sqrt(3 * 16 * 16 * 255)).sum().backward()
+    fake_quantize(x, alone, first.zero_point, first.scheme, gradient_scale=1 / math.sqrt(3 * 16 * 16 * 255)).sum().backward()
     assert first.scale.grad.item() == pytest.approx(alone.grad.item(), rel=1e-5)
     before = {n: p.detach().clone() for n, p in learned.items()}
     optimizer = torch.optim.Adam(alive.parameters(), lr=1e-3)
