@@ -129,7 +129,7 @@ BAD = {
     ),
     "save every 0 steps": (lambda: ck.Every(steps=0), SettingError, "wanted a whole number >= 1, or None, got 0"),
     "save before now": (lambda: ck.Every(seconds=-1), SettingError, "wanted a number >= 0, or None, got -1"),
-    "save all the time": (lambda: ck.Every(share=0), SettingError, r"wanted a share in \(0, 1\], got 0"),
+    "save all the time": (lambda: ck.Every(overhead=0), SettingError, r"wanted a fraction in \(0, 1\], got 0"),
     "no training data": (
         lambda: fit(given=ck.Task(val=task().val)),
         SettingError,
@@ -305,7 +305,7 @@ BAD = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name) -> None:
+def test_bad_input_raises_one_clear_error(name) -> None:
     make, kind, message = BAD[name]
     with pytest.raises(kind, match=message) as told:
         make()
@@ -313,7 +313,7 @@ def test_bad_input(name) -> None:
     assert len(str(told.value)) > 15
 
 
-def test_there_are_enough() -> None:
+def test_every_kind_of_error_is_in_the_table() -> None:
     assert len(BAD) >= 60
     assert {kind for _, kind, _ in BAD.values()} >= {
         SettingError, DataError, ModelError, TrainingError, StageOrderError, ExportError, CheckpointError,

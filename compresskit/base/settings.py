@@ -33,8 +33,8 @@ def check_field_types(settings: Any) -> None:
     types = _annotations(type(settings))  # type: ignore[arg-type]  # types are hashable
     for field in fields(settings):
         value, annotation = getattr(settings, field.name), types.get(field.name)
-        if (wanted := _mismatch_with(annotation, value)) is not None:
-            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {wanted}, got {value!r}")
+        if (expected := _mismatch_with(annotation, value)) is not None:
+            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {expected}, got {value!r}")
 
 
 @cache

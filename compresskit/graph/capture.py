@@ -142,9 +142,9 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
 
 def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:
     """Return the dynamic dimensions in the form that `torch.export` takes; SettingError where the inputs do not have them."""
-    wanted = _varying(model, example, dynamic)
+    varying = _varying(model, example, dynamic)
     spec = [
-        dict.fromkeys(wanted[name], torch.export.Dim.DYNAMIC) if wanted.get(name) else None
+        dict.fromkeys(varying[name], torch.export.Dim.DYNAMIC) if varying.get(name) else None
         for name in input_names(model, example)
     ]
     dims = pytree.tree_unflatten(spec, pytree.tree_structure(example))
@@ -160,18 +160,18 @@ def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, t
     if isinstance(dynamic, Mapping):
         if unknown := sorted(set(dynamic) - set(tensors)):
             raise SettingError(f"dynamic={{{unknown[0]!r}: ...}}: the inputs are {sorted(tensors)}")
-        wanted = {name: tuple(dynamic.get(name, ())) for name in tensors}
+        varying = {name: tuple(dynamic.get(name, ())) for name in tensors}
     else:
-        wanted = {name: tuple(d for d in dynamic if d < value.ndim) for name, value in tensors.items()}
-        if lost := [d for d in dynamic if d and not any(d in dims for dims in wanted.values())]:
+        varying = {name: tuple(d for d in dynamic if d < value.ndim) for name, value in tensors.items()}
+        if lost := [d for d in dynamic if d and not any(d in dims for dims in varying.values())]:
             raise SettingError(f"dynamic={tuple(dynamic)}: no input has a dimension {lost[0]}, got {shapes_of(example)}")
-    for name, dims in wanted.items():
+    for name, dims in varying.items():
         for d in dims:
             if not 0 <= d < tensors[name].ndim:
                 raise SettingError(f"dynamic: input {name!r} has dimensions 0..{tensors[name].ndim - 1}, got {d}")
             if d and tensors[name].shape[d] < 2:
                 raise SettingError(f"dynamic: dimension {d} of input {name!r} is 1 in the example; show it with two or more")
-    return wanted
+    return varying
 
 
 def varies(dynamic: Dynamic, dim: int = 0) -> bool:
@@ -217,8 +217,8 @@ def _blame(error: BaseException) -> str:
             line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
             where = f"\n  at {code.co_filename}:{trace.tb_lineno} in {code.co_name}: {line}"
         trace = trace.tb_next
-    if found := re.search(r'File "([^"]+)", line (\d+), in (\w+)', str(error)):
-        where = where if "in forward" in where else "\n  at {}:{} in {}".format(*found.groups())
+    if location := re.search(r'File "([^"]+)", line (\d+), in (\w+)', str(error)):
+        where = where if "in forward" in where else "\n  at {}:{} in {}".format(*location.groups())
     return where
 
 

@@ -179,8 +179,8 @@ def transfer_masks_(model: nn.Module, other: nn.Module, names: Mapping[str, str]
         return
     # A tied parameter has one mask, at one of its names.
     by_tensor = {id(get_tensor(model, name)): mask for name, mask in masks.masks.items()}
-    found = {there: by_tensor.get(id(get_tensor(model, here))) for here, there in names.items()}
-    attach_masks_(other, Masks({name: mask for name, mask in found.items() if mask is not None}))
+    transferred = {there: by_tensor.get(id(get_tensor(model, here))) for here, there in names.items()}
+    attach_masks_(other, Masks({name: mask for name, mask in transferred.items() if mask is not None}))
 
 
 def copy_mask_(module: nn.Module, old: str, new: str) -> None:

@@ -12,7 +12,8 @@ from compresskit.prune.structure.channel_sets import (
     fixed_labels,
     varying_dims,
 )
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 
 _IDENTITY_OPERATORS = """dropout feature_dropout alpha_dropout feature_alpha_dropout contiguous clone alias detach lift_fresh

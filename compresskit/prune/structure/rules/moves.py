@@ -18,7 +18,8 @@ from compresskit.prune.structure.channel_sets import (
     varying_dims,
 )
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import remember_moved_product
 
 
