@@ -180,7 +180,7 @@ def _measure(name: str, how: Setting, path: Path, row: dict[str, Any]) -> None:
     found = ck.audit(path)
     counts = [found.operators[kind] for kind in LAYER_KINDS if kind in found.operators]
     row["layers"] = [sum(done for done, _ in counts), sum(every for _, every in counts)]
-    row["macs"] = round(found.share, 4)
+    row["macs"] = round(found.integer_fraction, 4)
     others = [batch(name, how, count) for count in ((3, 5) if how.samples >= 8 else (1, 2))]
     proof = ck.verify_onnx(path, quantized, others, inside=how.inside)
     row["verified"] = proof.passed

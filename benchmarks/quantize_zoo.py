@@ -112,7 +112,7 @@ def build(name: str, folder: Path, samples: int) -> dict[str, Any]:
         "ours_db": sqnr(ours, wanted, x),
         "ort_db": sqnr(theirs, wanted, x),
         "mb": [f.stat().st_size / 1e6 for f in (float_file, ours, theirs)],
-        "integer_macs": audit.share,
+        "integer_macs": audit.integer_fraction,
         "conversions": audit.conversions,
         "verified": ck.verify_onnx(ours, quantized, [(x,)]).passed,
     }

@@ -93,7 +93,7 @@ def _audit_command(options: argparse.Namespace) -> int:
     records, texts = {}, []
     for path in options.files:
         result, metadata = audit(path), read_metadata(path)
-        records[path] = asdict(result) | {"share": result.share, "about": metadata}
+        records[path] = asdict(result) | {"share": result.integer_fraction, "about": metadata}
         entries = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if value}
         texts.append("\n".join([f"{path}: {result}", *(f"  {key:<24} {value}" for key, value in entries.items())]))
     _print(options, records, "\n".join(texts))

@@ -39,6 +39,7 @@ QUANT_LAYERS = [
     {"model"},
     {"calibration"},
     {"build"},
+    {"calibrated"},
     {"latency_search", "static", "dynamic", "weight_only"},
     {"accuracy_target"},
     {"qat", "serialize"},

@@ -129,7 +129,7 @@ BAD = {
     ),
     "save every 0 steps": (lambda: ck.Every(steps=0), SettingError, "wanted a whole number >= 1, or None, got 0"),
     "save before now": (lambda: ck.Every(seconds=-1), SettingError, "wanted a number >= 0, or None, got -1"),
-    "save all the time": (lambda: ck.Every(share=0), SettingError, r"wanted a share in \(0, 1\], got 0"),
+    "save all the time": (lambda: ck.Every(overhead=0), SettingError, r"wanted a fraction in \(0, 1\], got 0"),
     "no training data": (
         lambda: fit(given=ck.Task(val=task().val)),
         SettingError,
@@ -217,7 +217,7 @@ BAD = {
     "ratios that are none": (
         lambda: ck.Prune(budget=ck.keep(macs=0.5), ratios=[0.5]),
         SettingError,
-        r"Prune\(ratios=...\): wanted Mapping",
+        r"Prune\(ratios=...\): wanted a mapping",
     ),
     "an unknown layer": (
         lambda: prune.plan_channels(NET, image(2), budget=ck.keep(macs=0.5), ignore=("nosuch",)),
@@ -270,7 +270,11 @@ BAD = {
         SettingError,
         r"skip=\['nosuch'\]: no operator",
     ),
-    "freeze after the end": (lambda: ck.QAT(epochs=1, freeze=2.0), SettingError, r"a share of the training in \[0, 1\], got 2.0"),
+    "freeze after the end": (
+        lambda: ck.QAT(epochs=1, freeze=2.0),
+        SettingError,
+        r"a fraction of the training in \[0, 1\], got 2.0",
+    ),
     "QAT on no samples": (lambda: ck.QAT(epochs=1, samples=0), SettingError, "a whole number >= 1, got 0"),
     "samples of text": (
         lambda: ck.StaticQuant(samples="all"),
@@ -301,7 +305,7 @@ BAD = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name) -> None:
+def test_bad_input_raises_one_clear_error(name) -> None:
     make, kind, message = BAD[name]
     with pytest.raises(kind, match=message) as told:
         make()
@@ -309,7 +313,7 @@ def test_bad_input(name) -> None:
     assert len(str(told.value)) > 15
 
 
-def test_there_are_enough() -> None:
+def test_every_kind_of_error_is_in_the_table() -> None:
     assert len(BAD) >= 60
     assert {kind for _, kind, _ in BAD.values()} >= {
         SettingError, DataError, ModelError, TrainingError, StageOrderError, ExportError, CheckpointError,

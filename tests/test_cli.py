@@ -1,4 +1,4 @@
-"""The command line: readable, parsable, and clear about what it cannot read."""
+"""The command line: tables, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def files(tmp_path_factory):
     return str(plain), str(small)
 
 
-def test_audit(files, capsys) -> None:
+def test_audit_prints_operators_and_metadata(files, capsys) -> None:
     assert main(["audit", *files]) == 0
     text = capsys.readouterr().out
     assert "0.0% of the MACs in integers" in text
@@ -36,7 +36,7 @@ def test_audit(files, capsys) -> None:
     assert record["about"]["model"] == "Residual"
 
 
-def test_bench(files, capsys) -> None:
+def test_bench_prints_latencies_and_ratios(files, capsys) -> None:
     assert main(["bench", *files, "--batch", "4", "--json"]) == 0
     timings = json.loads(capsys.readouterr().out)
     assert [t["path"] for t in timings] == list(files)
@@ -49,7 +49,7 @@ def test_bench(files, capsys) -> None:
     assert row.split()[-1] == "1.000"
 
 
-def test_verify(files, capsys, tmp_path) -> None:
+def test_verify_compares_optimization_levels_and_files(files, capsys, tmp_path) -> None:
     assert main(["verify", files[0]]) == 0
     text = capsys.readouterr().out
     assert "agrees with the file as it is written" in text
@@ -67,13 +67,13 @@ def test_verify(files, capsys, tmp_path) -> None:
     assert main(["verify", files[0], str(other)]) == 1
 
 
-def test_report(tmp_path, capsys) -> None:
+def test_report_prints_the_table_of_a_run(tmp_path, capsys) -> None:
     ck.Recipe(ck.StaticQuant()).run(build(networks.Chain), images_task(ck, samples=64), tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 0
     assert "1-staticquant" in capsys.readouterr().out
 
 
-def test_what_cannot_be_read(files, capsys, tmp_path) -> None:
+def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no")
     np.savez(tmp_path / "x.npz", wrong=np.zeros(3))
     for arguments, message in (

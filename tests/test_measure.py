@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import networks
+import oracles
 import pytest
 import torch
-from networks import build, images_task
+from networks import build, image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError
+from compresskit import measure
+from compresskit.base.errors import DataError, SettingError
+from compresskit.measure import count_nonzero, latency
 
 
 def test_macs_see_into_fused_kernels() -> None:
@@ -21,6 +24,66 @@ def test_macs_see_into_fused_kernels() -> None:
     assert ck.count_macs(nn.LSTM(8, 16, batch_first=True), (torch.randn(2, 5, 8),)) == 5 * 4 * 16 * (8 + 16)
 
 
-def test_an_infinite_metric_is_refused() -> None:
-    with pytest.raises(DataError, match="the metric is inf"):
-        ck.evaluate(build(networks.Chain), images_task(ck, metric=lambda p, t: float("inf")))
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_metric_that_is_not_finite_is_refused(value: str) -> None:
+    with pytest.raises(DataError, match=f"the metric is {value}"):
+        ck.evaluate(build(networks.Chain), images_task(ck, metric=lambda p, t: float(value)))
+
+
+def test_counts_from_first_principles() -> None:
+    """The source document's example: 1024-100-20 has 104,400 weights, and one hidden neuron is 1,044 of them."""
+    net = nn.Sequential(nn.Linear(1024, 100, bias=False), nn.ReLU(), nn.Linear(100, 20, bias=False))
+    assert ck.count_parameters(net) == 104_400
+    assert ck.count_macs(net, (torch.randn(3, 1024),)) == oracles.macs([(1, 1024, 1, 100), (1, 100, 1, 20)])
+    plan = ck.prune.plan_channels(net, (torch.randn(2, 1024),), budget=ck.keep(macs=0.99), round_to=1)
+    ck.prune.apply_(net, plan)
+    assert ck.count_parameters(net) == 104_400 - 1044
+    with torch.no_grad():
+        net[0].weight[0] = 0
+    assert count_nonzero(net) == 104_400 - 1044 - 1024
+
+
+def test_macs_of_convolutions() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 4, 1))
+    want = oracles.macs([(8 * 8, 3, 9, 8), (6 * 6, 1, 9, 8), (6 * 6, 8, 1, 4)])
+    assert ck.count_macs(model, image(5)) == want
+
+
+def test_latency_tells_large_from_small(tmp_path) -> None:
+    paths = []
+    for width in (8, 256):
+        model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3))
+        paths.append(ck.export_onnx(model, tmp_path / f"{width}.onnx", image(2)))
+    small, large = latency(paths, image(1), seconds=0.2)
+    assert 0 < small < large / 3
+    with pytest.raises(SettingError, match="rounds >= 1"):
+        latency(paths, image(1), rounds=0)
+
+
+def test_metrics_count_uneven_batches_by_their_rows() -> None:
+    model = nn.Flatten()
+    batches = [(torch.eye(3)[[0, 1]], torch.tensor([0, 1])), (torch.eye(3)[[2]], torch.tensor([0]))]
+    assert ck.evaluate(model, ck.Task(val=batches)) == pytest.approx(2 / 3)
+
+    class Count:
+        def __init__(self):
+            self.n = 0
+
+        def reset(self):
+            self.n = 0
+
+        def update(self, predictions, target):
+            self.n += len(target)
+
+        def compute(self):
+            return torch.tensor(float(self.n))
+
+    task = ck.Task(val=batches, metric=Count())
+    assert ck.evaluate(model, task) == ck.evaluate(model, task) == 3
+
+
+def test_evaluation_restores_the_mode() -> None:
+    model, task = build(networks.Chain).train(), images_task(ck)
+    ck.evaluate(model, task)
+    assert model.training
+    assert measure.count_macs(model, task.example()) > 0

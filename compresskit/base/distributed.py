@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, TrainingError
 
-T = TypeVar("T")
+Made = TypeVar("Made")
 
 
 def world_size() -> int:
@@ -61,7 +61,7 @@ def process_group(device: torch.device | str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def on_rank_zero(make: Callable[[], T]) -> T:
+def on_rank_zero(make: Callable[[], Made]) -> Made:
     """Call `make` in process 0 and return its result, plain data, in every process.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Settings and tensors as short records that can be compared: what tells one stage of a run from another."""
+"""Fingerprints of tensors and JSON-ready descriptions of settings, by which a run recognizes its stages when it is resumed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 def fingerprint(value: Any) -> str:
-    """A short hash of all tensors in nested data, or of a module's state."""
+    """Return a short hash of all tensors in nested data, or in the state dict of a module."""
     digest = hashlib.sha256()
     leaves = value.state_dict().values() if isinstance(value, nn.Module) else pytree.tree_leaves(value)
     for leaf in leaves:
@@ -26,8 +26,10 @@ def fingerprint(value: Any) -> str:
 
 
 def describe(value: Any) -> Any:
-    """A JSON-ready record of settings: dataclasses by field, never a memory address. Functions by name, those of the user also by
-    what they do: a loss that is written otherwise is another loss.
+    """Return a JSON-ready description of settings, without memory addresses.
+
+    Dataclasses are described by their fields, modules by their class and a hash of their state, functions by their name. For
+    functions from outside torch and compresskit a hash of the code is added, so that a changed loss is a different setting.
 
     >>> describe(functools.partial(torch.optim.SGD, lr=0.1))
     {'call': 'torch.optim.sgd.SGD', 'lr': 0.1}
@@ -53,37 +55,42 @@ def describe(value: Any) -> Any:
         return {"module": name, "parameters": weights, "state": fingerprint(value)}
     if hasattr(value, "__qualname__"):
         name = f"{value.__module__}.{value.__qualname__}"
-        value = getattr(value, "__func__", value)  # of a method
+        value = value.__func__ if isinstance(value, MethodType) else value
         if not isinstance(value, FunctionType) or name.startswith(("torch.", "compresskit.")):
             return name
-        return f"{name} {hashlib.sha256(repr(_body(value)).encode()).hexdigest()[:8]}"
+        return f"{name} {hashlib.sha256(repr(_function_code(value)).encode()).hexdigest()[:8]}"
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _body(function: FunctionType) -> list[Any]:
-    """What a function does, as data without addresses, line numbers or comments: its code, defaults and enclosed numbers."""
-    enclosed = [_plain(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)]
-    return [_code(function.__code__), _plain(function.__defaults__), _plain(function.__kwdefaults__), enclosed]
+def _function_code(function: FunctionType) -> list[Any]:
+    """The code, defaults and enclosed values of a function, without addresses, line numbers or comments."""
+    enclosed = [_constant_record(cell.cell_contents) for cell in function.__closure__ or () if _cell_is_filled(cell)]
+    return [
+        _code(function.__code__),
+        _constant_record(function.__defaults__),
+        _constant_record(function.__kwdefaults__),
+        enclosed,
+    ]
 
 
 def _code(code: CodeType) -> list[Any]:
-    constants = [_code(c) if isinstance(c, CodeType) else _plain(c) for c in code.co_consts]
+    constants = [_code(c) if isinstance(c, CodeType) else _constant_record(c) for c in code.co_consts]
     return [code.co_code.hex(), code.co_names, constants]
 
 
-def _plain(value: Any) -> Any:
+def _constant_record(value: Any) -> Any:
     if isinstance(value, frozenset):  # its order changes from process to process
         return sorted(map(repr, value))
     if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
+        return [_constant_record(entry) for entry in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): _constant_record(entry) for key, entry in value.items()}
     return value if value is None or isinstance(value, bool | int | float | str | bytes) else type(value).__qualname__
 
 
-def _is_filled(cell: Any) -> bool:
+def _cell_is_filled(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

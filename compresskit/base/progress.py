@@ -29,7 +29,7 @@ from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, Interrupted, SettingError
 from compresskit.base.files import read_json, read_tensors, write_json, write_tensors
 from compresskit.base.packing import pack, unpack
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +44,22 @@ class Every:
     Args:
         seconds: write one when this many seconds have passed since the last; None for never.
         steps: write one after every so many optimizer steps; None for never.
-        share: largest fraction of the training time that checkpoints by `seconds` may take, in (0, 1]; they are written less
+        overhead: largest fraction of the training time that checkpoints by `seconds` may take, in (0, 1]; they are written less
             often where writing takes longer. `steps` is not limited by it.
     """
 
     seconds: float | None = 60.0
     steps: int | None = None
-    share: float = 0.01
+    overhead: float = 0.01
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         if self.seconds is not None and not self.seconds >= 0:
             raise SettingError(f"Every(seconds=...): wanted a number >= 0, or None, got {self.seconds}")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
             raise SettingError(f"Every(steps=...): wanted a whole number >= 1, or None, got {self.steps}")
-        if not 0 < self.share <= 1:
-            raise SettingError(f"Every(share=...): wanted a share in (0, 1], got {self.share}")
+        if not 0 < self.overhead <= 1:
+            raise SettingError(f"Every(overhead=...): wanted a fraction in (0, 1], got {self.overhead}")
 
 
 @dataclass
@@ -275,7 +275,7 @@ class Training:
         if every.steps is not None and step % every.steps == 0:
             return True
         waited = time.perf_counter() - self.saved
-        return every.seconds is not None and waited >= max(every.seconds, self.save_time / every.share)
+        return every.seconds is not None and waited >= max(every.seconds, self.save_time / every.overhead)
 
     def save(self, state: Mapping[str, Any], at: int | str) -> None:
         """Write a checkpoint and delete older ones.

@@ -56,18 +56,18 @@ def generators_in(loader: Any) -> list[Generator]:
     return list(generators.values())
 
 
-def _search(thing: Any, found: dict[int, Generator], seen: set[int], depth: int) -> None:
+def _search(thing: Any, generators: dict[int, Generator], seen: set[int], depth: int) -> None:
     if id(thing) in seen or depth < 0 or isinstance(thing, type | ModuleType | Tensor | np.ndarray):
         return
     seen.add(id(thing))
     if isinstance(thing, Generator):
-        found[id(thing)] = thing
+        generators[id(thing)] = thing
     elif isinstance(thing, list | tuple):
         for part in thing if len(thing) <= LONGEST_LIST else ():
-            _search(part, found, seen, depth - 1)
+            _search(part, generators, seen, depth - 1)
     else:
         for part in vars(thing).values() if hasattr(thing, "__dict__") else ():
-            _search(part, found, seen, depth - 1)
+            _search(part, generators, seen, depth - 1)
 
 
 def reseed_(generator: Generator, seed: int) -> None:

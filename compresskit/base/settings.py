@@ -1,35 +1,62 @@
-"""Settings are checked where they are made: what kind of value a field may hold, by its annotation."""
+"""Check that the fields of a dataclass of settings hold values of the types they are annotated with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from compresskit.base.errors import SettingError
 
-#: What a field of settings may hold, by its annotation; other annotations are looked at by the settings themselves.
-KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}
+#: How messages name a type. Fields annotated with other types are checked by the settings themselves.
+TYPE_WORDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    NoneType: "None",
+}
 
-WORDS = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "a text"}
 
+def check_field_types(settings: Any) -> None:
+    """Check the fields of a dataclass instance that are annotated as numbers, flags, text, mappings or tuples of text.
 
-def check_kinds(settings: Any) -> None:
-    """Raise `SettingError` where a field of a dataclass that is annotated as a number, text or a flag holds something else."""
+    A whole number passes for a float; True and False do not pass for numbers, nor do nan and infinity.
+
+    Raises:
+        SettingError: a field holds a value of another type; the message names the field.
+    """
+    types = _annotations(type(settings))  # type: ignore[arg-type]  # types are hashable
     for field in fields(settings):
-        names = [part.strip() for part in str(field.type).split("|")]
-        value = getattr(settings, field.name)
-        if str(field.type).startswith("Mapping["):
-            right = isinstance(value, Mapping)
-        elif field.type == "tuple[str, ...]":
-            right = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
-        elif not set(names) <= KINDS.keys():
-            continue
-        else:
-            kinds = tuple(kind for name in names for kind in KINDS[name])
-            right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            right = right and not (isinstance(value, float) and not math.isfinite(value))
-        if not right:
-            wanted = " or ".join(WORDS.get(name, name) for name in names)
-            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {wanted}, got {value!r}")
+        value, annotation = getattr(settings, field.name), types.get(field.name)
+        if (expected := _mismatch_with(annotation, value)) is not None:
+            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {expected}, got {value!r}")
+
+
+@cache
+def _annotations(cls: type) -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        with suppress(NameError):  # a class inside a function, whose annotations name other local classes
+            types |= get_type_hints(base)
+    return types
+
+
+def _mismatch_with(annotation: Any, value: Any) -> str | None:
+    """What was wanted, in words, where the value is not of the annotated type; None where it is, or is not checked."""
+    if get_origin(annotation) is Mapping:
+        return None if isinstance(value, Mapping) else "a mapping"
+    if annotation == tuple[str, ...]:
+        texts = isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value)
+        return None if texts else "a tuple of texts"
+    types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if not set(types) <= TYPE_WORDS.keys():
+        return None
+    accepted = types + ((int,) if float in types else ())
+    plain = bool in types or not isinstance(value, bool)
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return None if isinstance(value, accepted) and plain and finite else " or ".join(TYPE_WORDS[kind] for kind in types)

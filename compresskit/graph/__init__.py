@@ -1,1 +1,1 @@
-"""The model as a graph: captured with torch.export, normalized, interpreted; modules and masks found by their dotted names."""
+"""The captured graph of a model, masks, and operations on modules by dotted name."""

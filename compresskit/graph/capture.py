@@ -1,10 +1,10 @@
-"""One graph of a model: ATen operators in a plain `fx.GraphModule` whose parameters keep their dotted names.
+"""Capture a model as a graph of ATen operators: a plain `fx.GraphModule` whose parameters keep their dotted names.
 
-Pruning reads this graph, quantization rewrites it, ONNX is written from it.
+Quantization rewrites this graph, and ONNX files are written from it.
 
     capture(model, example) -> Captured      torch.export, eval mode, dynamic batch (or other dimensions)
     Captured.module                          the GraphModule: trains, deep-copies, changes mode like any module
-    Captured.shapes                          (node name) -> concrete shape for the example
+    Captured.shapes                          node name -> concrete shape for the example
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, shapes_of
 from compresskit.graph.interpreter import run_graph
-from compresskit.graph.normalize import Node, cut_chunks_, is_inplace, normalize_
-from compresskit.graph.recurrent import opaque, restore_
+from compresskit.graph.normalize import Node, is_inplace, normalize_, replace_chunks_
+from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.surgery import mode
 
-#: Which dimensions of the inputs may vary: numbers that hold for every tensor, `(0, 2, 3)`; or names for those of each input,
-#: `{"x": {0: "batch", 2: "height"}}`; `()` for none.
+#: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
+#: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
 Dynamic = tuple[int, ...] | Mapping[str, Mapping[int, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A model as a graph.
+    """A captured model.
 
-    module: GraphModule of functional ATen operators; called like the model (same arguments, same output structure).
-    prefix: dotted path of the captured submodule in the user's model, "" for the whole of it.
-    example: the inputs it was captured with; two rows of each where the batch may vary.
-    inputs: one name for each tensor input, in the order of the placeholders.
-    shapes: concrete shape of every tensor-valued node for `example`.
-    dynamic: which dimensions of the inputs may vary, as the user said it. varying: the same for each tensor input, in order.
+    Attributes:
+        module: GraphModule of functional ATen operators; called like the model (same arguments, same output structure).
+        prefix: dotted path of the captured submodule in the user's model, "" for the whole model.
+        example: the inputs that it was captured with; two rows of each where the batch is dynamic.
+        inputs: a name for each tensor input, in the order of the placeholders.
+        dynamic: the dynamic dimensions of the inputs, as given to `capture`.
+        varying: the dynamic dimensions of each tensor input, in order.
+        shapes: concrete shape of every tensor-valued node for `example`.
     """
 
     module: fx.GraphModule
@@ -59,14 +62,15 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
     """Capture a model, or its submodule `inside`, as a graph with a dynamic batch.
 
     Args:
-        model: any module; it is captured in eval mode and left as it was.
-        example: its inputs, a tuple of positional or a dict of keyword arguments. The first dimension of every tensor
-            is taken for the batch; an example of one row is doubled, since a batch of 1 is specialised away.
-        inside: dotted name of the submodule to capture with the inputs that it receives from the model.
-        dynamic: which dimensions may vary: `(0, 2, 3)`, or `{"x": {0: "batch", 2: "height"}}`; `()` for none.
+        model: any module; it is captured in eval mode and not changed.
+        example: its inputs: a tensor, a tuple of positional or a dict of keyword arguments. A dynamic batch is captured with two
+            rows; an example of one row is doubled, since `torch.export` would treat a batch of 1 as a constant.
+        inside: dotted name of the submodule to capture, with the inputs that it receives from the model.
+        dynamic: dimensions that may vary: `(0, 2, 3)`, or `{"x": {0: "batch", 2: "height"}}`; `()` for none.
 
-    Raises ModelError where `torch.export` cannot follow the code; the message names the line. Raises SettingError for dimensions
-    that the inputs do not have.
+    Raises:
+        ModelError: `torch.export` cannot follow the code; the message names the line.
+        SettingError: the inputs do not have the dynamic dimensions.
     """
     prefix, example = inside or "", as_inputs(example)
     with torch.no_grad(), mode(model, training=False):
@@ -79,36 +83,40 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
             # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
             module = program.run_decompositions({}).module()
         module = fx.GraphModule(module, module.graph, type(model).__name__)
-        restore_(module.graph)
+        restore_recurrent_(module.graph)
         normalize_(module)
-        shapes = _shapes(module, example)
+        shapes = _node_shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
     varying = tuple(_varying(model, example, dynamic).values())
     return Captured(module=module, prefix=prefix, example=example, inputs=names, dynamic=dynamic, varying=varying, shapes=shapes)
 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:
-    """Raise `ModelError` unless the model runs on the example, in eval mode; it is left as it was."""
+    """Raise `ModelError` unless the model runs on the example in eval mode; the model is not changed."""
     try:
         with torch.no_grad(), mode(model, training=False):
             call(model, example)
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{_kinds(example)}):"
+            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{_other_dtypes(example)}):"
             f" {_first_line(error)}"
         ) from error
 
 
-def _kinds(example: Inputs) -> str:
-    """Tell of inputs that are not float32, which are what most often does not fit."""
+def _other_dtypes(example: Inputs) -> str:
+    """Name the dtypes of inputs that are not float32, the most frequent cause of an error."""
     other = {str(v.dtype) for v in pytree.tree_leaves(example) if isinstance(v, Tensor) and v.dtype != torch.float32}
     return f" and {', '.join(sorted(other))} values; use .float() where the model wants numbers, not indices" if other else ""
 
 
 def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.export.ExportedProgram, Inputs]:
-    """What `torch.export` makes of a model in eval mode, and the inputs it was shown: two rows where the batch may vary.
+    """Export a model in eval mode with `torch.export`.
 
-    Raises ModelError and SettingError as `capture` does.
+    Returns:
+        The exported program, and the inputs that it was exported with: two rows where the batch is dynamic.
+
+    Raises:
+        ModelError, SettingError: as `capture` does.
     """
     if varies(dynamic):
         example = _two_rows(model, example, dynamic)
@@ -118,7 +126,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
-            with opaque():
+            with KeepRecurrent():
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=dims)
     except CompressError:
         raise
@@ -128,15 +136,15 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
             "  Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
             " inside='backbone' (the dotted name of a submodule), or rewrite that line."
         ) from error
-    cut_chunks_(program.graph_module)
+    replace_chunks_(program.graph_module)
     return program, example
 
 
 def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:
-    """The dimensions that may vary in the form that `torch.export` takes; SettingError where the inputs have no such ones."""
-    wanted = _varying(model, example, dynamic)
+    """Return the dynamic dimensions in the form that `torch.export` takes; SettingError where the inputs do not have them."""
+    varying = _varying(model, example, dynamic)
     spec = [
-        dict.fromkeys(wanted[name], torch.export.Dim.DYNAMIC) if wanted.get(name) else None
+        dict.fromkeys(varying[name], torch.export.Dim.DYNAMIC) if varying.get(name) else None
         for name in input_names(model, example)
     ]
     dims = pytree.tree_unflatten(spec, pytree.tree_structure(example))
@@ -146,43 +154,49 @@ def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:
 
 
 def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, tuple[int, ...]]:
-    """Input name -> dimensions that may vary, for every tensor among the inputs."""
+    """Input name -> dynamic dimensions, for every tensor among the inputs."""
     leaves = zip(input_names(model, example), pytree.tree_leaves(example), strict=True)
     tensors = {name: value for name, value in leaves if isinstance(value, Tensor)}
     if isinstance(dynamic, Mapping):
         if unknown := sorted(set(dynamic) - set(tensors)):
             raise SettingError(f"dynamic={{{unknown[0]!r}: ...}}: the inputs are {sorted(tensors)}")
-        wanted = {name: tuple(dynamic.get(name, ())) for name in tensors}
+        varying = {name: tuple(dynamic.get(name, ())) for name in tensors}
     else:
-        wanted = {name: tuple(d for d in dynamic if d < value.ndim) for name, value in tensors.items()}
-        if lost := [d for d in dynamic if d and not any(d in dims for dims in wanted.values())]:
+        varying = {name: tuple(d for d in dynamic if d < value.ndim) for name, value in tensors.items()}
+        if lost := [d for d in dynamic if d and not any(d in dims for dims in varying.values())]:
             raise SettingError(f"dynamic={tuple(dynamic)}: no input has a dimension {lost[0]}, got {shapes_of(example)}")
-    for name, dims in wanted.items():
+    for name, dims in varying.items():
         for d in dims:
             if not 0 <= d < tensors[name].ndim:
                 raise SettingError(f"dynamic: input {name!r} has dimensions 0..{tensors[name].ndim - 1}, got {d}")
             if d and tensors[name].shape[d] < 2:
                 raise SettingError(f"dynamic: dimension {d} of input {name!r} is 1 in the example; show it with two or more")
-    return wanted
+    return varying
 
 
 def varies(dynamic: Dynamic, dim: int = 0) -> bool:
-    """Whether a dimension, the batch by default, may vary in any input."""
+    """Whether a dimension, by default the batch, is dynamic in any input."""
     return any(dim in dims for dims in dynamic.values()) if isinstance(dynamic, Mapping) else dim in dynamic
 
 
 def input_names(model: nn.Module, example: Inputs) -> list[str]:
-    """A name for each leaf of the inputs: the parameter of `forward`, with the place in it where it is nested."""
+    """Return a name for each leaf of the inputs: the parameter of `forward`, and its position where it is nested."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
 
     def one(path: tuple[Any, ...]) -> str:
-        first, *inner = (getattr(key, "key", getattr(key, "idx", key)) for key in path)
+        first, *inner = map(_index, path)
         head = first if isinstance(first, str) else named[first] if first < len(named) else f"{rest}_{first - len(named)}"
         return "_".join(map(str, [head, *inner]))
 
     return [one(path) for path, _ in pytree.tree_flatten_with_path(example)[0]]
+
+
+def _index(key: Any) -> Any:
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return key.key if isinstance(key, pytree.MappingKey) else key
 
 
 def _first_line(error: BaseException) -> str:
@@ -194,7 +208,7 @@ def _blame(error: BaseException) -> str:
     r"""`\n  at file.py:12 in forward: if x.sum() > 0:` for the innermost line of code that is not torch's."""
     where = ""
     trace = error.__traceback__
-    ours = (torch.__file__.rsplit("/", 1)[0], __file__, opaque.__torch_function__.__code__.co_filename, "<")
+    ours = (torch.__file__.rsplit("/", 1)[0], __file__, KeepRecurrent.__torch_function__.__code__.co_filename, "<")
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(ours) and "torch/" not in code.co_filename:
@@ -203,13 +217,17 @@ def _blame(error: BaseException) -> str:
             line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
             where = f"\n  at {code.co_filename}:{trace.tb_lineno} in {code.co_name}: {line}"
         trace = trace.tb_next
-    if found := re.search(r'File "([^"]+)", line (\d+), in (\w+)', str(error)):
-        where = where if "in forward" in where else "\n  at {}:{} in {}".format(*found.groups())
+    if location := re.search(r'File "([^"]+)", line (\d+), in (\w+)', str(error)):
+        where = where if "in forward" in where else "\n  at {}:{} in {}".format(*location.groups())
     return where
 
 
 def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Module, Inputs]:
-    """A submodule by its dotted name, and what it receives when the model is called with `inputs`."""
+    """Return a submodule by its dotted name, and the inputs that it receives when the model is called with `inputs`.
+
+    Raises:
+        ModelError: there is no such submodule, or it is not called.
+    """
     try:
         part = model.get_submodule(inside)
     except AttributeError:
@@ -233,7 +251,7 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
 
 
 def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
-    """Two rows of every input whose first dimension may vary: a single one is doubled."""
+    """Take two rows of every input whose first dimension is dynamic; a single row is doubled."""
     varying = _varying(model, example, dynamic)
     leaves, structure = pytree.tree_flatten(example)
     for i, name in enumerate(input_names(model, example)):
@@ -244,7 +262,7 @@ def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
 
 
 def _mutates_a_view(graph: fx.Graph) -> bool:
-    """Whether an in-place operator writes where another, later used, name may look."""
+    """Whether an in-place operator writes to memory that a later operator reads under another name."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if not is_inplace(node):
@@ -258,13 +276,12 @@ def _mutates_a_view(graph: fx.Graph) -> bool:
 
 
 def _returns_alias(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
-    return any(r.alias_info is not None for r in schema.returns)
+    return any(r.alias_info is not None for r in node.target._schema.returns)
 
 
-def _shapes(module: fx.GraphModule, example: Inputs) -> dict[str, tuple[int, ...]]:
+def _node_shapes(module: fx.GraphModule, example: Inputs) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in the graph, by node name."""
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -277,12 +294,12 @@ def _shapes(module: fx.GraphModule, example: Inputs) -> dict[str, tuple[int, ...
 
 
 def parameter_name(node: Any) -> str | None:
-    """Dotted name if the node reads a parameter or buffer, else None."""
+    """Return the dotted name of the parameter or buffer that a node reads; None for other nodes."""
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
 def module_path(node: Node) -> str:
-    """Dotted path of the user's module in whose forward this operator stands."""
+    """Return the dotted path of the user's module whose `forward` contains the operator of a node."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]
     return paths[-1] if paths else ""

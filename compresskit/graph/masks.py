@@ -179,8 +179,8 @@ def transfer_masks_(model: nn.Module, other: nn.Module, names: Mapping[str, str]
         return
     # A tied parameter has one mask, at one of its names.
     by_tensor = {id(get_tensor(model, name)): mask for name, mask in masks.masks.items()}
-    found = {there: by_tensor.get(id(get_tensor(model, here))) for here, there in names.items()}
-    attach_masks_(other, Masks({name: mask for name, mask in found.items() if mask is not None}))
+    transferred = {there: by_tensor.get(id(get_tensor(model, here))) for here, there in names.items()}
+    attach_masks_(other, Masks({name: mask for name, mask in transferred.items() if mask is not None}))
 
 
 def copy_mask_(module: nn.Module, old: str, new: str) -> None:
@@ -199,7 +199,7 @@ def reshape_mask_(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
         here.register_buffer(f"{MASK_PREFIX}{leaf}", mask.reshape(shape), persistent=False)
 
 
-class MasterWeights(Protocol):
+class RunWithMasters(Protocol):
     """What `enforce_masks_` needs of a `mixed.Run`: the tensors that the optimizer updates, and hooks after each update."""
 
     after_update: list[Callable[[], None]]
@@ -208,7 +208,7 @@ class MasterWeights(Protocol):
         """Return the tensors that the optimizer updates, by parameter name."""
 
 
-def enforce_masks_(model: nn.Module, run: MasterWeights) -> Callable[[], None]:
+def enforce_masks_(model: nn.Module, run: RunWithMasters) -> Callable[[], None]:
     """Keep the masks attached to a model in force while it is trained.
 
     Removed weights get no gradient, so that the norm of the gradients does not include them. After every optimizer step they are

@@ -1,4 +1,4 @@
-"""One form for every captured graph: functional operators, no identities, no guards, one operator for one thing."""
+"""Normalize captured graphs: functional operators only, no identities, no guards, one operator for each operation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -39,24 +40,27 @@ _PADDED_BY_NAME = {
 
 
 def is_inplace(node: Node) -> bool:
-    """Whether the operator writes into an argument."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.op == "call_function"
+    """Whether a node's operator writes into one of its arguments."""
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def normalize_(module: fx.GraphModule) -> None:
-    """Functional operators only, no identities, no guards, `batch_norm` in its one-output form."""
+    """Normalize a captured graph in place.
+
+    In-place operators become functional, operators that do nothing in eval mode and guards are removed, views become reshapes,
+    padding given by name becomes numbers, and `batch_norm` has one output.
+    """
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_module" and "guard" in str(node.target):
             graph.erase_node(node)
-        elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _slices_nothing(node)):
+        elif node.target in IDENTITIES or (node.target is aten.slice.Tensor and _is_whole_slice(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif is_inplace(node) and (functional := functional_form(node.target)) is not None:
             node.target = functional
         elif node.target in _PADDED_BY_NAME:
-            _pad_by_numbers(graph, node)
+            _write_padding(graph, node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # a view may need the copy that an identity made
         elif node.target is aten._native_batch_norm_legit_no_training.default:
@@ -65,8 +69,7 @@ def normalize_(module: fx.GraphModule) -> None:
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    if hasattr(module, "_guards_fn"):
-        delattr(module, "_guards_fn")
+    module._modules.pop("_guards_fn", None)
     graph.lint()
     module.recompile()
 
@@ -78,7 +81,7 @@ def functional_form(target: Any) -> Callable[..., Any] | None:
     return getattr(other, overload, None) if packet.endswith("_") and other is not None else None
 
 
-def _slices_nothing(node: Node) -> bool:
+def _is_whole_slice(node: Node) -> bool:
     given = tuple(node.args)
     start = given[2] if len(given) > 2 else None
     end = given[3] if len(given) > 3 else None
@@ -98,15 +101,15 @@ def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def cut_chunks_(module: fx.GraphModule) -> None:
-    """`chunk` of a dimension that varies as slices: ONNX's exporter makes a sequence of them, on which its optimizer fails."""
+def replace_chunks_(module: fx.GraphModule) -> None:
+    """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, on which it fails."""
     for node in list(module.graph.nodes):
         if node.target is aten.chunk.default:
-            _cut_by_slices(module.graph, node)
+            _replace_by_slices(module.graph, node)
     module.recompile()
 
 
-def _cut_by_slices(graph: fx.Graph, node: Node) -> None:
+def _replace_by_slices(graph: fx.Graph, node: Node) -> None:
     x, count, dim = (*node.args, 0)[:3]
     size = x.meta["val"].shape[dim] if "val" in x.meta else 0  # a parameter, whose sizes are known
     readers = list(node.users)
@@ -133,8 +136,8 @@ def _cut_by_slices(graph: fx.Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def _pad_by_numbers(graph: fx.Graph, node: Node) -> None:
-    """`padding="same"` or `"valid"` as numbers; where "same" is not symmetric, as a pad and a convolution without."""
+def _write_padding(graph: fx.Graph, node: Node) -> None:
+    """Write `padding="same"` or `"valid"` as numbers, or as a separate pad operator where "same" is not symmetric."""
     given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
     x, weight, bias, stride, padding, dilation, groups = given
     spatial = weight.meta["val"].ndim - 2

@@ -1,12 +1,12 @@
-"""LSTM, GRU and RNN as operators of a graph.
+"""LSTM, GRU and RNN layers as single operators of a graph.
 
-`torch.export` takes them apart, one copy of the cell for each step of the example, and with it the length is fixed. While a model
-is traced, `opaque()` puts one operator of this library in their place, which knows nothing of lengths; a captured graph then
-holds torch's own operator again, so that it trains, casts and deep-copies as any other.
+`torch.export` unrolls them: one copy of the cell for each time step of the example, which fixes the sequence length. While a
+model is traced, `KeepRecurrent` therefore replaces them by one custom operator, whatever the length. In the captured graph
+torch's own operator takes its place again, so that the graph can be trained, cast and copied as any other.
 
-    trace:  torch.lstm, aten.lstm.input  ->  compresskit.graph.recurrent      (`opaque`)
-    graph:  compresskit.graph.recurrent        ->  aten.lstm.input            (`restore_`)
-    file:   compresskit.graph.recurrent        ->  LSTM, GRU, RNN of ONNX     (`export.recurrent`)
+    while tracing:  torch.lstm, aten.lstm.input  ->  compresskit::recurrent      (`KeepRecurrent`)
+    in the graph:   compresskit::recurrent       ->  aten.lstm.input             (`restore_recurrent_`)
+    in the file:    compresskit::recurrent       ->  LSTM, GRU, RNN of ONNX      (`export.rewrite.recurrent`)
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ _PACKING = {torch._VF._pack_padded_sequence}  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The weights of one layer in one direction, of G gates and width H; `projection` (P, H) where the state is projected.
+    """The weights of one layer in one direction, with G gates, input width I and state width H.
 
-    input: (G H, I). recurrent: (G H, H), or (G H, P). biases: two of (G H,), or none.
+    Attributes:
+        input: (G H, I).
+        recurrent: (G H, H), or (G H, P) with a projection.
+        biases: two of (G H,), or none.
+        projection: (P, H), or None.
     """
 
     input: Any
@@ -47,17 +51,17 @@ class Cell:
     projection: Any = None
 
 
-def cells(weights: Sequence[Any], has_biases: bool, layers: int, bidirectional: bool) -> list[list[Cell]]:
-    """The flat list of weights that torch's operators take, sorted by layer and direction."""
+def recurrent_cells(weights: Sequence[Any], has_biases: bool, layers: int, bidirectional: bool) -> list[list[Cell]]:
+    """Sort the flat list of weights that torch's operators take: for each layer, a list of one cell for each direction."""
     directions = 2 if bidirectional else 1
     size = len(weights) // (layers * directions)
     rows = [list(weights[i : i + size]) for i in range(0, len(weights), size)]
-    found = []
+    cells = []
     for row in rows:
         biases = tuple(row[2:4]) if has_biases else ()
         projection = row[-1] if size % 2 else None
-        found.append(Cell(input=row[0], recurrent=row[1], biases=biases, projection=projection))
-    return [found[i : i + directions] for i in range(0, len(found), directions)]
+        cells.append(Cell(input=row[0], recurrent=row[1], biases=biases, projection=projection))
+    return [cells[i : i + directions] for i in range(0, len(cells), directions)]
 
 
 @torch.library.custom_op("compresskit::recurrent", mutates_args=())
@@ -71,14 +75,14 @@ def recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's operator of that kind gives in eval mode: outputs, last states, last cell states (empty but for an LSTM)."""
+    """Run torch's operator of a kind in eval mode: outputs, last states, last cell states (empty for all but an LSTM)."""
     given: Any = state if kind == "lstm" else state[0]
     results = OPERATORS[kind](x, given, weights, has_biases, layers, 0.0, False, bidirectional, batch_first)
     return results[0].clone(), results[1].clone(), results[2].clone() if kind == "lstm" else x.new_empty(0)
 
 
 @recurrent.register_fake
-def _(
+def _recurrent_shapes(
     x: Tensor,
     state: list[Tensor],
     weights: list[Tensor],
@@ -93,10 +97,11 @@ def _(
     return x.new_empty(x.shape[0], x.shape[1], width), torch.empty_like(state[0]), cell
 
 
-class opaque(TorchFunctionMode):
-    """While it is active, LSTM, GRU and RNN are one operator each: `compresskit.graph.recurrent`.
+class KeepRecurrent(TorchFunctionMode):
+    """Trace LSTM, GRU and RNN layers as one operator each, `compresskit::recurrent`, inside the block.
 
-    Raises ModelError for packed sequences, whose lengths a graph cannot follow.
+    Raises:
+        ModelError: the model packs sequences, whose lengths a graph cannot represent.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,8 +119,8 @@ class opaque(TorchFunctionMode):
         return results if kind == "lstm" else results[:2]
 
 
-def restore_(graph: fx.Graph) -> None:
-    """Torch's own operators in the place of this library's."""
+def restore_recurrent_(graph: fx.Graph) -> None:
+    """Replace `compresskit::recurrent` by torch's own operators."""
     for node in graph.nodes:
         if node.target is torch.ops.compresskit.recurrent.default:
             x, state, weights, kind, has_biases, layers, bidirectional, batch_first = node.args

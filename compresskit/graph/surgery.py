@@ -1,4 +1,4 @@
-"""Reach into a module by dotted name: read, replace, resize; modes that are put back; the structure as plain data."""
+"""Read, replace and resize tensors by dotted name; set train and eval mode; the structure of a model as plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """`"layer1.0.conv1.weight"` to (the module `layer1.0.conv1`, `"weight"`)."""
+    """Return the module that owns a tensor, and its name there: `"layer1.0.weight"` -> (module `layer1.0`, `"weight"`)."""
     path, _, leaf = name.rpartition(".")
     try:
         return model.get_submodule(path), leaf
@@ -33,7 +33,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def get_tensor(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer of that dotted name."""
+    """Return the parameter or buffer of a dotted name. Raises ModelError where there is none."""
     module, leaf = owner(model, name)
     value = getattr(module, leaf, None)
     if not isinstance(value, Tensor):
@@ -41,25 +41,30 @@ def get_tensor(model: nn.Module, name: str) -> Tensor:
     return value
 
 
-#: id of a parameter -> the modules that hold it, and the name that it has there.
-Holders = dict[int, list[tuple[nn.Module, str]]]
+#: id of a parameter -> the modules that own it, with its name there.
+ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
 
 
-def holders(model: nn.Module) -> Holders:
-    """Where every parameter is held; a tied one is held in several places."""
-    found: Holders = {}
+def parameter_owners(model: nn.Module) -> ParameterOwners:
+    """Return the modules that own each parameter; a tied parameter has several."""
+    owners: ParameterOwners = {}
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, leaf))
-    return found
+                owners.setdefault(id(parameter), []).append((module, leaf))
+    return owners
 
 
-def set_tensor_(model: nn.Module, name: str, values: Tensor, known: Holders | None = None) -> None:
-    """Put new values, of any shape, where a parameter or buffer is.
+def set_tensor_(model: nn.Module, name: str, values: Tensor, owners: ParameterOwners | None = None) -> None:
+    """Replace a parameter or buffer by values of any shape.
 
-    A tied parameter changes in every place that holds it; requires_grad stays; a gradient is dropped with its shape.
-    known: `holders(model)`, where many tensors are set one after the other.
+    A tied parameter is replaced in all modules that own it. `requires_grad` is kept, the gradient is not.
+
+    Args:
+        model: has the tensor.
+        name: its dotted name.
+        values: the new values.
+        owners: `parameter_owners(model)`, to save time where many tensors are set; it is kept up to date.
     """
     old = get_tensor(model, name)
     if not isinstance(old, nn.Parameter):
@@ -67,22 +72,29 @@ def set_tensor_(model: nn.Module, name: str, values: Tensor, known: Holders | No
         module._buffers[leaf] = values
         return
     new = nn.Parameter(values.detach(), requires_grad=old.requires_grad)
-    known = holders(model) if known is None else known
-    for module, leaf in known[id(old)]:
+    owners = parameter_owners(model) if owners is None else owners
+    for module, leaf in owners[id(old)]:
         module._parameters[leaf] = new
-    known[id(new)] = known.pop(id(old))
+    owners[id(new)] = owners.pop(id(old))
 
 
-def select_(model: nn.Module, name: str, keep: dict[int, Tensor], known: Holders | None = None) -> None:
-    """Keep only the given indices of each dimension of one parameter or buffer."""
+def select_(model: nn.Module, name: str, keep: dict[int, Tensor], owners: ParameterOwners | None = None) -> None:
+    """Keep only some indices of the dimensions of a parameter or buffer.
+
+    Args:
+        model: has the tensor.
+        name: its dotted name.
+        keep: dimension -> (n,) indices that stay.
+        owners: see `set_tensor_`.
+    """
     values = get_tensor(model, name).detach()
     for dim, indices in keep.items():
         values = values.index_select(dim, indices.to(values.device))
-    set_tensor_(model, name, values.clone(memory_format=torch.preserve_format), known)
+    set_tensor_(model, name, values.clone(memory_format=torch.preserve_format), owners)
 
 
 def sync_attributes_(module: nn.Module) -> None:
-    """Make `in_channels`, `groups`, `num_features`, ... agree with the shapes of the parameters again."""
+    """Set `in_channels`, `groups`, `num_features` and similar attributes of a layer to the shapes of its parameters."""
     if isinstance(module, nn.modules.conv._ConvNd):
         _sync_conv_(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
@@ -128,54 +140,60 @@ def _sync_conv_(conv: nn.modules.conv._ConvNd) -> None:
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode whose parameters take no gradient."""
+    """Return a copy of a model in eval mode whose parameters require no gradient."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Train or eval mode inside the block; every submodule's own mode is put back after it."""
+    """Set a model to train or eval mode inside the block, and restore the mode of every submodule after it."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
         yield
     finally:
-        for module, was in before:
-            module.training = was
+        for module, training in before:
+            module.training = training
 
 
-def _plain(value: Any) -> bool:
+def _is_size(value: Any) -> bool:
     return type(value) is int or (isinstance(value, tuple) and all(type(v) is int for v in value))
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
-    """Shapes of all tensors and the whole-number attributes of all modules, as JSON-ready data.
+    """Return the shapes of all tensors and the integer attributes of all modules, as JSON-ready data.
 
-    Together with the class of the model this is all a pruned model needs to be rebuilt: see `restructure_`.
+    With it `restructure_` rebuilds a pruned model from a new instance of its class.
     """
     modules = {}
     for path, module in model.named_modules():
-        attributes = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training" and _plain(v)}
+        attributes = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training" and _is_size(v)}
         modules[path] = {"class": type(module).__name__, "attributes": attributes}
     return {"tensors": {k: list(v.shape) for k, v in model.state_dict().items()}, "modules": modules}
 
 
-def restructure_(model: nn.Module, wanted: dict[str, Any]) -> None:
-    """Give a fresh model of the same class the shapes and attributes that `structure` recorded.
+def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
+    """Give a new model of the same class the shapes and attributes that `structure` recorded.
 
-    Only attributes that the fresh model already has, with a value of the same type, are touched, and nothing is
-    executed; the values of resized tensors are meaningless until a state dict is loaded. Raises `CheckpointError`
-    where the two are not the same class of model.
+    Only attributes that the model already has, with a value of the same type, are set, and no code is executed. The values of
+    resized tensors are undefined until a state dict is loaded.
+
+    Args:
+        model: is changed in place.
+        record: what `structure` returned.
+
+    Raises:
+        CheckpointError: the record is of another model, or has larger shapes.
     """
     here = structure(model)
-    if missing := sorted(set(here["modules"]) ^ set(wanted["modules"])):
+    if missing := sorted(set(here["modules"]) ^ set(record["modules"])):
         raise CheckpointError(
             f"the record was made of another model: module {missing[0]!r} is only in one of the two"
             f" ({type(model).__name__} here); build the model that the run started from"
         )
-    if missing := sorted(set(here["tensors"]) ^ set(wanted["tensors"])):
+    if missing := sorted(set(here["tensors"]) ^ set(record["tensors"])):
         raise CheckpointError(f"the record was made of another model: tensor {missing[0]!r} is only in one of the two")
-    for name, shape in wanted["tensors"].items():
+    for name, shape in record["tensors"].items():
         if here["tensors"][name] != shape:
             old = get_tensor(model, name)
             if old.ndim != len(shape):
@@ -186,8 +204,8 @@ def restructure_(model: nn.Module, wanted: dict[str, Any]) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
-        for key, value in wanted["modules"][path]["attributes"].items():
+        for key, value in record["modules"][path]["attributes"].items():
             value = tuple(value) if isinstance(value, list) else value
             current = getattr(module, key, None)
-            if _plain(value) and type(current) is type(value) and current != value:
+            if _is_size(value) and type(current) is type(value) and current != value:
                 setattr(module, key, value)

@@ -1,7 +1,7 @@
-"""Measured placement: leave in float what runs faster in float on this machine.
+"""Measured placement: leave in float the operators that run faster in float on this machine.
 
-The rules of a target say what usually pays. Here each part of the quantized graph is taken back to float in turn, the file
-of every variant is timed beside the others in ONNX Runtime, and what helps is kept.
+The rules of a target say which operators are usually faster in integers. Here each part of the quantized graph is also tried in
+float: the ONNX file of every variant is timed beside the others in ONNX Runtime, and the parts that are faster in float stay so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import copy
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -31,10 +32,13 @@ from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 
 log = logging.getLogger(__name__)
 
-WORTH = 0.98  # of the latency before: a part goes back to float only for more than the noise of the measurement
+MIN_GAIN = 0.98  # a part goes back to float only if the latency falls below this fraction, more than measurement noise
+
+Floating = Mapping[str, str]  # node that stays float -> the reason
+Measure = Callable[[Sequence[Floating]], list[float]]  # milliseconds of the variants with these nodes in float, timed in turn
 
 
-def slower_in_integers(
+def faster_in_float(
     model: nn.Module,
     example: Inputs,
     target: Target,
@@ -43,86 +47,127 @@ def slower_in_integers(
     dynamic: Dynamic = (0,),
     seconds: float = 1.0,
 ) -> dict[str, str]:
-    """Operators (by node of the captured graph) that should stay float on this machine, each with the measured reason.
+    """Find the operators that should stay float on this machine, each with the measured reason.
 
-    Every part (see `parts`) is timed in float for `seconds`, at batch 1 on one thread, in turn with the whole in integers; those
-    that make the file at least 2 % faster go back to float together, or the best of them alone where that is faster still. Logs a
-    warning where the result is no faster than the float model's own file; where nothing is worth it in integers all stays in
-    integers. Writes to a temporary folder only.
+    Every part (see `candidate_parts`) is timed in float, at batch 1 on one thread, in turn with the whole model in integers.
+    Where nothing would be left in integers, everything stays in integers. Logs a warning where the result is no faster than the
+    file of the float model. Writes to a temporary folder only.
+
+    Args:
+        model: a float module. example: inputs that capture it. target, skip, dynamic: as in `quantize_static`.
+        seconds: how long each variant is timed.
+
+    Returns node of the captured graph -> the reason.
     """
     captured, origin, _ = prepare_graph(model, example, target, skip, dynamic)
     placement = place_quantizers(captured.module.graph, target, skip=skip)
     if not placement.integer:
         return {}
-    row = first_rows(example, 1)
-    choices = parts(captured, placement)
     with tempfile.TemporaryDirectory() as folder:
-
-        def write(number: int, floating: Mapping[str, str]) -> Path:
-            variant = _variant(captured, origin, target, skip, floating)
-            return export_onnx(variant, Path(folder) / f"{number}.onnx", captured.example)
-
-        bar = tqdm(choices.items(), desc="measure placement", disable=None, leave=False, unit="part")
-        files = [write(0, {}), *(write(i, dict.fromkeys(nodes, "tried")) for i, (_, nodes) in enumerate(bar, 1))]
-        whole, *times = latency(files, row, seconds=seconds)
-        helpful = sorted((t, name) for name, t in zip(choices, times, strict=True) if t < WORTH * whole)
-        chosen: dict[str, str] = {}
-        best = whole
-        if helpful:  # what helps alone may not help together
-            several = _reasons(choices, helpful, whole)
-            chosen = _reasons(choices, helpful[:1], whole)
-            alone, best = files[1 + list(choices).index(helpful[0][1])], helpful[0][0]
-            together, again = latency([write(len(files), several), alone], row, seconds=seconds)
-            chosen, best = (several, together) if together <= again else (chosen, again)
-        if not place_quantizers(captured.module.graph, target, skip=skip, floating=chosen).integer:
-            chosen, best = {}, whole  # nothing of it would be quantized; the warning below says that it does not pay
-        floats = latency([export_onnx(captured.module, Path(folder) / "float.onnx", captured.example)], row, seconds=seconds)[0]
-    if best >= WORTH * floats:
+        variants = _Variants(captured, origin, target, skip, Path(folder), seconds)
+        choice = choose_floating(candidate_parts(captured, placement), variants.measure)
+        if not place_quantizers(captured.module.graph, target, skip=skip, floating=choice.floating).integer:
+            choice = LatencyChoice({}, choice.all_integer_ms, choice.all_integer_ms)
+        float_ms = variants.measure_float()
+    if choice.ms >= MIN_GAIN * float_ms:
         log.warning(
             "%s: int8 is no faster than float here (%.3f ms against %.3f ms at batch 1, one thread)",
             origin.float_class,
-            best,
-            floats,
+            choice.ms,
+            float_ms,
         )
-    return chosen
+    return choice.floating
 
 
-def _variant(captured: Captured, origin: Origin, target: Target, skip: tuple[str, ...], floating: Mapping[str, str]) -> nn.Module:
-    copied = copy.deepcopy(captured)
-    placement = place_quantizers(copied.module.graph, target, skip=skip, floating=floating)
-    if not placement.integer:
-        return copied.module
-    insert_quantizers_(copied.module, placement, target, MinMax)
-    quantized = Quantized(copied, target, placement, origin)
-    quantized.calibrate_([captured.example])  # its time does not hang on the ranges
-    return quantized.eval()
+@dataclass(frozen=True)
+class LatencyChoice:
+    """What stays float (node -> reason), the latency of that variant, and of the one with everything in integers."""
+
+    floating: dict[str, str]
+    ms: float
+    all_integer_ms: float
 
 
-def _reasons(choices: Mapping[str, list[str]], helpful: list[tuple[float, str]], whole: float) -> dict[str, str]:
+def choose_floating(parts: Mapping[str, list[str]], measure: Measure) -> LatencyChoice:
+    """Choose the parts that stay float: all that are faster in float, or the best of them alone where that is faster still.
+
+    parts: name of each candidate -> its nodes. measure: times variants.
+    """
+    all_integer_ms, *times = measure([{}, *(dict.fromkeys(nodes, "tried") for nodes in parts.values())])
+    faster = sorted((ms, name) for name, ms in zip(parts, times, strict=True) if ms < MIN_GAIN * all_integer_ms)
+    if not faster:
+        return LatencyChoice({}, all_integer_ms, all_integer_ms)
+    together, best = (_reasons(parts, some, all_integer_ms) for some in (faster, faster[:1]))
+    together_ms, best_ms = measure([together, best])  # parts that help alone may not help together
+    if together_ms <= best_ms:
+        return LatencyChoice(together, together_ms, all_integer_ms)
+    return LatencyChoice(best, best_ms, all_integer_ms)
+
+
+def _reasons(parts: Mapping[str, list[str]], faster: list[tuple[float, str]], all_integer_ms: float) -> dict[str, str]:
     return {
-        node: f"measured: with {name} in float the model takes {time:.3f} ms, not {whole:.3f}"
-        for time, name in helpful
-        for node in choices[name]
+        node: f"measured: with {name} in float the model takes {ms:.3f} ms, not {all_integer_ms:.3f}"
+        for ms, name in faster
+        for node in parts[name]
     }
 
 
-def parts(captured: Captured, placement: Placement) -> dict[str, list[str]]:
-    """What is worth trying in float, by name: each kind of operator, and each group of regions that look the same.
+class _Variants:
+    """Writes the ONNX files of variants of one model, each once, and times them in turn."""
 
-    A region is a set of integer operators that hand integers to each other; regions of the same operators with the same
-    shapes (the blocks of a transformer, say) are tried together.
+    def __init__(
+        self, captured: Captured, origin: Origin, target: Target, skip: tuple[str, ...], folder: Path, seconds: float
+    ) -> None:
+        self.captured, self.origin, self.target, self.skip = captured, origin, target, skip
+        self.folder, self.seconds = folder, seconds
+        self.row = first_rows(captured.example, 1)
+        self.files: dict[frozenset[str], Path] = {}
+
+    def measure(self, variants: Sequence[Floating]) -> list[float]:
+        """Milliseconds of the variants whose given nodes stay float."""
+        bar = tqdm(variants, desc="measure placement", disable=None, leave=False, unit="part")
+        return latency([self._file(floating) for floating in bar], self.row, seconds=self.seconds)
+
+    def measure_float(self) -> float:
+        """Milliseconds of the float model."""
+        path = export_onnx(self.captured.module, self.folder / "float.onnx", self.captured.example)
+        return latency([path], self.row, seconds=self.seconds)[0]
+
+    def _file(self, floating: Floating) -> Path:
+        nodes = frozenset(floating)
+        if nodes not in self.files:
+            path = self.folder / f"{len(self.files)}.onnx"
+            self.files[nodes] = export_onnx(self._variant(floating), path, self.captured.example)
+        return self.files[nodes]
+
+    def _variant(self, floating: Floating) -> nn.Module:
+        captured = copy.deepcopy(self.captured)
+        placement = place_quantizers(captured.module.graph, self.target, skip=self.skip, floating=floating)
+        if not placement.integer:
+            return captured.module
+        insert_quantizers_(captured.module, placement, self.target, MinMax)
+        quantized = Quantized(captured, self.target, placement, self.origin)
+        quantized.calibrate_([captured.example])  # the latency does not depend on the ranges
+        return quantized.eval()
+
+
+def candidate_parts(captured: Captured, placement: Placement) -> dict[str, list[str]]:
+    """Return the parts that are tried in float, name -> nodes: each kind of operator, and each group of equal regions.
+
+    A region is a set of operators that hand integers to each other. Regions of the same operators with the same shapes, such as
+    the blocks of a transformer, are tried together.
     """
     graph = captured.module.graph
     nodes = {node.name: node for node in graph.nodes}
     groups: dict[str, list[str]] = {}
     for name, kind in placement.integer.items():
-        deep = kind == "conv" and is_depthwise(captured.module, nodes[name])
-        groups.setdefault("depthwise convolutions" if deep else f"every {kind}", []).append(name)
-    alike: dict[str, list[list[str]]] = {}
+        depthwise = kind == "conv" and is_depthwise(captured.module, nodes[name])
+        groups.setdefault("depthwise convolutions" if depthwise else f"every {kind}", []).append(name)
+    equal: dict[str, list[list[str]]] = {}
     for region in _regions(nodes, placement):
         operators = Counter(f"{placement.integer[n]} {captured.shapes.get(n, ())[1:]}" for n in region)
-        alike.setdefault(str(sorted(operators.items())), []).append(region)
-    for regions in alike.values():
+        equal.setdefault(str(sorted(operators.items())), []).append(region)
+    for regions in equal.values():
         first = placement.layers.get(regions[0][0]) or regions[0][0]
         name = f"the region of {first}" + (f" and {len(regions) - 1} like it" if len(regions) > 1 else "")
         groups[name] = [node for region in regions for node in region]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import CompressError, DataError
-from compresskit.base.task import Task, call, first_rows, shapes_of
+from compresskit.base.task import RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.train.objective import supervised_loss
@@ -32,7 +32,7 @@ def preflight_check(model: nn.Module, task: Task) -> None:
             try:
                 if which == "train":
                     supervised_loss(task, predictions, target)
-                elif which == "val" and not hasattr(task.metric, "update"):
+                elif which == "val" and not isinstance(task.metric, RunningMetric):
                     task.metric(predictions, target)
             except CompressError:
                 raise

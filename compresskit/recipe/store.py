@@ -52,10 +52,10 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
-    whole = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     for name, part in parts.items():
-        whole.set_submodule(name, part)
-    return whole
+        copied.set_submodule(name, part)
+    return copied
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -105,11 +105,10 @@ def _rebuilt(model: nn.Module, saved: dict[str, Any], where: Path) -> nn.Module:
     try:
         if saved["kind"] == "quantized":
             return rebuild(model, saved)
-        whole = copy.deepcopy(model)
         for name, part in saved["parts"].items():
-            owner(whole, f"{name}.weight")  # raises where there is no such module
-            whole.set_submodule(name, rebuild(whole.get_submodule(name), part))
-        return whole
+            owner(model, f"{name}.weight")  # raises where there is no such module
+            model.set_submodule(name, rebuild(model.get_submodule(name), part))
+        return model
     except CheckpointError:
         raise
     except Exception as error:

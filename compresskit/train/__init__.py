@@ -1,1 +1,1 @@
-"""Training: the stage `Train`, the one loop `fit_`, progress that survives a kill, weight snapshots."""
+"""Training: the stage `Train`, the one loop `fit_`, learning-rate schedules, snapshots of the weights."""

@@ -150,7 +150,7 @@ class TrainingLoop:
 
     def _state(self) -> dict[str, Any]:
         """The state from which the training can be resumed with the same bits; tensors are not copied."""
-        own = {
+        rank_state = {
             "modules": module_states(self.run.model),
             "objective": self.objective.resume_state(),
             "resumables": [thing.resume_state() for thing in self.resumables],
@@ -159,7 +159,7 @@ class TrainingLoop:
         return {
             "step": self.step,
             "run": self.run.state_dict(copy=False),
-            "ranks": distributed.gather_on_rank_zero(own),
+            "ranks": distributed.gather_on_rank_zero(rank_state),
             "snapshots": self.task.snapshots or {},
             "cursor": self.cursor.resume_state(),
         }
@@ -167,15 +167,15 @@ class TrainingLoop:
     def _resume_(self, state: Mapping[str, Any]) -> None:
         try:
             self.run.load_state_dict(state["run"])
-            own = _rank_state(state)
-            restore_module_states_(self.run.model, own["modules"])
-            if own["objective"] is not None:
-                self.objective.resume_from_(own["objective"])
-            _restore_resumables_(self.resumables, own["resumables"])
+            rank_state = _rank_state(state)
+            restore_module_states_(self.run.model, rank_state["modules"])
+            if rank_state["objective"] is not None:
+                self.objective.resume_from_(rank_state["objective"])
+            _restore_resumables_(self.resumables, rank_state["resumables"])
             _restore_snapshots_(self.task, state["snapshots"])
             self.step = int(state["step"])
             self.cursor.resume_from_(state["cursor"])
-            randomness.set_rng_state_(own["random"])
+            randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise
         except MISMATCH_ERRORS as error:
@@ -202,14 +202,14 @@ class TrainingResult:
     def state(self) -> dict[str, Any]:
         """Return the state after the training."""
         now = dict(_named_tensors(self.model))
-        own = {
+        rank_state = {
             "modules": module_states(self.model),
             "resumables": [thing.resume_state() for thing in self.resumables],
             "random": randomness.rng_state(),
         }
         return {
             "values": {name: now[name] for name in self.names},
-            "ranks": distributed.gather_on_rank_zero(own),
+            "ranks": distributed.gather_on_rank_zero(rank_state),
             "snapshots": self.task.snapshots or {},
             "generators": [randomness.generator_state(g) for g in randomness.generators_in(self.task.batches("train"))],
         }
@@ -217,12 +217,13 @@ class TrainingResult:
     def restore_(self, state: Mapping[str, Any]) -> None:
         """Restore the state after the training, in place of training."""
         try:
-            own, values = dict(_named_tensors(self.model)), state["values"]
-            if own.keys() != values.keys() or any(own[n].shape != v.shape or own[n].dtype != v.dtype for n, v in values.items()):
+            tensors, values = dict(_named_tensors(self.model)), state["values"]
+            forms, saved_forms = ({n: (v.shape, v.dtype) for n, v in group.items()} for group in (tensors, values))
+            if forms != saved_forms:
                 raise ValueError("the tensors of the model are others")
             with torch.no_grad():
                 for name, value in values.items():
-                    own[name].copy_(value)
+                    tensors[name].copy_(value)
             rank_state = _rank_state(state)
             restore_module_states_(self.model, rank_state["modules"])
             _restore_resumables_(self.resumables, rank_state["resumables"])

@@ -27,7 +27,7 @@ def fill_snapshots_(snapshots: Snapshots | None, model: nn.Module, run: mixed.Ru
     """
     for fraction, state in (snapshots or {}).items():
         if not 0 <= fraction < 1:
-            raise SettingError(f"Task(snapshots=...): wanted shares of a training in [0, 1), got {fraction}")
+            raise SettingError(f"Task(snapshots=...): wanted fractions of a training in [0, 1), got {fraction}")
         if not state and step >= round(fraction * steps):
             stored = model.state_dict().keys()
             values = run.named_masters() | {name: buffer for name, buffer in model.named_buffers() if name in stored}
@@ -40,17 +40,17 @@ def rewind_(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
     Raises:
         ModelError: the snapshot was taken of another model, or shapes have changed; the model is not changed.
     """
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
-    own = {name: own[name] for name in own if name in model.state_dict()}
-    if odd := sorted(own.keys() ^ state.keys()):
-        raise ModelError(f"rewind: {odd[0]} is only in one of model and snapshot; rewind the model that was trained")
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: tensors[name] for name in tensors if name in model.state_dict()}
+    if unmatched := sorted(tensors.keys() ^ state.keys()):
+        raise ModelError(f"rewind: {unmatched[0]} is only in one of model and snapshot; rewind the model that was trained")
     for name, value in state.items():
-        if own[name].shape != value.shape:
+        if tensors[name].shape != value.shape:
             raise ModelError(
-                f"rewind: {name} was {tuple(value.shape)}, this {type(model).__name__} has {tuple(own[name].shape)}; channels"
+                f"rewind: {name} was {tuple(value.shape)}, this {type(model).__name__} has {tuple(tensors[name].shape)}; channels"
                 " cannot be pruned between a training and the rewinding to it"
             )
     with torch.no_grad():
         for name, value in state.items():
-            own[name].copy_(value)
+            tensors[name].copy_(value)
     return model

@@ -25,7 +25,7 @@ from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.packing import Resumable
 from compresskit.base.progress import Training
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
@@ -72,7 +72,7 @@ class Train(Stage):
     def __post_init__(self) -> None:
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise SettingError(f"Train(epochs=...): wanted a whole number >= 1, got {self.epochs}")
-        check_kinds(self)
+        check_field_types(self)
         if self.accumulate < 1:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:
@@ -126,7 +126,7 @@ def fit_(
         DataError: the loader fails, or changes its length.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
-    batches = task.length("train")
+    task.length("train")  # raises where the loader is missing or empty
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
     training = _checkpoints(model, task, label)
@@ -135,11 +135,43 @@ def fit_(
     if training is not None and (finished := training.finished()) is not None:
         result.restore_(finished)
         return model.eval()
-    bound = bind_objective(objective or settings.objective, model, task)
+    _train_(
+        model,
+        task,
+        settings,
+        objective=bind_objective(objective or settings.objective, model, task),
+        after_step=after_step,
+        setup=setup,
+        resumables=resumables,
+        training=training,
+        label=label,
+    )
+    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
+        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
+    if training is not None:
+        training.save(result.state(), "end")
+        training.raise_if_stopped("at its end")
+    return model.eval()
+
+
+def _train_(
+    model: nn.Module,
+    task: Task,
+    settings: Train,
+    *,
+    objective: Objective,
+    after_step: Sequence[Hook],
+    setup: Setup | None,
+    resumables: Sequence[Resumable],
+    training: Training | None,
+    label: str,
+) -> None:
+    """Run the training loop with an objective that is bound to the model, and clean up after it."""
+    batches = task.length("train")
     steps = settings.epochs * math.ceil(batches / settings.accumulate)
     with ExitStack() as cleanup:
-        cleanup.callback(bound.close)
-        run = _prepare(model, settings)  # after binding, since an objective may add parameters to the model
+        cleanup.callback(objective.close)
+        run = _mixed_run(model, settings)  # after binding, since an objective may add parameters to the model
         cleanup.callback(run.finish)
         finish_setup = None if setup is None else setup(run, steps)  # may attach masks
         cleanup.callback(enforce_masks_(model, run))
@@ -149,7 +181,7 @@ def fit_(
         fill_snapshots_(task.snapshots, model, run, 0, steps)
         loop = TrainingLoop(
             run=run,
-            objective=bound,
+            objective=objective,
             task=task,
             epochs=settings.epochs,
             batches=batches,
@@ -161,12 +193,6 @@ def fit_(
             training=training,
         )
         loop.train(label)
-    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
-        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
-    if training is not None:
-        training.save(result.state(), "end")
-        training.raise_if_stopped("at its end")
-    return model.eval()
 
 
 def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
@@ -177,6 +203,6 @@ def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
     return task.progress.training(label)
 
 
-def _prepare(model: nn.Module, settings: Train) -> mixed.Run:
+def _mixed_run(model: nn.Module, settings: Train) -> mixed.Run:
     optimizer = settings.optimizer([p for p in model.parameters() if p.requires_grad])
     return mixed.prepare(model, optimizer, settings.precision, clip=settings.clip, flat=settings.flat, backend=settings.backend)

@@ -1,4 +1,4 @@
-"""Files as files: weights beside them, nothing outside their folder, what they say of themselves."""
+"""ONNX files on disk: external data, paths outside the folder, metadata."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def large(monkeypatch):
     monkeypatch.setattr(files, "LIMIT", 1000)
 
 
-def test_weights_beside_the_file(large, tmp_path) -> None:
+def test_weights_past_the_limit_go_to_a_second_file(large, tmp_path) -> None:
     model = build(networks.Residual)
     quantized = ck.quant.quantize_static(model, [image(16)])
     for i, (part, share) in enumerate(((model, 0.0), (quantized, 1.0))):
@@ -35,7 +35,7 @@ def test_weights_beside_the_file(large, tmp_path) -> None:
         }  # fmt: skip
         assert places == {f"{i}.onnx.data"}
         assert ck.verify_onnx(path, part, [image(16)]).passed
-        assert ck.audit(path).share == share
+        assert ck.audit(path).integer_fraction == share
         assert main(["verify", str(path)]) == 0
         assert files.file_bytes(path) > path.stat().st_size
         ck.export.annotate(path, note="kept apart")
@@ -44,14 +44,14 @@ def test_weights_beside_the_file(large, tmp_path) -> None:
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_a_small_file_leaves_no_old_weights(large, monkeypatch, tmp_path) -> None:
+def test_a_small_file_deletes_the_external_data_of_a_larger_one(large, monkeypatch, tmp_path) -> None:
     path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2))
     monkeypatch.setattr(files, "LIMIT", 10**9)
     ck.export_onnx(build(networks.Chain), path, image(2))
     assert [p.name for p in tmp_path.iterdir()] == ["f.onnx"]
 
 
-def test_a_layer_is_named_with_weights_beside(large, tmp_path) -> None:
+def test_the_first_differing_layer_is_named_with_external_data(large, tmp_path) -> None:
     path = ck.export_onnx(build(networks.Residual), tmp_path / "f.onnx", image(2))
     proof = ck.verify_onnx(path, build(networks.Residual), [image(16)])
     assert "the first layer that differs is stem" in proof.reason
@@ -78,7 +78,7 @@ def test_weights_outside_the_folder_are_not_read(place, tmp_path, capsys) -> Non
         assert "outside the folder" in capsys.readouterr().err
 
 
-def test_links_and_missing_weights(large, tmp_path) -> None:
+def test_links_out_of_the_folder_and_missing_weights_are_refused(large, tmp_path) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
     path = ck.export_onnx(build(networks.Chain), folder / "f.onnx", image(2))
@@ -91,7 +91,7 @@ def test_links_and_missing_weights(large, tmp_path) -> None:
         ck.audit(path)
 
 
-def test_a_run_is_described_inside_its_files(large, tmp_path, capsys) -> None:
+def test_files_of_a_run_hold_its_metadata(large, tmp_path, capsys) -> None:
     task = images_task(ck, samples=64)
     result = ck.Recipe(ck.StaticQuant(samples=32)).run(build(networks.Chain), task, tmp_path / "run")
     about = ck.export.read_metadata(result.onnx)
@@ -109,7 +109,7 @@ def test_a_run_is_described_inside_its_files(large, tmp_path, capsys) -> None:
     assert json.loads(capsys.readouterr().out)[str(result.onnx)]["about"]["metric"] == about["metric"]
 
 
-def test_other_files_have_no_description(tmp_path) -> None:
+def test_files_of_other_libraries_have_no_metadata(tmp_path) -> None:
     path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2), metadata={"compresskit": "not JSON"})
     assert "versions" not in ck.export.read_metadata(path)
     ck.export.annotate(path, versions={})

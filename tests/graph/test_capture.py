@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
+import networks
+import pytest
 import torch
+import torch.nn.functional as F
+from networks import NETWORKS, build, image
 from torch import nn
 
+from compresskit.base.errors import ModelError
 from compresskit.graph.capture import capture
 
 
@@ -16,3 +23,68 @@ def test_any_number_of_inputs() -> None:
     graph = capture(Many(), (torch.randn(2, 3), torch.randn(2, 3))).module
     x = torch.randn(5, 3), torch.randn(5, 3)
     torch.testing.assert_close(graph(*x), x[0] + x[1])
+
+
+@pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
+def test_captured_graphs_compute_what_their_models_compute(kind) -> None:
+    model = build(kind).train()
+    captured = capture(model, image(1))
+    assert model.training
+    assert captured.dynamic
+    graph = captured.module.eval()
+    names = {n for n, _ in model.named_parameters()}
+    assert {n for n, _ in graph.named_parameters()} <= names
+    model.eval()
+    x = image(5)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(*x), model(*x))
+    for node in graph.graph.nodes:
+        assert not str(node.target).split(".")[1:2] or not str(node.target).split(".")[1].endswith("_"), node.target
+    copy.deepcopy(graph).train()(*x).sum().backward()
+
+
+def test_in_place_writes_are_made_functional() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y[:, :1] = 0
+            y += x
+            return F.relu(y, inplace=True)
+
+    graph = capture(InPlace(), (torch.randn(2, 3),)).module
+    assert not any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in graph.graph.nodes)
+    x = torch.randn(7, 3)
+    torch.testing.assert_close(graph(x), InPlace()(x))
+
+
+def test_the_message_names_the_line_that_cannot_be_captured() -> None:
+    class Branch(nn.Module):
+        def forward(self, x):
+            if x.sum() > 0:
+                return x
+            return -x
+
+    with pytest.raises(ModelError, match=r"(?s)Branch cannot be captured.*test_capture\.py:\d+ in forward.*inside='backbone'"):
+        capture(Branch(), (torch.randn(2, 3),))
+
+
+def test_a_submodule_is_captured_with_the_inputs_it_receives() -> None:
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = networks.Chain()
+
+        def forward(self, x):
+            y = self.backbone(x * 2)
+            return y[y.sum(1) > 0]
+
+    captured = capture(Outer(), image(3), inside="backbone")
+    assert captured.prefix == "backbone"
+    assert captured.shapes[captured.inputs[0]] == (2, 3, 16, 16)
+    with pytest.raises(ModelError, match=r"has no such module; its own are \['backbone'\]"):
+        capture(Outer(), image(3), inside="neck")
+
+
+def test_an_example_that_does_not_run_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Chain does not run on the example \(inputs of shape \[\(2, 5\)\]\)"):
+        capture(networks.Chain(), (torch.randn(2, 5),))

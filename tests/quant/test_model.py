@@ -100,4 +100,4 @@ def test_a_model_that_cuts_its_batch_in_two(tmp_path) -> None:
     quantized = quantize_static(model, batches)
     path = ck.export_onnx(quantized, tmp_path / "int8.onnx", batches[0])
     assert ck.verify_onnx(path, quantized, batches).passed
-    assert ck.audit(path).share == 1.0
+    assert ck.audit(path).integer_fraction == 1.0

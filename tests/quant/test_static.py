@@ -65,7 +65,7 @@ def test_inside_quantizes_one_part(tmp_path) -> None:
     assert session(path).get_inputs()[0].shape == ["batch", 3, "dim_2", "dim_3"]
     # Multiply-accumulates of the two layers at 32 x 32 and 16 x 16 positions, though the file names no size.
     assert ck.audit(path, size=32).macs == 32 * 32 * 16 * 27 + 16 * 16 * 16 * 16 * 9
-    assert ck.audit(path).share == 1.0
+    assert ck.audit(path).integer_fraction == 1.0
     proof = ck.verify_onnx(path, whole, [*batches, photos((40, 16))], inside="backbone")
     assert proof.passed, proof
     assert torch.is_grad_enabled()

@@ -8,8 +8,6 @@ import torch
 from networks import images_task
 
 import compresskit as ck
-from compresskit.measure import latency
-from compresskit.recipe import engine
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +15,4 @@ def finished_run(tmp_path_factory):
     """(folder, task, result) of `short_run.run`."""
     torch.manual_seed(0)
     out, task = tmp_path_factory.mktemp("runs") / "first", images_task(ck, samples=64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "latency", lambda *args: latency(*args, seconds=0.05))
-        return out, task, short_run.run(out, task)
+    return out, task, short_run.run(out, task)

@@ -112,7 +112,7 @@ def test_dict_batches_two_inputs_and_a_dict_of_outputs(tmp_path) -> None:
     assert all(row.verified for row in result.rows)
     assert result.rows[0].metric > 0.9
     assert result.rows[-1].metric > 0.5  # 40 steps from scratch, cut and rounded; chance is 0.25
-    assert ck.audit(result.onnx).share == 1.0
+    assert ck.audit(result.onnx).integer_fraction == 1.0
     again = recipe.run(model, task, tmp_path / "run")
     assert [row.metric for row in again.rows] == [row.metric for row in result.rows]
 

@@ -50,7 +50,7 @@ def whole(tmp_path_factory):
      (errno.EACCES, "look at its rights, or choose another out=")],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [6, 9, 12, 15])
-def test_a_disk_that_is_full_or_read_only(number, said, at, whole, tmp_path, monkeypatch) -> None:
+def test_a_run_resumes_after_a_full_or_read_only_disk(number, said, at, whole, tmp_path, monkeypatch) -> None:
     real, seen = os.fsync, [0]
 
     def fsync(handle):
@@ -69,7 +69,7 @@ def test_a_disk_that_is_full_or_read_only(number, said, at, whole, tmp_path, mon
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 GB")])
 @pytest.mark.parametrize("where", ["__call__", "backward", "step"])
-def test_no_memory(error, where, whole, tmp_path, monkeypatch) -> None:
+def test_a_run_resumes_after_running_out_of_memory(error, where, whole, tmp_path, monkeypatch) -> None:
     real, seen = getattr(mixed.Run, where), [0]
 
     def fails(self, *args, **kwargs):
@@ -85,7 +85,7 @@ def test_no_memory(error, where, whole, tmp_path, monkeypatch) -> None:
     goes_on(tmp_path / "run", whole)
 
 
-def test_a_metric_of_nan_can_be_mended(whole, tmp_path) -> None:
+def test_a_run_resumes_after_a_metric_of_nan(whole, tmp_path) -> None:
     broken = task()
     broken = ck.Task(train=broken.train, val=broken.val, metric=lambda p, t: float("nan"))
     with pytest.raises(DataError, match="the metric is nan"):

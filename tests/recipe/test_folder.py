@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import networks
@@ -29,14 +30,15 @@ def test_foreign_and_unwritable_folders_are_refused(finished_run, tmp_path) -> N
     assert (out / "model.onnx").exists()
 
 
-@pytest.mark.parametrize("name", ["row.json", "structure.json", "model.safetensors"])
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "gone"])
+DAMAGES = list(itertools.product(["row.json", "structure.json", "model.safetensors"], ["truncated", "garbage", "gone"]))
+DAMAGES.remove(("row.json", "gone"))  # a stage without row.json is one that was interrupted
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_damaged_files_of_a_finished_stage_are_refused(finished_run, tmp_path, name, damage) -> None:
     out, task, _ = finished_run
     shutil.copytree(out, tmp_path / "run")
     file = tmp_path / "run" / "3-qat" / name
-    if damage == "gone" and name == "row.json":
-        pytest.skip("a stage without row.json is one that was interrupted")
     data = file.read_bytes()
     {"truncated": lambda: file.write_bytes(data[: len(data) // 2]), "garbage": lambda: file.write_bytes(b"\x00" * 99),
      "gone": file.unlink}[damage]()  # fmt: skip

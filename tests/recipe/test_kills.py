@@ -22,15 +22,14 @@ def case(name, chain, folder):
     checkout.python(checkout.SUPPORT / "kills.py", name, folder, chain)
 
 
-@pytest.mark.parametrize("name", ["writes", "signals"])
-def test_a_short_run(name, tmp_path) -> None:
-    case(name, "short", tmp_path)
+def test_a_short_run_that_is_killed_or_stopped_ends_with_the_same_bits(tmp_path) -> None:
+    case("writes,signals", "short", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", ["long", "sparse", "taught"])
 @pytest.mark.parametrize("name", ["every_write", "moments", "writes"])
-def test_long_runs(name, chain, tmp_path) -> None:
+def test_a_killed_long_run_ends_with_the_same_bits(name, chain, tmp_path) -> None:
     case(name, chain, tmp_path)
 
 
@@ -42,7 +41,7 @@ def test_a_signal_outside_of_training_ends_at_once(tmp_path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_one_process_for_a_folder(tmp_path) -> None:
+def test_a_folder_is_locked_until_its_process_ends(tmp_path) -> None:
     ready, go = os.pipe(), os.pipe()
 
     def hold():
@@ -72,7 +71,7 @@ def test_one_process_for_a_folder(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
-def test_loaders_with_workers(settings, tmp_path) -> None:
+def test_a_stopped_training_with_loader_workers_resumes_with_the_same_bits(settings, tmp_path) -> None:
     def run(folder, stop_at=None):
         torch.manual_seed(0)
         real, steps = ck.mixed.Run.step, [0]
@@ -97,7 +96,7 @@ def test_loaders_with_workers(settings, tmp_path) -> None:
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-def test_a_loader_that_cannot_be_replayed_is_told(tmp_path) -> None:
+def test_a_loader_that_gives_other_batches_on_resuming_gives_a_warning(tmp_path) -> None:
     class Own:
         """Draws from a generator that nobody can find."""
 

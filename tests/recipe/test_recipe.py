@@ -54,7 +54,7 @@ def test_legal_orders_run(order, tmp_path) -> None:
     assert len(result.rows) == 4 + (order[0] in ("prune", "distill"))  # with the model that came trained
     assert result.rows[-1].verified
     assert result.onnx.exists()
-    assert ck.audit(result.onnx).share == 1.0
+    assert ck.audit(result.onnx).integer_fraction == 1.0
 
 
 def test_bad_settings_models_and_data_are_refused_before_the_run(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Kill a run and start it again, in processes forked from this one, which has imported everything: `kills.py CASE OUT CHAIN`.
+"""Kill a run and start it again, in processes forked from this one, which has imported everything: `kills.py CASES OUT CHAIN`.
 
 This one must never have trained: autograd's threads do not survive a fork.
 """
@@ -166,7 +166,8 @@ def moments(out, name):
 def signals(out, name):
     """SIGINT and SIGTERM in the fourth step: the run is saved there, says so and ends with 1."""
     rarely = {"save": ck.Every(seconds=None, steps=10**6)}
-    count_events(name, out / "whole", **rarely)
+    if not (out / "whole").exists():  # how often a run is saved changes no bits
+        count_events(name, out / "whole", **rarely)
     for number in (signal.SIGINT, signal.SIGTERM):
 
         def stopped(number=number):
@@ -194,6 +195,7 @@ def signals(out, name):
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    case, folder, chain = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    cases, folder, chain = sys.argv[1].split(","), Path(sys.argv[2]), sys.argv[3]
     warm(folder)
-    {"writes": writes, "every_write": every_write, "moments": moments, "signals": signals}[case](folder, chain)
+    for case in cases:
+        {"writes": writes, "every_write": every_write, "moments": moments, "signals": signals}[case](folder, chain)

@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from quick import make_quick
 from safetensors.torch import save_file
 from torch import nn
 
 import compresskit as ck
 from compresskit import mixed, prune
 from compresskit.base import distributed
-from compresskit.measure import latency
-from compresskit.recipe import engine
 
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -96,7 +95,7 @@ def main(name, out, stop=None):
 
         mixed.Run.step = step
     torch.manual_seed(number)  # processes need not agree: process 0's model is everybody's
-    engine.latency = partial(latency, seconds=0.02)  # of a second for each file
+    make_quick()
     model = Net()
     recipe = ck.Recipe(*stages(name), save=ck.Every(seconds=None, steps=3), export="last")
     made = recipe.run(model, task(), Path(out) / "run").model

@@ -1,4 +1,4 @@
-"""Loaders that fail or change while a model trains: one error that names the batch."""
+"""Trainings that fail: losses, labels, batches and loaders that cannot be used; each error names the batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import checkout
 import networks
 import pytest
+import torch
 from networks import build, images_task
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import compresskit as ck
-from compresskit.base.errors import (
-    DataError,
-)
+from compresskit.base.errors import DataError, TrainingError
 
 
 def task(**settings):
@@ -85,3 +85,36 @@ def test_a_loader_that_gives_another_number_of_batches_is_refused(count) -> None
     given = ck.Task(train=Changing([task().train[0]] * count), val=task().val)
     with pytest.raises(DataError, match="the training loader has length 4 and gave (3|more) batches; it must not change"):
         fit(given)
+
+
+def test_a_loss_that_is_not_finite_names_its_cause() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    task = ck.Task(train=[(x, y)] * 10, val=[(x, y)])
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+    with pytest.raises(TrainingError, match=r"epoch 1, batch 1: the loss is not finite \(loss = nan\); the first .* is weight"):
+        ck.Train(epochs=1)(model, task)
+    bad = ck.Task(train=[(x / 0, y)], val=[(x, y)])
+    with pytest.raises(TrainingError, match="the batch itself holds nan or inf"):
+        ck.Train(epochs=1)(nn.Linear(4, 3), bad)
+    odd = ck.Task(train=[(x, y)], val=[(x, y)], loss=lambda p, t: p.sum() / 0)
+    with pytest.raises(TrainingError, match="so the forward pass overflowed"):
+        ck.Train(epochs=1)(nn.Linear(4, 3), odd)
+
+
+def test_labels_outside_the_classes_are_refused() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8)
+    with pytest.raises(DataError, match=r"training data: the model has 3 classes, so labels must be 0\.\.2, got 7"):
+        ck.Train(epochs=1)(nn.Linear(4, 3), ck.Task(train=[(x, y)], val=[(x, y)]))
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    task = ck.Task(train=[(x, y), (torch.randn(8, 5), y)], val=[(torch.randn(8, 5), y)])
+    with pytest.raises(
+        TrainingError, match=r"epoch 1, batch 2: the loss cannot be computed \(tensors of shape \[\(8, 5\), \(8,\)\]\)"
+    ):
+        ck.Train(epochs=1)(nn.Linear(4, 3), task)
+    with pytest.raises(DataError, match=r"validation data: the model does not run on inputs of shape \[\(8, 5\)\]"):
+        ck.evaluate(nn.Linear(4, 3), task)

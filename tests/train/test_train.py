@@ -11,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from networks import images_task
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import compresskit as ck
-from compresskit.base.errors import TrainingError
-
-
-def test_labels_of_minus_100_do_not_count_in_the_accuracy() -> None:
-    assert ck.accuracy(torch.eye(4), torch.tensor([0, 1, -100, -100])) == 1.0
+from compresskit.base.errors import ModelError, SettingError, TrainingError
 
 
 def test_a_label_that_the_loss_ignores_may_lie_outside_the_classes() -> None:
@@ -48,3 +45,60 @@ def test_the_last_step_of_an_epoch_counts_its_batches() -> None:
 def test_a_loss_without_a_gradient_is_refused() -> None:
     with pytest.raises(TrainingError, match="no gradient of the loss"):
         ck.Train(epochs=1)(networks.Chain(), images_task(ck, predict=lambda o: o.detach()))
+
+
+def test_models_with_two_inputs_learn_from_dicts() -> None:
+    y = torch.arange(32) % 4
+    batches = [{"image": torch.randn(32, 3, 16, 16) + y.view(-1, 1, 1, 1), "numbers": torch.randn(32, 8), "labels": y}]
+    task = ck.Task(train=batches, val=batches)
+    model = ck.Train(epochs=80, optimizer=partial(torch.optim.Adam, lr=1e-2))(networks.TwoInputs(), task)
+    assert ck.evaluate(model, task) > 0.9
+
+
+def test_accumulation_is_a_larger_batch() -> None:
+    x, y = torch.randn(32, 4), torch.arange(32) % 3
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    whole = ck.Task(train=[(x, y)], val=[(x, y)])
+    parts = ck.Task(train=[(x[i : i + 8], y[i : i + 8]) for i in range(0, 32, 8)], val=[(x, y)])
+    ck.Train(epochs=2, optimizer=sgd)(models[0], whole)
+    ck.Train(epochs=2, optimizer=sgd, accumulate=4)(models[1], parts)
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+def test_hooks_are_called_after_every_step_of_a_function_objective() -> None:
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    seen = []
+    task = ck.Task(train=[(x, y)] * 3, val=[(x, y)])
+
+    def half(model, batch):
+        return {"a": F.cross_entropy(model(batch[0]), batch[1]) * 0.5, "b": model(batch[0]).square().mean()}
+
+    ck.fit_(nn.Linear(4, 3), task, ck.Train(epochs=2, objective=half), after_step=[lambda i, n: seen.append((i, n))])
+    assert seen == [(i, 6) for i in range(1, 7)]
+
+
+def test_training_repeats_itself_from_a_seed() -> None:
+    data = TensorDataset(torch.randn(64, 4), torch.arange(64) % 3)
+    task = ck.Task(train=DataLoader(data, 16, shuffle=True), val=DataLoader(data, 16))
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        weights.append(ck.Train(epochs=2)(nn.Linear(4, 3), task).weight)
+    assert torch.equal(*weights)
+
+
+def test_training_settings_out_of_range_are_refused() -> None:
+    for settings in (
+        {"epochs": 0},
+        {"epochs": 1.5},
+        {"epochs": 1, "accumulate": 0},
+        {"epochs": 1, "clip": -1},
+        {"epochs": 1, "optimizer": 3},
+    ):
+        with pytest.raises(SettingError, match=r"Train\(.*wanted.*got"):
+            ck.Train(**settings)
+    model = nn.Linear(4, 3).requires_grad_(False)
+    with pytest.raises(ModelError, match="nothing can be trained"):
+        ck.Train(epochs=1)(model, images_task(ck))

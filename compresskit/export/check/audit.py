@@ -69,13 +69,13 @@ class Audit:
     conversions: int
 
     @property
-    def share(self) -> float:
+    def integer_fraction(self) -> float:
         """Fraction of the MACs that run in integers, in [0, 1]."""
         return self.macs_integer / self.macs if self.macs else 0.0
 
     def __str__(self) -> str:
         rows = [f"  {kind:<24} {done:>4} of {count:<4}" for kind, (done, count) in sorted(self.operators.items())]
-        lines = [f"{self.share:.1%} of the MACs in integers, {self.conversions} conversions left", *rows]
+        lines = [f"{self.integer_fraction:.1%} of the MACs in integers, {self.conversions} conversions left", *rows]
         if self.floating:
             more = f" and {len(self.floating) - SHOWN} more" if len(self.floating) > SHOWN else ""
             lines.append(f"  layers in float: {', '.join(self.floating[:SHOWN])}{more}")
@@ -134,7 +134,7 @@ def optimized_graph(path: str | Path) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     with tempfile.TemporaryDirectory() as folder:
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        # Weights aside: a file past 2 GB could not be written otherwise, and only their shapes are asked for.
+        # Weights in another file: a file past 2 GB could not be written otherwise, and only the shapes of the weights are read.
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
         try:
             ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -157,10 +157,10 @@ def _fix_dimensions_(graph: Any, size: int) -> bool:
     """Set dimensions that vary to numbers, if others than the batch vary; return whether any did."""
     stored = {tensor.name for tensor in graph.initializer}
     dims = [list(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in stored]
-    if all(d.HasField("dim_value") for own in dims for d in own[1:]):
+    if all(d.HasField("dim_value") for shape in dims for d in shape[1:]):
         return False
-    for own in dims:
-        for i, d in enumerate(own):
+    for shape in dims:
+        for i, d in enumerate(shape):
             if not d.HasField("dim_value"):
                 d.dim_value = size if i else 1
     del graph.value_info[:]

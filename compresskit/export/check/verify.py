@@ -1,13 +1,14 @@
 """Verify an ONNX file: run it and its model on real batches, at two optimization levels of ONNX Runtime, and compare.
 
-Errors are counted in *steps*: 1/255 of the range of the reference output, which is what one step of an 8-bit grid over
-it would be. Fused integer kernels may fall to the other side of a rounding tie (onnxruntime#32132), and a step that
-flips early moves everything behind it a little. So a quantized file is judged by how many values lie within two steps
-and by agreement of the largest class; or, where the network amplifies every rounding (deep and untrained, for example),
-by its difference being small beside what quantization itself does to the outputs, or by being as near to the unrounded
-model as the simulation is: dozens of layers deep, two correct executions round apart as far as independent noise. A float
-file is judged by its largest error, in half precision by what the roundings of that precision add up to; so is, as it is
-written, a file of which only weights are rounded.
+Errors are counted in *steps*: one step is 1/255 of the range of the reference output, as on an 8-bit grid over it. Fused integer
+kernels may round ties to the other side (onnxruntime#32132), and one step that flips early moves all later values a little.
+
+* A quantized file passes if enough values lie within two steps and the largest class agrees. Where the network amplifies every
+  rounding (deep and untrained, for example), it also passes if its difference is small next to the quantization error, or if
+  it is as near to the unrounded model as the simulation is: after dozens of layers, two correct executions differ as much as
+  independent noise does.
+* A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
+  which only weights are rounded counts as a float file.
 """
 
 from __future__ import annotations

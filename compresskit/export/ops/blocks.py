@@ -1,7 +1,7 @@
 """Torch operators for block-wise quantized weights, their translation to ONNX, and the packing of 4-bit integers.
 
 dequantize_blocks   DequantizeLinear with a block size (opset 21)
-gather_rows         Gather of integers and of their scales, then DequantizeLinear: only the rows that are asked for are decoded
+gather_rows         Gather of integers and of their scales, then DequantizeLinear: only the selected rows are dequantized
 matmul_nbits        com.microsoft MatMulNBits     gather_nbits     com.microsoft GatherBlockQuantized
 
 torch has no 4-bit type: such integers go through it as int8 or uint8 buffers named `int4` or `uint4`, and `pack_nibbles` stores
@@ -75,10 +75,10 @@ def matmul_nbits(
     scale: (channels, blocks). zero_point: (channels, bytes of all blocks), pack_bits as q; None for the middle of the grid.
     accuracy: 4 where the runtime may round x to int8, each block of it to its own scale; see `rounded_blocks`.
     """
-    whole = unpack_bits(q, bits).int()
+    integers = unpack_bits(q, bits).int()
     middle = 2 ** (bits - 1)
     shift = middle if zero_point is None else unpack_bits(zero_point, bits)[:, : q.shape[1], None].int()
-    weight = ((whole - shift).float() * scale[..., None]).flatten(1)[:, :inputs]
+    weight = ((integers - shift).float() * scale[..., None]).flatten(1)[:, :inputs]
     return (rounded_blocks(x, block) if accuracy == 4 else x) @ weight.T
 
 
@@ -104,12 +104,12 @@ def rounded_blocks(x: Tensor, block: int) -> Tensor:
 @torch.library.custom_op("compresskit::gather_nbits", mutates_args=())
 def gather_nbits(q: Tensor, scale: Tensor, zero_point: Tensor | None, ids: Tensor, bits: int, block: int) -> Tensor:
     """Rows `ids` of a table stored as pack_bits bytes (words, width * bits / 8), as fp32; `zero_point` is pack_bits, too."""
-    whole = unpack_bits(F.embedding(ids, q), bits).int()
-    width, count = whole.shape[-1], scale.shape[1]
+    integers = unpack_bits(F.embedding(ids, q), bits).int()
+    width, count = integers.shape[-1], scale.shape[1]
     shift: Any = 2 ** (bits - 1)
     if zero_point is not None:
         shift = repeat_blocks(unpack_bits(F.embedding(ids, zero_point), bits)[..., :count].int(), ids.ndim, block, width)
-    return (whole - shift).float() * repeat_blocks(F.embedding(ids, scale), ids.ndim, block, width)
+    return (integers - shift).float() * repeat_blocks(F.embedding(ids, scale), ids.ndim, block, width)
 
 
 @gather_nbits.register_fake
@@ -152,7 +152,7 @@ def block_translations() -> dict[Any, Any]:
 
 
 def _runtime_operator(name: str, inputs: tuple[str, ...], sizes: tuple[str, ...]) -> Any:
-    """One of ONNX Runtime's own operators, of which onnx has no schemas: the inputs, then zero points that may be left out."""
+    """An operator of ONNX Runtime that onnx has no schema of: its inputs, then optional zero points."""
     from onnx import defs
     from onnxscript import values
 

@@ -1,7 +1,7 @@
 """A torch operator that computes an LSTM as ONNX Runtime's `DynamicQuantizeLSTM` does.
 
-Both matrices of a cell are int8. The inputs of all steps are rounded at once, the state before every step, each with the range
-that it has just then (`ops.round_dynamically`); sums, gates and states are fp32.
+Both matrices of a cell are int8. The inputs of all steps are rounded together and the state before each step, each to a grid over
+its current range (`round_dynamically`); sums, gates and states are fp32.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compresskit.export.ops.quantize import round_dynamically
-from compresskit.graph.recurrent import Cell, cells
+from compresskit.graph.recurrent import Cell, recurrent_cells
 
 
 def unprojected(state: Tensor, projection: Tensor | None) -> Tensor:
-    """A state of full width that is projected to the given one: (N, P) and (P, H) to (N, H)."""
+    """A state of full width, (N, H), whose projection by (P, H) is the given state, (N, P)."""
     return state if projection is None else state @ torch.linalg.pinv(projection).T
 
 
@@ -36,7 +36,7 @@ def simulate_dynamic_lstm(
     """
     x = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
-    for i, layer in enumerate(cells(weights, has_biases, layers, bidirectional)):
+    for i, layer in enumerate(recurrent_cells(weights, has_biases, layers, bidirectional)):
         given = round_dynamically(x) if enabled else x
         outputs = []
         for direction, cell in enumerate(layer):

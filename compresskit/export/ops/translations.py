@@ -74,7 +74,7 @@ def translations() -> dict[Any, Any]:
 
 
 def _register() -> None:
-    """Tell onnx of the operator that stands for a recurrent layer: torch's exporter writes only operators that it knows."""
+    """Register the schema of the operator that represents a recurrent layer: torch's exporter only writes operators with one."""
     import onnx
 
     if onnx.defs.has("Recurrent", DOMAIN):

@@ -28,14 +28,15 @@ def expand_attention_masks(model: ir.Model) -> None:
             continue
         place = len(queries.shape) - 2
         count = ir.node("Shape", [queries], {"start": place, "end": place + 1})
-        before, behind = (_constant(model.graph, f"{node.name}.{n}", size) for n, size in (("a", len(mask.shape) - 2), ("b", 1)))
-        shape = ir.node("Concat", [before, count.outputs[0], behind], {"axis": 0})
-        whole = ir.node("Expand", [mask, shape.outputs[0]])
-        for i, new in enumerate((count, shape, whole)):
+        sizes = (("a", len(mask.shape) - 2), ("b", 1))
+        ones_before, ones_after = (_constant(model.graph, f"{node.name}.{suffix}", size) for suffix, size in sizes)
+        shape = ir.node("Concat", [ones_before, count.outputs[0], ones_after], {"axis": 0})
+        expanded = ir.node("Expand", [mask, shape.outputs[0]])
+        for i, new in enumerate((count, shape, expanded)):
             new.outputs[0].name = f"{node.name}.mask.{i}"
-        whole.outputs[0].type = mask.type
-        model.graph.insert_before(node, [count, shape, whole])
-        node.replace_input_with(3, whole.outputs[0])
+        expanded.outputs[0].type = mask.type
+        model.graph.insert_before(node, [count, shape, expanded])
+        node.replace_input_with(3, expanded.outputs[0])
 
 
 def _constant(graph: ir.Graph, name: str, size: int) -> ir.Value:

@@ -1,13 +1,13 @@
 """Rewrites of an ONNX graph (onnx-ir) for all runtimes: more operators run in integers, and the file is smaller.
 
     ReduceMean over all spatial axes       -> GlobalAveragePool, for which runtimes have an integer kernel
-    move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q stands directly behind its operator
+    move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q directly follows the operator it belongs to
     DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
     DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
     names of the exporter, metadata        -> dropped
 
-A *move* is an operator that only carries values from one place to another (Reshape, Transpose, Slice, Pad, Concat,
-MaxPool, ...): rounding commutes with it, so it may as well run on a quarter of the bytes.
+A *move* is an operator that only moves values (Reshape, Transpose, Slice, Pad, Concat, MaxPool, ...). Rounding commutes with it,
+so that it can run on integers, a quarter of the bytes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
-    """The constant behind a value, or None."""
+    """The array of a constant value, or None."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
-    """Put nodes in the place of one, whose single result `output` then is."""
+    """Replace a node of one result with several nodes; `output`, of the last one, takes the place of the result."""
     result = old.outputs[0]
     output.shape, output.type = result.shape, result.type
     ir.convenience.replace_nodes_and_values(graph, old, [old], nodes, [result], [output])

@@ -18,8 +18,8 @@ from compresskit.base.task import Inputs
 
 def least_precise_dtype(model: nn.Module) -> torch.dtype:
     """The floating point dtype with the fewest significant bits among parameters and buffers."""
-    found = {v.dtype for v in (*model.parameters(), *model.buffers()) if v.is_floating_point()}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    dtypes = {v.dtype for v in (*model.parameters(), *model.buffers()) if v.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def widen_to_fp32(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]:

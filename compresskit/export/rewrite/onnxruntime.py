@@ -58,7 +58,7 @@ def _pad_channels(graph: ir.Graph, conv: ir.Node) -> None:
 
 
 def _can_fold(conv: ir.Node, integers: np.ndarray, x: ir.Value) -> bool:
-    """Whether 2x2 neighbours may become channels, and pay: kernels of 5 and more at stride 2 on an even number of positions."""
+    """Whether folding 2x2 pixels into channels is possible and faster: kernels of 5 or more, stride 2, even height and width."""
     plain = conv.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
     plain = plain and list(conv.attributes.get_ints("dilations", [1, 1])) == [1, 1]
     strided = list(conv.attributes.get_ints("strides", [1, 1])) == [2, 2]
@@ -105,9 +105,9 @@ def pool_as_convolution(model: ir.Model) -> None:
 def _pool_to_convolution(graph: ir.Graph, pool: ir.Node) -> None:
     x, kernel = pool.inputs[0], list(pool.attributes.get_ints("kernel_shape", []))
     pads = list(pool.attributes.get_ints("pads", [0] * 2 * len(kernel)))
-    whole = pool.attributes.get_int("count_include_pad", 0) == 1 or not any(pads)
+    divides_by_all = pool.attributes.get_int("count_include_pad", 0) == 1 or not any(pads)
     settings = ("auto_pad", "dilations", "kernel_shape", "pads", "strides")
-    if not whole or pool.attributes.get_int("ceil_mode", 0) != 0 or len(kernel) != 2:
+    if not divides_by_all or pool.attributes.get_int("ceil_mode", 0) != 0 or len(kernel) != 2:
         return
     if x is None or x.shape is None or not isinstance(x.shape[1], int):
         return

@@ -4,8 +4,8 @@
     weights in int8, an LSTM            -> com.microsoft.DynamicQuantizeLSTM, which multiplies in integers
     weights in int8, a GRU or an RNN    -> Cast and Mul, which ONNX Runtime computes once, when it loads the file; then GRU, RNN
 
-torch keeps the gates of an LSTM in the order input, forget, cell, output, ONNX in input, output, forget, cell; of a GRU, reset,
-update, new against update, reset, new. A projected LSTM has no operator in ONNX. With h' = o * tanh(c) before the projection P,
+Gate order: torch's LSTM has input, forget, cell, output, ONNX's has input, output, forget, cell; torch's GRU has reset, update,
+new, ONNX's has update, reset, new. A projected LSTM has no operator in ONNX. With h' = o * tanh(c) before the projection P,
 
     gates = W x + R (P h') = W x + (R P) h'
 
@@ -21,7 +21,8 @@ import onnx_ir as ir
 
 from compresskit.base.errors import ExportError
 from compresskit.export.ops.translations import DOMAIN
-from compresskit.graph.recurrent import GATES, Cell, cells
+from compresskit.export.rewrite.common import constant
+from compresskit.graph.recurrent import GATES, Cell, recurrent_cells
 
 ORDER = {"lstm": [0, 3, 1, 2], "gru": [1, 0, 2], "rnn_tanh": [0], "rnn_relu": [0]}
 ONNX_OPERATORS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
@@ -30,7 +31,7 @@ RUNTIME = "com.microsoft"
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A stored weight: fp32 numbers, or integers with a scale and zero point, scalars or one for each row."""
+    """A stored weight: fp32 values, or integers with a scale and a zero point, each a scalar or one per row."""
 
     values: np.ndarray
     scale: np.ndarray | None = None
@@ -38,7 +39,7 @@ class Matrix:
 
 
 def write_recurrent(model: ir.Model) -> None:
-    """Write every recurrent layer of a graph in ONNX's terms, in place."""
+    """Replace every recurrent layer of a graph with ONNX operators, in place."""
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type == "Recurrent":
             _Writer(model, node).run()
@@ -61,7 +62,7 @@ class _Writer:
         last: list[list[ir.Value]] = [[], []]
         if self.batch_first:
             x = self._add("Transpose", [x], perm=[1, 0, 2])
-        layers = cells(weights, bool(self.has_biases), self.layers, bool(self.both))
+        layers = recurrent_cells(weights, bool(self.has_biases), self.layers, bool(self.both))
         for i, layer in enumerate(layers):
             projection = self._projection(layer)
             first = [None if _is_zero(v) else self._part(v, i, projection if j == 0 else None) for j, v in enumerate(given)]
@@ -102,10 +103,10 @@ class _Writer:
         return self._add_many(ONNX_OPERATORS[self.kind], inputs, 3 if self.kind == "lstm" else 2, "", attributes)
 
     def _recurrent(self, cell: Cell) -> Matrix:
-        found = self._matrix(cell.recurrent)
-        if cell.projection is None or found.values.shape[0] == GATES[self.kind] * found.values.shape[1]:
-            return found
-        return Matrix(values=(found.values.astype(np.float64) @ self._matrix(cell.projection).values).astype(np.float32))
+        matrix = self._matrix(cell.recurrent)
+        if cell.projection is None or matrix.values.shape[0] == GATES[self.kind] * matrix.values.shape[1]:
+            return matrix
+        return Matrix(values=(matrix.values.astype(np.float64) @ self._matrix(cell.projection).values).astype(np.float32))
 
     def _projection(self, layer: list[Cell]) -> np.ndarray | None:
         """(directions, P, H), or None."""
@@ -116,13 +117,13 @@ class _Writer:
         return np.concatenate([np.split(rows, GATES[self.kind])[i] for i in ORDER[self.kind]])
 
     def _matrix(self, value: ir.Value | None) -> Matrix:
-        """What is stored behind a value, looking through DequantizeLinear."""
+        """The stored matrix of a value, also behind DequantizeLinear."""
         producer = None if value is None else value.producer()
         if producer is not None and producer.op_type == "DequantizeLinear":
-            q, scale, zero_point = (_constant_array(v) for v in producer.inputs[:3])
+            q, scale, zero_point = (constant(v) for v in producer.inputs[:3])
             if q is not None and scale is not None:
                 return Matrix(values=q, scale=scale, zero_point=zero_point)
-        values = _constant_array(value)
+        values = constant(value)
         if values is None:
             raise ExportError(
                 f"a weight of a recurrent layer ({self.kind}) is computed while the model runs, which ONNX's operators do not"
@@ -204,11 +205,6 @@ class _Writer:
         return list(node.outputs)
 
 
-def _constant_array(value: ir.Value | None) -> np.ndarray | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
-
-
 def _is_zero(value: ir.Value | None) -> bool:
     """Whether a first state is zeros, which the operators take where nothing is given."""
     producer = None if value is None else value.producer()
@@ -217,5 +213,5 @@ def _is_zero(value: ir.Value | None) -> bool:
             attribute = producer.attributes.get("value")
             return attribute is None or not attribute.as_tensor().numpy().any()
         value = producer.inputs[0]
-    array = _constant_array(value)
+    array = constant(value)
     return array is not None and not array.any()

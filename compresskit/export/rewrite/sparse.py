@@ -23,9 +23,9 @@ def compressed_bytes(path: str | Path) -> dict[str, int | None]:
     Returns:
         Bytes: "zip" with deflate at level 9, "zstd" at level 19 (None where no zstd module is installed).
     """
-    whole = b"".join(p.read_bytes() for p in (Path(path), data_path(path)) if p.exists())
+    data = b"".join(p.read_bytes() for p in (Path(path), data_path(path)) if p.exists())
     zstd = _zstd()
-    return {"zip": len(zlib.compress(whole, 9)), "zstd": None if zstd is None else len(zstd.compress(whole, 19))}
+    return {"zip": len(zlib.compress(data, 9)), "zstd": None if zstd is None else len(zstd.compress(data, 19))}
 
 
 def _zstd() -> Any:

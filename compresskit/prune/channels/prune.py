@@ -14,7 +14,7 @@ from compresskit.base.budget import Budget, Budgeted, check_budget, keep
 from compresskit.base.distributed import on_rank_zero, world_size
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
@@ -79,7 +79,7 @@ class Prune(Budgeted, Stage):
 
     def __post_init__(self) -> None:
         check_budget(self.budget, "Prune(budget=...)", PRUNABLE)
-        check_kinds(self)
+        check_field_types(self)
         Limits(round_to=self.round_to, minimum=self.minimum, ratios=self.ratios).check("Prune()")
         check_criterion(self.criterion, "Prune", CHANNEL_EVIDENCE)
         check_functions("Prune", ranking=self.ranking, normalize=self.normalize)

@@ -1,8 +1,8 @@
-"""Masks that change while a model is trained: more is removed on a schedule, and some of it may grow again (RigL).
+"""Masks that change during training: a schedule removes more and more weights, and some may grow again (RigL).
 
 at each of `updates` steps, on the fp32 weights that the optimizer has just updated:
     drop    the units with the lowest scores, down to (1 - swap) * (1 - ratio) of all
-    grow    those with the largest gradients, up to (1 - ratio)          (where there is anything to grow)
+    grow    those with the largest gradients, up to (1 - ratio)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from compresskit.prune.scores import check_scores, weight_slices
 
 
 @dataclass(kw_only=True)
-class Gradual:
-    """Updates the masks that a model carries while a run trains it; `setup` and `count` are what `fit_` takes.
+class GradualMasks:
+    """Updates the masks of a model while it is trained; `setup` and `count` are hooks of `fit_`.
 
-    ratio, or ratios by tensor: at the end. until: share of the training after which masks hold still. updates: how often they
-    change until then. swap: share of what stays that is dropped and grown anew at an update, falling to 0 along half a cosine.
-    memory: factor on the summed scores of criteria that read gradients, after each update.
+    ratio, or ratios by tensor: at the end. until: fraction of the training after which masks no longer change. updates: how often
+    they change until then. swap: fraction of the remaining weights that is dropped and regrown at an update, falling to 0 along
+    half a cosine. memory: factor on the summed scores of criteria that read gradients, after each update.
     """
 
     model: nn.Module
@@ -52,20 +52,20 @@ class Gradual:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def setup(self, run: Any, steps: int) -> Callable[[], None]:
-        """Follow a run of so many steps; call what is returned after the last."""
+        """Hook into a run of `steps` steps; returns a function that removes the hooks."""
         parameters = dict(self.model.named_parameters())
         carried = masks_of(self.model)
         assert carried is not None, "attach masks first"
         self.masks = {name: carried.masks[name] for name in self.names}
-        own = Masks({name: mask.clone() for name, mask in self.masks.items()})
-        self.floor, self.floors = own.ratio, own.ratios()
+        before = Masks({name: mask.clone() for name, mask in self.masks.items()})
+        self.floor, self.floors = before.ratio, before.ratios()
         self.parameters = {name: parameters[name] for name in self.names}
         self.last = max(1, round(self.until * steps))
         self.due = {max(1, round(i * self.last / self.updates)) for i in range(1, self.updates + 1)}
         self.reads = "gradients" in needs_of(self.criterion)
         # Before the hooks that hold masks: these must see gradients of removed weights too.
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        handles = [p.register_hook(partial(self._note, name)) for name, p in trained.items()]
+        handles = [p.register_hook(partial(self._add_gradient, name)) for name, p in trained.items()]
         hook = partial(self._update, run)
         run.after_update.append(hook)
 
@@ -77,7 +77,7 @@ class Gradual:
         return release
 
     def count(self, step: int, steps: int) -> None:
-        """Called after every step, those that were skipped for an overflow included: the schedule goes on."""
+        """Called after every step, also after those that an overflow skipped: the schedule advances."""
         self.step = step
         self.grads.clear()
 
@@ -91,10 +91,10 @@ class Gradual:
 
     @property
     def finished(self) -> bool:
-        """Whether the last update was made; if the steps from there on were all skipped, it was not."""
+        """Whether the last update was made; it was not if an overflow skipped all steps from there on."""
         return not self.due
 
-    def _note(self, name: str, gradient: Tensor) -> None:
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
         if self.due:
             found = gradient.detach().float()
             self.grads[name] = self.grads[name] + found if name in self.grads else found
@@ -110,7 +110,7 @@ class Gradual:
             all_reduce_mean_(list(grads.values()))  # of all processes: what one process would see
         with torch.no_grad():
             if self.reads:
-                self._remember({n: self._score(n, weights[n], grads) for n in self.names})
+                self._add_scores({n: self._score(n, weights[n], grads) for n in self.names})
             if step < min(self.due):
                 return
             self.due = {later for later in self.due if later > step}
@@ -126,17 +126,17 @@ class Gradual:
         rows = weight_slices(weight, self.pattern, grad=grads.get(name, torch.zeros_like(weight)) if self.reads else None)
         return check_scores(self.criterion(rows), len(rows.weight), name).double()
 
-    def _remember(self, scores: dict[str, Tensor]) -> None:
+    def _add_scores(self, scores: dict[str, Tensor]) -> None:
         self.sums = {name: self.sums[name] + s if name in self.sums else s for name, s in scores.items()}
 
     def _choose(
         self, done: float, scores: dict[str, Tensor], weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         swap = self.swap / 2 * (1 + math.cos(math.pi * done))
-        ratio, shared = self._wanted(done, weights)
+        ratio, shared = self._ratios_at(done, weights)
         lower = None if shared is None else {n: 1 - (1 - swap) * (1 - r) for n, r in shared.items()}
         kept = keep_best(scores, 1 - (1 - swap) * (1 - ratio), self.pattern, lower)
-        # Fewer may be left than are wanted now; what is gone comes back by its gradient, not by chance.
+        # Fewer units may remain than the ratio asks for: removed ones come back by their gradient below, not by score.
         kept = {name: k & ~scores[name].isneginf() for name, k in kept.items()}
         if self.pattern.fixed is not None:
             return kept
@@ -144,8 +144,8 @@ class Gradual:
         sizes = {n: torch.linalg.vector_norm(self.pattern.rows(g), dim=1).double() for n, g in found.items()}
         return keep_best({n: s.masked_fill(kept[n], math.inf) for n, s in sizes.items()}, ratio, self.pattern, shared)
 
-    def _wanted(self, done: float, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, float] | None]:
-        """The ratio at a point of the schedule, and each tensor's own; what was removed when it began is not given back."""
+    def _ratios_at(self, done: float, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, float] | None]:
+        """The ratio at a point of the schedule, and the ratios by tensor; never less than before the training."""
         if self.ratios is not None:
             return 0.0, {name: max(self.floors[name], self.schedule(done, end=r)) for name, r in self.ratios.items()}
         ratio = max(self.floor, self.schedule(done, end=self.ratio))

@@ -1,4 +1,4 @@
-"""Plan which weights go: score units, rank them in all layers together or layer by layer, keep what the pattern allows."""
+"""Plan which weights to remove: score units, rank them in all layers together or layer by layer, keep what the pattern allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compresskit.prune.patterns import UNSTRUCTURED, Pattern, keep_largest
 from compresskit.prune.scores import score_weights
 
 #: Modules whose weights are masked, with the leaves that are weights.
-LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
+MASKABLE_LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Bilinear)
 
 
 def check_pattern(pattern: Any, where: str) -> None:
@@ -51,14 +51,14 @@ def maskable(model: nn.Module, protect: tuple[str, ...] = ()) -> dict[str, nn.Pa
     """
     modules = {path for path, _ in model.named_modules()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for wanted in protect:
-        if wanted not in modules | every:
-            raise SettingError(f"protect: {type(model).__name__} has no module or parameter {wanted!r}")
+    for name in protect:
+        if name not in modules | every:
+            raise SettingError(f"protect: {type(model).__name__} has no module or parameter {name!r}")
     found = {}
     shielded = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if _inside(n, protect)}
     for name, parameter in model.named_parameters():
         module, leaf = owner(model, name)
-        kind = (isinstance(module, LAYERS) and leaf == "weight") or (
+        kind = (isinstance(module, MASKABLE_LAYERS) and leaf == "weight") or (
             isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention) and "weight" in leaf
         )
         if kind and parameter.ndim >= 2 and id(parameter) not in shielded:
@@ -84,50 +84,56 @@ def plan_mask(
     task: Task | None = None,
     samples: int = 1024,
 ) -> Masks:
-    """Decide which weights to remove; pure: the model is not changed.
+    """Decide which weights to remove. The model is not changed: `Masks.apply_` does that.
+
+    Weights that the model's masks already remove stay removed, and count. The order in which a model names its parameters does
+    not matter. Warns of layers that cannot have the pattern (they stay dense and are named in `Masks.unmasked`), that are all
+    zero, or that lose all their weights.
 
     Args:
-        model: a float model. What masks that it carries already remove stays removed, and counts.
-        budget: how many of the maskable weights go, such as `ck.remove(weights=0.9)`: exactly round(0.9 * n) of them, or the
-            nearest number of blocks. An N:M pattern prescribes its own.
-        pattern: `Unstructured()`, `Block(outputs=1, inputs=4)`, `NM(n=2, m=4)`.
-        criterion: scores rows, larger = keep; `l2` is the magnitude.
-        allocation: distributes the budget over the layers: a function such as `erk_ratios`, or a ratio for each tensor or module
-            by name (a missing one stays dense; `budget` is then left out). None world_size the weights of all layers together.
+        model: a float model.
+        budget: how many of the maskable weights to remove, such as `ck.remove(weights=0.9)`: exactly round(0.9 * n) of them, or
+            the nearest number of blocks. Left out where the pattern (N:M) or the allocation prescribes ratios.
+        pattern: which weights are removed together, see `prune.patterns`.
+        criterion: scores units, larger = keep, see `prune.criteria`; `l2` is the magnitude.
+        allocation: how the budget is distributed over layers: a function of `prune.allocations`, or a ratio for each tensor or
+            module by name (those without one stay dense). None ranks the weights of all layers together.
         protect: dotted names of tensors or modules that stay dense.
-        task: data and loss, for criteria that read more than weights; `samples` of it are looked at.
+        task: data and loss, for criteria that read more than weights.
+        samples: how many samples such criteria read.
 
-    The order in which a model names its parameters does not matter. Warns of layers that cannot have the pattern (left dense,
-    named in `Masks.unmasked`), that are all zero, or that lose all their weights. Raises SettingError for a budget
-    smaller than what is removed already; ModelError where nothing can be masked.
+    Raises:
+        SettingError: a setting is out of its range, or the model's masks already remove more.
+        ModelError: no weight can be masked.
     """
     check_pattern(pattern, "plan_mask")
     check_criterion(criterion, "plan_mask", WEIGHT_EVIDENCE)
-    given = by_tensor(model, allocation) if isinstance(allocation, Mapping) else None
-    if given is not None and (budget is not None or pattern.fixed is not None):
+    ratios = by_tensor(model, allocation) if isinstance(allocation, Mapping) else None
+    if ratios is not None and (budget is not None or pattern.fixed is not None):
         raise SettingError("plan_mask(allocation=...): a ratio for each layer leaves no room for budget= and N:M patterns")
-    wanted = 0.0 if given is not None else removed_fraction(budget, pattern, "plan_mask")
-    weights, left = fitting(model, pattern, protect, given)
+    ratio = 0.0 if ratios is not None else removed_fraction(budget, pattern, "plan_mask")
+    weights, unmasked = fitting(model, pattern, protect, ratios)
     for name, weight in weights.items():
         if not bool(weight.detach().any()):
-            warnings.warn(f"{name}: all of its weights are zero already, so that nothing world_size them", stacklevel=2)
+            warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=2)
     scores = score_weights(model, weights, pattern, criterion, task, samples)
     old = masks_of(model)
     before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
     scores = without(scores, before, pattern)
-    shared = given if given is not None else allocation(weights, wanted) if callable(allocation) else None
-    kept = keep_best(scores, wanted, pattern, shared)
+    if ratios is None and callable(allocation):
+        ratios = allocation(weights, ratio)
+    kept = keep_best(scores, ratio, pattern, ratios)
     _check_monotone(scores, kept)
     masks = {name: pattern.spread(kept[name], w.shape) & before.get(name, True) for name, w in weights.items()}
     masks = broadcast_masks(masks) | ({} if old is None else {n: m for n, m in old.masks.items() if n not in masks})
     for name, mask in masks.items():
         if not bool(mask.any()):
             warnings.warn(
-                f"{name} loses all of its weights, and what reads it sees a constant; protect it, or share the ratio out with"
+                f"{name} loses all of its weights, and what reads it sees a constant; protect it, or distribute the budget with"
                 " allocation=erk_ratios",
                 stacklevel=2,
             )
-    return Masks(dict(sorted(masks.items())), left)
+    return Masks(dict(sorted(masks.items())), unmasked)
 
 
 def fitting(

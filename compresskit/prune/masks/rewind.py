@@ -1,6 +1,6 @@
-"""Rewinding: what stays after a cut starts again from what it was earlier in its training (Renda et al., 2003.02389).
+"""Rewinding: the weights that remain after pruning restart from their values earlier in the training (Renda et al., 2003.02389).
 
-learning-rate rewinding     keep the weights, start the schedule again: what every fine-tuning here does
+learning-rate rewinding     keep the weights, restart the learning-rate schedule: every `finetune` does
 weight rewinding            Sparsify(rewind=rewind(to=0.33)): weights of a third of the training, and its schedule from there
 lottery tickets             LotteryTicket: to the beginning, several times (Frankle & Carbin, 1803.03635)
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Rewind:
-    """To which share of the training before, in [0, 1); 0 is its beginning."""
+    """A point of the preceding training. to: the fraction of it that was done, in [0, 1); 0 is its beginning."""
 
     to: float = 0.33
 
@@ -43,11 +43,11 @@ class Rewind:
             raise SettingError(f"rewind(to=...): wanted a share of the training, in [0, 1), got {self.to}")
 
     def rest(self, train: Train) -> Train:
-        """The same training with the schedule that is left from here on, over all its epochs."""
+        """The same training with the rest of its learning-rate schedule, stretched over all its epochs."""
         return replace(train, schedule=Tail(schedule=train.schedule, start=self.to))
 
     def apply_(self, model: nn.Module, task: Task) -> None:
-        """Rewind the weights. Raises SettingError where the training before kept no snapshot."""
+        """Rewind the weights; raises SettingError where the preceding training kept no snapshot."""
         state = (task.snapshots or {}).get(self.to)
         if not state:
             raise SettingError(
@@ -58,12 +58,15 @@ class Rewind:
 
 
 def rewind(*, to: float = 0.33) -> Rewind:
-    """Rewind weights to a share of the training before: a setting of `Sparsify` and `LotteryTicket`."""
+    """Rewind weights to a point of the preceding training: a setting of `Sparsify` and `LotteryTicket`.
+
+    to: the fraction of that training that was done, in [0, 1).
+    """
     return Rewind(to=to)
 
 
 def shuffled(masks: Masks) -> Masks:
-    """The same number of zeros in every tensor, at random places: the control of a lottery ticket."""
+    """Masks with the same number of zeros in every tensor at random positions: the control of a lottery ticket."""
     drawn = {}
     for name, mask in masks.masks.items():
         order = torch.randperm(mask.numel()).to(mask.device)
@@ -73,15 +76,17 @@ def shuffled(masks: Masks) -> Masks:
 
 @dataclass(frozen=True, kw_only=True)
 class LotteryTicket(Budgeted, Stage):
-    """Find a sparse network that can be trained alone: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
+    """Find a sparse network that trains well from its initial weights: train, mask, rewind, again (Frankle & Carbin, 1803.03635).
 
-    budget: how many of the maskable weights go in the end, such as `ck.remove(weights=0.8)`; every round removes the same
-        fraction of what remains.
-    train: every training, that of the ticket included. rounds: of train, mask and rewind, before it.
-    rewind: to where; the very beginning, or for deep networks a little later (Frankle et al., 1912.05671).
-    control: `(masks) -> masks` changes the masks that were found before the ticket is trained: `shuffled` keeps only their
-        ratios. A ticket that is not better than its control was not found but drawn.
-    pattern, criterion, allocation, protect, samples: see `plan_mask`.
+    Args:
+        budget: how many of the maskable weights to remove in the end, such as `ck.remove(weights=0.8)`; every round removes the
+            same fraction of those that remain.
+        train: every training, that of the final network (the ticket) included.
+        rounds: how often to train, mask and rewind before it.
+        rewind: to where; the beginning, or for deep networks a little later (Frankle et al., 1912.05671).
+        control: `(masks) -> masks` changes the final masks before the ticket is trained: `shuffled` keeps only their ratios. A
+            ticket that is no better than its control owes nothing to the choice of weights.
+        pattern, criterion, allocation, protect, samples: see `plan_mask`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -99,7 +104,7 @@ class LotteryTicket(Budgeted, Stage):
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_pattern(self.pattern, "LotteryTicket")
         check_criterion(self.criterion, "LotteryTicket", WEIGHT_EVIDENCE)
         removed_fraction(self.budget, self.pattern, "LotteryTicket")

@@ -1,4 +1,4 @@
-"""The stages: `Sparsify` puts masks on a model, at once or on a schedule; `Densify` takes them off again."""
+"""`Sparsify` and `Densify`: the stages that put masks on a model, at once or on a schedule, and take them off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from compresskit.base.budget import Budget, Budgeted, remove
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import calibration_inputs
-from compresskit.base.settings import check_kinds
+from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_masks_, masks_of
@@ -22,7 +22,7 @@ from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.allocations import Allocation
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
-from compresskit.prune.masks.gradual import Gradual
+from compresskit.prune.masks.gradual import GradualMasks
 from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, fitting, maskable, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
@@ -34,20 +34,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsify(Budgeted, Stage):
-    """Set weights to zero, and hold them there through every later stage.
+    """Set weights to zero under masks, which all later stages keep at zero.
 
-    budget: how many of the maskable weights go, such as `ck.remove(weights=0.9)`; an N:M pattern prescribes its own, and so
-        does an allocation by name.
-    pattern, criterion, allocation, protect: see `plan_mask`.
-    finetune: training under the masks, with a schedule of its own (learning-rate rewinding); None leaves the model at
-        re-estimated BatchNorm statistics.
-    schedule: when weights go while fine-tuning, such as `schedules.Cubic()`; None removes all of them before it.
-    until: share of the fine-tuning after which masks hold still. updates: how often they change until then.
-    regrow: share of what stays that is dropped and grown anew at an update, by gradient (RigL, 1911.11134: 0.3).
-    memory: on a schedule, scores of criteria that read gradients are summed over the steps; this factor forgets after each
-        update (1 sums over the whole training, as movement pruning does; 0 starts anew).
-    rewind: give what stays the weights of an earlier point of the training before: `rewind(to=0.33)`.
-    samples: for criteria that read data, and for BatchNorm statistics.
+    Args:
+        budget: how many of the maskable weights to remove, such as `ck.remove(weights=0.9)`; left out where the pattern (N:M) or
+            the allocation prescribes ratios.
+        pattern, criterion, allocation, protect: see `plan_mask`.
+        finetune: training under the masks, with a learning-rate schedule of its own; None trains nothing and re-estimates
+            BatchNorm statistics.
+        schedule: when weights are removed during fine-tuning, such as `schedules.Cubic()`; None removes all of them before it.
+        until: fraction of the fine-tuning after which the masks no longer change.
+        updates: how often they change until then.
+        regrow: fraction of the remaining weights that is dropped and regrown by gradient at an update (RigL, 1911.11134: 0.3).
+        memory: on a schedule, scores of criteria that read gradients are summed over the steps and multiplied by this after each
+            update (1 sums over the whole training, as movement pruning does; 0 starts anew).
+        rewind: reset the remaining weights to an earlier point of the preceding training: `rewind(to=0.33)`.
+        samples: samples for criteria that read data, and for BatchNorm statistics.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -68,7 +70,7 @@ class Sparsify(Budgeted, Stage):
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        check_kinds(self)
+        check_field_types(self)
         check_pattern(self.pattern, "Sparsify")
         if isinstance(self.allocation, Mapping):
             if self.budget is not None or self.pattern.fixed is not None:
@@ -91,7 +93,7 @@ class Sparsify(Budgeted, Stage):
         if self.rewind is not None and (self.schedule is not None or not isinstance(self.rewind, Rewind)):
             raise SettingError(f"Sparsify(rewind=...): wanted rewind(to=...) and no schedule, got {self.rewind!r}")
         if not 0 < self.until <= 1:
-            raise SettingError(f"Sparsify(until=...): wanted a share of the training in (0, 1], got {self.until}")
+            raise SettingError(f"Sparsify(until=...): wanted a fraction of the training in (0, 1], got {self.until}")
         if self.updates < 1 or self.samples < 1:
             raise SettingError(f"Sparsify(updates=..., samples=...): wanted at least 1, got {self.updates} and {self.samples}")
         if not 0 <= self.regrow < 1 or not 0 <= self.memory <= 1:
@@ -108,8 +110,8 @@ class Sparsify(Budgeted, Stage):
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
-        goal = task if task.reference is not None else replace(task, reference=frozen_copy(model))
-        masks = self._begin(model, task)
+        guided = task if task.reference is not None else replace(task, reference=frozen_copy(model))
+        masks = self._first_masks(model, task)
         log.info("%s", masks)
         if self.rewind is not None:
             self.rewind.apply_(model, task)
@@ -117,23 +119,25 @@ class Sparsify(Budgeted, Stage):
         if self.schedule is None and self.rewind is None:
             reestimate_batchnorm_(model, calibration_inputs(task, self.samples, "re-estimate BatchNorm"))
         if self.finetune is not None:
-            how = self.finetune if self.rewind is None else self.rewind.rest(self.finetune)
+            train = self.finetune if self.rewind is None else self.rewind.rest(self.finetune)
             gradual = None if self.schedule is None else self._gradual(model)
             if gradual is None:
-                fit_(model, goal, how, label="sparsify")
+                fit_(model, guided, train, label="sparsify")
             else:
-                fit_(model, goal, how, setup=gradual.setup, after_step=[gradual.count], resumables=[gradual], label="sparsify")
+                fit_(
+                    model, guided, train, setup=gradual.setup, after_step=[gradual.count], resumables=[gradual], label="sparsify"
+                )
                 if not gradual.finished:
                     replace(self, schedule=None, regrow=0.0, finetune=None)(model, task)
         return model.eval()
 
-    def _begin(self, model: nn.Module, task: Task) -> Masks:
-        """The masks before fine-tuning: all of them, or what the schedule begins with."""
+    def _first_masks(self, model: nn.Module, task: Task) -> Masks:
+        """The masks before fine-tuning: the final ones, or the first of the schedule."""
         budget, allocation = self.budget, self.allocation
-        if self.schedule is not None and self._at(0.0) == 0:
-            # Nothing goes yet, so nothing need be scored; what is carried already stays.
+        if self.schedule is not None and self._largest_ratio(0.0) == 0:
+            # Nothing is removed yet, so nothing is scored; masks of the model stay.
             old = masks_of(model)
-            weights, left = fitting(model, self.pattern, self.protect, self._own(model))
+            weights, left = fitting(model, self.pattern, self.protect, self._ratios(model))
             masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
             return Masks(dict(sorted((masks | ({} if old is None else dict(old.masks))).items())), left)
         if self.schedule is not None and isinstance(allocation, Mapping):
@@ -151,7 +155,7 @@ class Sparsify(Budgeted, Stage):
             samples=self.samples,
         )
 
-    def _at(self, done: float) -> float:
+    def _largest_ratio(self, done: float) -> float:
         """The largest ratio of any layer at a point of the schedule."""
         assert self.schedule is not None
         ends = self.allocation.values() if isinstance(self.allocation, Mapping) else [self._ratio()]
@@ -161,23 +165,25 @@ class Sparsify(Budgeted, Stage):
         """The ratio of all layers together; 0 where each layer has its own."""
         return 0.0 if isinstance(self.allocation, Mapping) else removed_fraction(self.budget, self.pattern, "Sparsify")
 
-    def _own(self, model: nn.Module) -> dict[str, float] | None:
-        """Each tensor's own ratio, where there is one."""
+    def _ratios(self, model: nn.Module) -> dict[str, float] | None:
+        """Ratios by tensor, if the allocation prescribes them."""
         return by_tensor(model, self.allocation) if isinstance(self.allocation, Mapping) else None
 
-    def _gradual(self, model: nn.Module) -> Gradual:
+    def _gradual(self, model: nn.Module) -> GradualMasks:
         assert self.schedule is not None
-        own = self._own(model)
+        ratios = self._ratios(model)
         names = [
-            n for n, w in maskable(model, self.protect).items() if not self.pattern.fits(w.shape) and (own is None or n in own)
+            n
+            for n, w in maskable(model, self.protect).items()
+            if not self.pattern.fits(w.shape) and (ratios is None or n in ratios)
         ]
-        return Gradual(
+        return GradualMasks(
             model=model,
             pattern=self.pattern,
             criterion=self.criterion,
             schedule=self.schedule,
             ratio=self._ratio(),
-            ratios=None if own is None else {name: own[name] for name in names},
+            ratios=None if ratios is None else {name: ratios[name] for name in names},
             allocation=self.allocation if callable(self.allocation) else None,
             until=self.until,
             updates=self.updates,
@@ -189,10 +195,9 @@ class Sparsify(Budgeted, Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Densify(Stage):
-    """Take the masks off: all weights may move again, those at zero included.
+    """Remove the masks: all weights may change again, those at zero included.
 
-    Between `Sparsify` and another training it makes dense-sparse-dense (Han et al., 1607.04381): the sparse phase finds what
-    matters, the dense one starts from there.
+    Between `Sparsify` and another training it makes dense-sparse-dense (Han et al., 1607.04381).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})

@@ -99,8 +99,8 @@ class ChannelGroup:
             if evidence.grads is not None:
                 grads.append(evidence.grads[name].float().movedim(dim, 0)[indices].reshape(self.size, -1))
             if evidence.sample_grads is not None:
-                each = evidence.sample_grads[name].float().movedim(dim + 1, 1)[:, indices]
-                sample_grads.append(each.reshape(len(each), self.size, -1))
+                gradients = evidence.sample_grads[name].float().movedim(dim + 1, 1)[:, indices]
+                sample_grads.append(gradients.reshape(len(gradients), self.size, -1))
         counts = torch.tensor([r.shape[1] for r in rows])
         return Slices(
             weight=torch.cat(rows, 1),
@@ -249,11 +249,11 @@ class MacCounter:
 
     def saving(self, group: ChannelGroup, count: int) -> float:
         """MACs saved by removing `count` more channels of a group."""
-        left = {}
+        shrink = {}
         for width, each in group.costs.items():
             now = self.fraction(width)
-            left[width] = self.fraction(width, each * count) / now if now else 0.0
-        return sum(self.costs[i] * (1 - math.prod([left[w] for w in widths])) for i, widths in self._affected(group))
+            shrink[width] = self.fraction(width, each * count) / now if now else 0.0
+        return sum(self.costs[i] * (1 - math.prod([shrink[w] for w in widths])) for i, widths in self._affected(group))
 
     def _affected(self, group: ChannelGroup) -> list[tuple[int, list[int]]]:
         """The operators that get cheaper with a group, each with its widths that the group is in."""

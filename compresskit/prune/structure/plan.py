@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
-from compresskit.graph.surgery import get_tensor, holders, owner, select_, sync_attributes_
+from compresskit.graph.surgery import get_tensor, owner, parameter_owners, select_, sync_attributes_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
         for name, (factor, rows) in plan.scales.items():
             values = get_tensor(model, name)
             values[torch.tensor(rows, device=values.device)] *= factor
-    known = holders(model)
+    known = parameter_owners(model)
     for name in plan.remove:
         select_(model, name, plan.keep(name), known)
     changed = {id(get_tensor(model, name)) for name in plan.remove}
@@ -159,9 +159,9 @@ def _keep_weight_norms_(model: nn.Module, plan: Plan) -> None:
 
 def _tensors_of(module: nn.Module) -> list[Tensor | None]:
     """Parameters and buffers of a module itself, those under a parametrization included."""
-    own = [*module._parameters.values(), *module._buffers.values()]
+    tensors = [*module._parameters.values(), *module._buffers.values()]
     parametrized = module._modules.get("parametrizations")
-    return own if parametrized is None else [*own, *parametrized.parameters()]
+    return tensors if parametrized is None else [*tensors, *parametrized.parameters()]
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:

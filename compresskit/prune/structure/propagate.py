@@ -11,7 +11,8 @@ from compresskit.graph.normalize import Node
 from compresskit.prune.structure.channel_sets import fixed_labels
 from compresskit.prune.structure.rules import PROPAGATION_RULES
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, ParameterView, RuleResult, tensor_leaves
+from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, tensor_leaves
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.trace import Trace
 
 

@@ -149,13 +149,13 @@ def _run_outputs(model: nn.Module, example: Inputs, unchanged: Iterable[str]) ->
 
 def _check_training_mode(pruned: nn.Module, model: nn.Module, example: Inputs) -> None:
     """Run the pruned model in train mode; raises what it raises where the dense model runs."""
-    more = repeat_rows(example)
+    repeated = repeat_rows(example)
     try:
-        call(pruned.train(), more)
+        call(pruned.train(), repeated)
     except Exception:
         dense = copy.deepcopy(model).float().train()
         try:
-            call(dense, more)
+            call(dense, repeated)
         except Exception:
             return  # training needs more than inputs, such as targets
         raise

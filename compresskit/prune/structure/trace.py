@@ -65,15 +65,15 @@ def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None)
     The run is in eval mode. Where parameters are left that eval mode does not read (auxiliary heads), a second run is in train
     mode. Raises ModelError where the model does not run on the example.
     """
-    whole, given = model, example
+    whole_model, whole_example = model, example
     try:
-        with torch.no_grad(), mode(whole, training=False):
+        with torch.no_grad(), mode(whole_model, training=False):
             if inside is not None:
                 model, example = inputs_inside(model, example, inside)
             example = first_rows(example, 2)
             trace = _trace_run(model, example, inside or "")
     except Exception:
-        check_runs(whole, given)  # explains what is wrong with the example, where it is the example
+        check_runs(whole_model, whole_example)  # explains what is wrong with the example, where it is the example
         raise
     read = {str(n.target) for n in trace.graph.nodes if n.op == "get_attr"}
     if all(name in read for name, _ in model.named_parameters()):

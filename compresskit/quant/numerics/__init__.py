@@ -1,1 +1,1 @@
-"""Numbers: schemes, observers, quantizers, operator kinds and targets."""
+"""Number formats, observers, quantizers, operator kinds and targets: what quantization computes with."""

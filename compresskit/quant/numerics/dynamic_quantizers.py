@@ -10,7 +10,7 @@ from torch import Tensor
 from compresskit.base.errors import DataError
 from compresskit.export.ops.lstm import simulate_dynamic_lstm
 from compresskit.export.ops.quantize import round_dynamically
-from compresskit.graph.recurrent import OPERATORS, cells
+from compresskit.graph.recurrent import OPERATORS, recurrent_cells
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme
 
@@ -70,7 +70,7 @@ class LstmQuantizer(Quantizer):
         """The weights, recurrent matrices multiplied by the projection where there is one."""
         has_biases, layers, bidirectional = settings
         effective: list[Tensor] = []
-        for layer in cells(weights, has_biases, layers, bidirectional):
+        for layer in recurrent_cells(weights, has_biases, layers, bidirectional):
             for cell in layer:
                 recurrent = cell.recurrent if cell.projection is None else cell.recurrent @ cell.projection
                 effective += [cell.input, recurrent, *cell.biases, *([] if cell.projection is None else [cell.projection])]

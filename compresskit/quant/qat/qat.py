@@ -1,7 +1,9 @@
-"""Quantization-aware training: the same graph as static quantization, with gradients (Jacob et al., 1712.05877).
+"""Quantization-aware training: train a model with the rounding of its target in place (Jacob et al., 1712.05877).
 
-BatchNorm lives on while its statistics follow the batches (`live`), weights are rounded as they will be folded, ranges follow
-the activations or are learned (LSQ, Esser et al., 1902.08153), and after a share of the training all of it holds still.
+quantize, calibrate -> unfold BatchNorm -> train; late in the training freeze BatchNorm statistics and ranges -> convert
+
+Weights are rounded as they will be after BatchNorm is folded, while its statistics follow the batches. The ranges of activations
+follow the batches, too, or are learned (LSQ, Esser et al., 1902.08153).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,49 +22,84 @@ from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.task import Task
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.distill.objectives.imitate import imitate
-from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.build import build_quantized
-from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, check_observer
-from compresskit.quant.numerics.targets import X86, Target, check_target
-from compresskit.quant.static import calibrated_in, part_of
+from compresskit.quant.calibrated import (
+    CalibratedOptions,
+    CalibratedSettings,
+    calibrate_inside,
+    check_samples,
+    module_to_quantize,
+)
+from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.observers import MinMax, MovingAverage
 from compresskit.train.train import Train, fit_
 
 
-def prepare_qat(
-    model: nn.Module,
-    batches: Batches,
-    *,
-    target: Target = X86,
-    observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01),
-    learned: bool = False,
-    skip: tuple[str, ...] = (),
-    dynamic: Dynamic = (0,),
-    strict: bool = False,
-    inside: str | None = None,
-) -> Any:
-    """A quantized copy, ready to be trained in any loop: a `Quantized`; with `inside`, a copy of the model that holds one there.
+class QATOptions(CalibratedOptions, total=False):
+    """Keyword arguments of `prepare_qat`; `QATSettings` has their defaults."""
 
-    Its ranges start at those of the batches and then follow the training, in the observer's way, or are learned; BatchNorm
-    statistics follow too. `quantized.freeze_statistics_()` freezes both, some way before the end, so that the weights can adapt;
-    `quantized.convert_()` after the last step folds BatchNorm for good and nudges scales away from rounding boundaries, which
-    exporting alone does not. Under DistributedDataParallel ranges are joined over ranks. target, skip, dynamic, strict,
-    inside: as in `quantize_static`.
+    learned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class QATSettings(CalibratedSettings):
+    """Settings of a model that is prepared for quantization-aware training; `prepare_qat` explains them."""
+
+    learned: bool = False
+
+
+@overload
+def prepare_qat(model: nn.Module, batches: Batches, *, inside: None = None, **options: Unpack[QATOptions]) -> Quantized: ...
+@overload
+def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None, **options: Unpack[QATOptions]) -> nn.Module: ...
+def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None, **options: Unpack[QATOptions]) -> nn.Module:
+    """Return a quantized copy of a float model, ready to be trained in any loop.
+
+    Call `quantized.freeze_statistics_()` some time before the end of the training: it freezes BatchNorm statistics and ranges, so
+    that the weights can adapt to them. Call `quantized.convert_()` after the last step: it folds BatchNorm and nudges scales away
+    from rounding boundaries, which exporting alone does not. Under DistributedDataParallel ranges are joined over ranks.
+
+    Args:
+        model: any float module; it is not changed.
+        batches: an iterable of inputs, or one batch, from which the ranges start; the first captures the model.
+        inside: dotted name of a submodule that alone is quantized; the result is then a copy of the whole model.
+        observer: follows the range of each activation during the training; default `MovingAverage(momentum=0.01)`.
+        learned: make the scales parameters (LSQ) instead; no observer follows then. Default False.
+        target, skip, dynamic, strict: as in `quantize_static`.
+
+    Returns the quantized model in train mode; with `inside`, the whole model.
+    Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
+    nothing that runs in integers; SettingError for settings that do not fit.
     """
-    check_target(target, "prepare_qat")
-    check_observer(observer, "prepare_qat")
-    part, example, everything = part_of(model, batches, inside, "prepare_qat")
-    quantized = build_quantized(part, example, target, MinMax, skip=skip, dynamic=dynamic, strict=strict, trainable=True)
-    whole = calibrated_in(model, quantized, everything, inside)
-    quantized.unfold_batchnorm_(learned=learned)
-    if not learned:
-        quantized.observe_(True, observer)
-    return whole.train()
+    settings = QATSettings(inside=inside, **options)
+    settings.check("prepare_qat")
+    return _prepare_model(model, batches, settings, "prepare_qat")[0]
+
+
+def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
+    """The prepared model, and the quantized part of it."""
+    module, example, data = module_to_quantize(model, batches, settings.inside, where)
+    quantized = build_quantized(
+        module,
+        example,
+        settings.target,
+        MinMax,
+        skip=settings.skip,
+        dynamic=settings.dynamic,
+        strict=settings.strict,
+        trainable=True,
+    )
+    whole = calibrate_inside(model, quantized, data, settings.inside)
+    quantized.unfold_batchnorm_(learned=settings.learned)
+    if not settings.learned:
+        quantized.observe_(True, settings.observer or partial(MovingAverage, momentum=0.01))
+    return whole.train(), quantized
 
 
 @contextmanager
 def zeros_kept(model: nn.Module) -> Iterator[None]:
-    """Inside the block weights that are exactly zero get no gradient, so that a pruned network stays as sparse as it came."""
+    """Give weights that are exactly zero no gradient inside the block, so that a pruned network stays as sparse as it is."""
     handles = []
     for parameter in model.parameters():
         zero = parameter.detach() == 0
@@ -80,38 +117,29 @@ def zeros_kept(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QAT(Train):
-    """Quantize, then train with the rounding in place.
+class QAT(QATSettings, Train):
+    """Quantize a trained model as `prepare_qat` does, train it, and convert it. Weights that are zero stay zero.
 
-    objective: what the float model says (soft targets) and the task's loss, half of each, where nothing is given.
-    target, observer, samples, skip, dynamic, strict, inside: as in `StaticQuant`; the observer follows the ranges while training.
-    learned: the scales are parameters (LSQ) and no observer follows.
-    freeze: share of the training after which ranges and BatchNorm statistics hold still.
-    The other settings are those of `Train`, with a gentle default rate. Weights that are zero stay zero.
+    target, observer, learned, skip, dynamic, strict, inside: as in `prepare_qat`.
+    samples: how many calibration samples the ranges start from, from `Task(calibration=...)` or the training data.
+    freeze: fraction of the training after which BatchNorm statistics and ranges are frozen.
+    objective: what is minimised. The default is half the task's loss and half the distance to the float model's predictions.
+    The other settings are those of `Train`, with a small default learning rate.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
     optimizer: Callable[..., torch.optim.Optimizer] = field(default=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
-    target: Target = X86
-    observer: Callable[[], Observer] = partial(MovingAverage, momentum=0.01)
-    learned: bool = False
     samples: int = 512
-    skip: tuple[str, ...] = ()
-    dynamic: Dynamic = (0,)
-    strict: bool = False
-    inside: str | None = None
     freeze: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_target(self.target, "QAT")
-        check_observer(self.observer, "QAT")
+        self.check("QAT")
+        check_samples(self.samples, "QAT")
         if not 0 <= self.freeze <= 1:
-            raise SettingError(f"QAT(freeze=...): wanted a share of the training in [0, 1], got {self.freeze}")
-        if self.samples < 1:
-            raise SettingError(f"QAT(samples=...): wanted a whole number >= 1, got {self.samples}")
+            raise SettingError(f"QAT(freeze=...): wanted a fraction of the training in [0, 1], got {self.freeze}")
 
     @property
     def starts_from_trained(self) -> bool:
@@ -120,29 +148,18 @@ class QAT(Train):
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
-        goal = task if task.reference is not None else replace(task, reference=frozen_copy(model))
-        whole = prepare_qat(
-            model,
-            calibration_inputs(task, self.samples),
-            target=self.target,
-            observer=self.observer,
-            learned=self.learned,
-            skip=self.skip,
-            dynamic=self.dynamic,
-            strict=self.strict,
-            inside=self.inside,
-        )
-        quantized = whole.get_submodule(self.inside) if self.inside else whole
+        with_reference = task if task.reference is not None else replace(task, reference=frozen_copy(model))
+        whole, quantized = _prepare_model(model, calibration_inputs(task, self.samples), self, "QAT")
 
-        def hold(step: int, steps: int) -> None:
+        def freeze_late(step: int, steps: int) -> None:
             if step >= self.freeze * steps:
                 quantized.freeze_statistics_()
 
-        hold(0, 1)
+        freeze_late(0, 1)
         # At temperature 1 this is the cross-entropy to labels half of which are the float model's predictions. With less of the
         # task's loss a network that is trained further would stay where the float model was (benchmarks/quantize_cifar.md).
         objective = self.objective or imitate(model, loss=match_predictions, weight=0.5, task_weight=0.5)
         with zeros_kept(whole):
-            fit_(whole, goal, self, objective=objective, after_step=[hold], label="QAT")
+            fit_(whole, with_reference, self, objective=objective, after_step=[freeze_late], label="QAT")
         quantized.convert_()
         return whole

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import networks
+import numpy as np
+import onnx
 import pytest
 import torch
 from networks import build, image
+from onnx import numpy_helper
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError
+from compresskit.base.errors import DataError, ExportError
 from compresskit.quant import quantize_static
 
 
-def test_masked_outputs_and_scalars_among_them(tmp_path) -> None:
+def test_infinite_and_scalar_outputs_are_compared(tmp_path) -> None:
     class Masked(networks.Chain):
         def forward(self, x):
             y = super().forward(x)
@@ -26,7 +29,7 @@ def test_masked_outputs_and_scalars_among_them(tmp_path) -> None:
         ck.verify_onnx(tmp_path / "f.onnx", model, [(torch.randn(2, 5, 8, 8),)])
 
 
-def test_one_wrong_output_among_many(tmp_path) -> None:
+def test_one_wrong_output_among_many_is_refused(tmp_path) -> None:
     import onnx
     from onnx import numpy_helper
 
@@ -39,3 +42,65 @@ def test_one_wrong_output_among_many(tmp_path) -> None:
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     onnx.save(file, tmp_path / "bad.onnx")
     assert not ck.verify_onnx(tmp_path / "bad.onnx", quantized, [image(64)]).passed
+
+
+def damaged(path, out, name):
+    """A copy of the file in which the rows of one initializer are turned around."""
+    file = onnx.load(path)
+    tensor = next(t for t in file.graph.initializer if name in t.name)
+    values = numpy_helper.to_array(tensor)[::-1].copy()
+    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(file, out)
+    return out
+
+
+def test_a_wrong_float_file_is_refused_and_the_layer_named(tmp_path) -> None:
+    model = build(networks.Residual)
+    good = ck.export_onnx(model, tmp_path / "f.onnx", image(2))
+    proof = ck.verify_onnx(damaged(good, tmp_path / "bad.onnx", "out.weight"), model, [image(16)])
+    assert not proof.passed
+    assert "the largest error is" in proof.reason
+    assert "the first layer that differs is out " in proof.reason
+    assert "DISAGREES" in str(proof)
+    assert proof.to_json()["passed"] is False
+
+
+def test_a_wrong_int8_file_is_refused(tmp_path) -> None:
+    quantized = ck.quant.quantize_static(build(networks.Residual), [image(16)])
+    good = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    proof = ck.verify_onnx(damaged(good, tmp_path / "bad.onnx", "inner_0_weight.integers"), quantized, [image(32)])
+    assert not proof.passed
+    assert "inner" in proof.reason
+
+
+def test_a_file_with_other_outputs_is_refused(tmp_path) -> None:
+    path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2))
+    other = build(networks.Chain)
+    other.head = nn.Linear(32, 7)
+    with pytest.raises(ExportError, match=r"output of shape \(4, 10\) where the model gives \(4, 7\)"):
+        ck.verify_onnx(path, other, [image(4)])
+
+
+def test_files_that_do_not_load_are_refused(tmp_path) -> None:
+    path = tmp_path / "x.onnx"
+    path.write_bytes(b"not a model")
+    model = build(networks.Chain)
+    with pytest.raises(ExportError, match=r"x\.onnx: ONNX Runtime cannot load it"):
+        ck.verify_onnx(path, model, [image(2)])
+    with pytest.raises(ExportError, match="cannot load it"):
+        ck.audit(path)
+    good = ck.export_onnx(model, tmp_path / "f.onnx", image(2))
+    with pytest.raises(DataError, match="no batch was given"):
+        ck.verify_onnx(good, model, [])
+
+
+def test_errors_are_counted_in_steps() -> None:
+    from compresskit.export.check.verify import compare
+
+    wanted = np.linspace(0, 255, 256, dtype=np.float32).reshape(-1, 1)
+    level = compare([wanted], [wanted + np.where(np.arange(256) % 4 == 0, 1.5, 0.5).reshape(-1, 1)])
+    assert level.agreement is None
+    assert level.within_one == 0.75
+    assert level.within_two == 1.0
+    assert level.largest == pytest.approx(1.5)
+    assert compare([wanted], [wanted * np.nan]).largest == np.inf

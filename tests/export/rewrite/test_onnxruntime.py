@@ -1,4 +1,4 @@
-"""Rewrites for the runtime's kernels: other operators in the file, the same numbers."""
+"""Rewrites for ONNX Runtime: other operators in the file, the same outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outputs(path: Path, x: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 6])
 @pytest.mark.parametrize("conv", [{"kernel_size": 3, "stride": 2, "padding": 1}, {"kernel_size": 5, "padding": (2, 0)}])
-def test_input_channels_come_in_fours(channels: int, conv: dict, tmp_path: Path) -> None:
+def test_input_channels_are_padded_to_fours(channels: int, conv: dict, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, channels, 32, 28)
     plain, tuned = files(nn.Sequential(nn.Conv2d(channels, 8, **conv), nn.ReLU()), x, tmp_path)
@@ -48,7 +48,7 @@ def test_input_channels_come_in_fours(channels: int, conv: dict, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("size", "padding"), [(5, 0), (5, 1), (5, 2), (6, 2), (7, 3), (7, 0)])
-def test_large_strided_kernels_read_folded_images(size: int, padding: int, tmp_path: Path) -> None:
+def test_large_strided_kernels_read_images_folded_2x2(size: int, padding: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 32, 26)
     plain, tuned = files(nn.Sequential(nn.Conv2d(3, 8, size, stride=2, padding=padding), nn.ReLU()), x, tmp_path)
@@ -57,7 +57,7 @@ def test_large_strided_kernels_read_folded_images(size: int, padding: int, tmp_p
 
 
 @pytest.mark.parametrize("shape", [(4, 32, 32), (3, 8, 8)], ids=["channels in fours already", "small image"])
-def test_what_would_not_pay_stays(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_convolutions_that_padding_would_slow_are_kept(shape: tuple[int, ...], tmp_path: Path) -> None:
     x = torch.randn(2, *shape)
     _, tuned = files(nn.Sequential(nn.Conv2d(shape[0], 8, 3), nn.ReLU()), x, tmp_path)
     assert not operators(tuned).keys() & {"Pad", "SpaceToDepth"}
@@ -86,6 +86,6 @@ def test_average_pooling_is_a_depthwise_convolution(pool: nn.Module, tmp_path: P
     [nn.AvgPool2d(3, padding=1, count_include_pad=False), nn.AvgPool2d(3, stride=2, ceil_mode=True)],
     ids=["edges", "ceil"],
 )
-def test_pools_whose_windows_differ_stay(pool: nn.Module, tmp_path: Path) -> None:
+def test_pools_whose_windows_differ_in_size_are_kept(pool: nn.Module, tmp_path: Path) -> None:
     _, tuned = files(pooled(pool), torch.randn(2, 4, 26, 26), tmp_path)
     assert operators(tuned)["AveragePool"] == 1

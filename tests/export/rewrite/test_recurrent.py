@@ -71,7 +71,7 @@ CASES = [(kind, how) for kind in KINDS for how in SHAPES] + [("LSTM", how) for h
 @pytest.mark.filterwarnings("ignore:LSTM with projections")  # oneDNN has no kernel for them
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["zeros", "given"])
-def test_file_equals_eager(kind, how, given, tmp_path) -> None:
+def test_the_file_of_a_recurrent_layer_equals_eager(kind, how, given, tmp_path) -> None:
     make, extra, _ = KINDS[kind]
     model = Layer(make, **how, **extra).eval()
     x = torch.randn(2, 4, 5)
@@ -89,7 +89,7 @@ def test_file_equals_eager(kind, how, given, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_captured_layer_is_one_operator_and_trains(kind) -> None:
+def test_a_captured_recurrent_layer_is_one_operator_and_trains(kind) -> None:
     make, extra, target = KINDS[kind]
     model = Layer(make, num_layers=2, bidirectional=True, **extra)
     captured = capture(model, (torch.randn(3, 2, 5),), dynamic=(0, 1)).module
@@ -107,7 +107,7 @@ def test_captured_layer_is_one_operator_and_trains(kind) -> None:
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-def test_layers_in_a_row_with_other_operators(tmp_path) -> None:
+def test_recurrent_layers_between_other_operators(tmp_path) -> None:
     class Both(nn.Module):
         def __init__(self):
             super().__init__()

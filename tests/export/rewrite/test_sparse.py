@@ -1,4 +1,4 @@
-"""What zeros buy in a file: the compressed size, and sparse initializers that a runtime loads."""
+"""Sparse models in files: compressed size, and sparse initializers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_dense_weights_stay_dense(tmp_path) -> None:
     assert out.stat().st_size == pytest.approx(path.stat().st_size, abs=100)
 
 
-def test_what_cannot_be_stored_sparse(tmp_path, monkeypatch) -> None:
+def test_files_that_cannot_be_stored_sparse_are_refused(tmp_path, monkeypatch) -> None:
     model = build(networks.Chain)
     path = export_onnx(model, tmp_path / "model.onnx", image(4))
     loaded = onnx.load(path)

@@ -17,6 +17,7 @@ from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.export import export_onnx
 from compresskit.measure import latency
 from compresskit.prune import apply_, channel_sensitivity, plan_channels
+from compresskit.prune.channels import candidates, selector
 from compresskit.prune.criteria import Slices, l2
 from compresskit.prune.normalizers import by_deviation, by_largest, by_mean, unscaled
 from compresskit.prune.rankings import cost_aware, isomorphic, pooled, uniform
@@ -47,8 +48,9 @@ def test_ratio_counts_channels() -> None:
     assert not cut(build(networks.Concat), budget=ck.remove(channels=0))[0].remove
 
 
-def test_bytes_are_those_of_the_file(tmp_path) -> None:
-    model = build(networks.Concat)
+def test_bytes_are_those_of_the_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(selector, "CLOSE_ENOUGH", 0.2)
+    model = build(networks.Chain)
     plan, small = cut(model, budget=ck.keep(bytes=0.7))
     before, after = (export_onnx(m, tmp_path / f"{n}.onnx", image(2)).stat().st_size for n, m in enumerate((model, small)))
     assert 0.5 < after / before <= 0.7
@@ -65,7 +67,9 @@ class Wide(networks.Chain):
         self.a, self.b, self.head = networks.conv(3, 64), networks.conv(64, 64), torch.nn.Linear(64, 10)
 
 
-def test_latency_is_measured(tmp_path) -> None:
+def test_latency_is_measured(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(selector, "CLOSE_ENOUGH", 0.5)  # the first candidate that is fast enough ends the search
+    monkeypatch.setattr(candidates, "SECONDS", 0.2)
     model = build(Wide)
     plan, small = cut(model, budget=ck.keep(latency=0.6), round_to=8)
     assert "ms in ONNX Runtime" in plan.note

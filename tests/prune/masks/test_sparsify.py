@@ -291,15 +291,16 @@ def test_every_setting_matters() -> None:
 def chain(tmp_path_factory):
     torch.manual_seed(0)
     out, task = tmp_path_factory.mktemp("runs") / "run", images_task(ck, samples=64)
-    return out, task, run_chain(out, task)
+    return out, task, run_chain(out, task, export="each")
 
 
-def run_chain(out, task, **settings):
+def run_chain(out, task, *, export="last", **settings):
     recipe = ck.Recipe(
         Train(epochs=2, optimizer=ADAM),
         Sparsify(budget=ck.remove(weights=0.9), rewind=rewind(to=0.33), finetune=ONE, **settings),
         ck.Distill(epochs=1, optimizer=ADAM, precision=ck.mixed.SPLIT_BF16),
         ck.QAT(epochs=1),
+        export=export,
     )
     torch.manual_seed(0)
     return recipe.run(networks.Residual(), task, out)
@@ -577,7 +578,7 @@ def test_bad_settings() -> None:
             dict(budget=ck.remove(weights=0.5), rewind=rewind(), schedule=schedules.Cubic(), finetune=ONE),
             r"wanted rewind\(to=...\) and no schedule",
         ),
-        (dict(budget=ck.remove(weights=0.5), until=0.0), r"until=...\): wanted a share of the training in \(0, 1\], got 0.0"),
+        (dict(budget=ck.remove(weights=0.5), until=0.0), r"until=...\): wanted a fraction of the training in \(0, 1\], got 0.0"),
         (dict(budget=ck.remove(weights=0.5), updates=0), "wanted at least 1, got 0 and 1024"),
         (dict(budget=ck.remove(weights=0.5), memory=2.0), r"wanted regrow in \[0, 1\), memory in \[0, 1\], got 0.0, 2.0"),
         (dict(budget=ck.remove(weights=0.5), regrow=0.2), "growing needs a schedule, such as schedules.Constant"),
@@ -598,7 +599,7 @@ def test_bad_settings() -> None:
     task, model = images_task(ck, samples=32), build(networks.Chain)
     with pytest.raises(SettingError, match=r"no weights were kept there; .* Task\(snapshots=\{0.33: \{\}\}\)"):
         Sparsify(budget=ck.remove(weights=0.5), rewind=rewind(), finetune=ONE)(model, task)
-    with pytest.raises(SettingError, match=r"Task\(snapshots=...\): wanted shares of a training in \[0, 1\), got 1.5"):
+    with pytest.raises(SettingError, match=r"Task\(snapshots=...\): wanted fractions of a training in \[0, 1\), got 1.5"):
         ONE(model, replace(task, snapshots={1.5: {}}))
     with pytest.raises(SettingError, match="a schedule cannot follow a criterion that reads activations"):
         Sparsify(budget=ck.remove(weights=0.5), criterion=wanda, schedule=schedules.Cubic(), finetune=ONE)(model, task)
@@ -625,7 +626,8 @@ import sys, torch, networks
 import torch.distributed as dist
 import compresskit as ck
 from compresskit.graph.masks import enforce_masks_
-from compresskit.prune import plan_mask, random_scores, snip, masks_of
+from compresskit.prune import plan_mask, masks_of
+from compresskit.prune.criteria import random_scores, snip
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 torch.manual_seed(0)

@@ -38,6 +38,7 @@ CUT = {
     special.Pixels: [("a.weight", 0), ("b.0.weight", 1)],
     special.Unpixels: [("stem.0.weight", 0), ("a.0.weight", 1)],
     special.OptionA: [("stem.0.weight", 0), ("inner.0.weight", 0)],
+    special.Regions: [("a.0.weight", 0), ("b.0.weight", 1)],
     special.Slopes: [("a.weight", 0), ("act.weight", 0)],
     special.SqueezeByLinear: [("up.weight", 0), ("down.weight", 1)],
     special.Transposed: [("up.weight", 1), ("up.weight", 0)],

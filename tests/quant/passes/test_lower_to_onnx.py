@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import networks
 import numpy as np
 import onnx
@@ -15,24 +17,56 @@ import compresskit as ck
 from compresskit.quant import quantize_static
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Class of a network -> (the network, quantized, its file), each made once."""
+
+    @functools.cache
+    def make(kind):
+        torch.manual_seed(0)
+        model = build(kind)
+        quantized = quantize_static(model, [image(16) for _ in range(3)])
+        path = tmp_path_factory.mktemp("exported") / "q.onnx"
+        return model, quantized, ck.export_onnx(quantized, path, image(2))
+
+    return make
+
+
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
-def test_the_exported_file_computes_what_is_simulated(kind, tmp_path) -> None:
-    model = build(kind)
-    quantized = quantize_static(model, [image(16) for _ in range(3)])
+def test_the_exported_file_computes_what_is_simulated(kind, exported) -> None:
+    model, quantized, path = exported(kind)
     x = image(64)
-    ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
-    proof = ck.verify_onnx(tmp_path / "q.onnx", quantized, [x])
+    proof = ck.verify_onnx(path, quantized, [x])
     assert proof.passed, proof
     assert proof.plain.largest <= 2.5
     with torch.no_grad():
-        wanted, got = model(*x), quantized(*x)
-    noise = oracles.sqnr(wanted, got)
+        expected, outputs = model(*x), quantized(*x)
+    noise = oracles.sqnr(expected, outputs)
     assert noise > 20, f"only {noise:.1f} dB"
 
 
-def test_weights_and_biases_are_stored_as_integers(tmp_path) -> None:
-    quantized = quantize_static(build(networks.Residual), [image(16)])
-    file = onnx.load(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
+@pytest.mark.parametrize(
+    "kind", [networks.Chain, networks.Residual, networks.PaddedShortcut, networks.Depthwise, networks.Concat]
+)
+def test_all_operators_run_in_integers(kind, exported) -> None:
+    audit = ck.audit(exported(kind)[2])
+    assert audit.integer_fraction == 1.0
+    assert audit.floating == ()
+    assert all(done == every for done, every in audit.operators.values()), audit
+    assert audit.conversions <= 2, audit
+
+
+@pytest.mark.parametrize("kind", [networks.PaddedShortcut, networks.Depthwise])
+def test_the_float_file_has_the_same_multiply_accumulates(kind, exported, tmp_path) -> None:
+    model, _, path = exported(kind)
+    audit = ck.audit(ck.export_onnx(model, tmp_path / "f.onnx", image(2)))
+    assert audit.integer_fraction == 0
+    assert audit.macs == ck.audit(path).macs > 0
+
+
+def test_weights_and_biases_are_stored_as_integers(exported) -> None:
+    _, quantized, path = exported(networks.Residual)
+    file = onnx.load(path)
     kinds = {}
     for tensor in file.graph.initializer:
         kinds.setdefault(onnx.TensorProto.DataType.Name(tensor.data_type), []).append(int(np.prod(tensor.dims)))
@@ -43,11 +77,9 @@ def test_weights_and_biases_are_stored_as_integers(tmp_path) -> None:
     assert not file.graph.node[0].metadata_props
 
 
-def test_hardsigmoid_needs_no_arithmetic(tmp_path) -> None:
+def test_hardsigmoid_needs_no_arithmetic(exported) -> None:
     """Its result is the integers of its input, clipped and read with other numbers: a Clip on uint8, no HardSigmoid."""
-    model = build(networks.Mobile)
-    quantized = quantize_static(model, [image(16)])
-    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    _, quantized, path = exported(networks.Mobile)
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     assert "HardSigmoid" not in kinds
     assert "HardSwish" not in kinds
@@ -69,10 +101,8 @@ def test_hardsigmoid_needs_no_arithmetic(tmp_path) -> None:
     torch.testing.assert_close(DeployedHardSigmoid(anchors[0])(rounded), nn.functional.hardsigmoid(rounded))
 
 
-def test_linear_layers_of_three_dimensions_are_integer_matmuls(tmp_path) -> None:
-    model = build(networks.Tokens)
-    quantized = quantize_static(model, [image(16)])
-    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+def test_linear_layers_of_three_dimensions_are_integer_matmuls(exported) -> None:
+    model, _, path = exported(networks.Tokens)
     audit = ck.audit(path)
     assert audit.operators["MatMul"] == (3, 3), audit
     assert audit.operators["Gemm"] == (0, 1)  # a last layer of next to no work stays float

@@ -48,7 +48,7 @@ def test_convolutions_of_patches_become_linear_layers(model: Mixer, tmp_path: Pa
     assert not any("add" in node for node in rounded - {quantized.placement.points[0].node})
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
     assert ck.verify_onnx(path, quantized, [image(8)]).passed
-    assert ck.audit(path).share == 1.0
+    assert ck.audit(path).integer_fraction == 1.0
 
 
 def test_without_rounding_it_computes_what_the_model_does(model: Mixer) -> None:

@@ -12,7 +12,8 @@ from compresskit.prune.structure.channel_sets import (
     fixed_labels,
     varying_dims,
 )
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 
 _IDENTITY_OPERATORS = """dropout feature_dropout alpha_dropout feature_alpha_dropout contiguous clone alias detach lift_fresh
@@ -83,18 +84,18 @@ def _join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView
     moving = varying_dims(labels)
     if not moving:
         # It meets no channels yet, but may do so later: (weight * rsqrt(variance)) of a frozen BatchNorm.
-        own = call.vector_labels(parameter)
-        if own is not None and not bool((labels > 0).any()):
+        vector = call.vector_labels(parameter)
+        if vector is not None and not bool((labels > 0).any()):
             unconstrained = labels.new_full((1,) * labels.ndim, UNCONSTRAINED)
-            return join_broadcast(call, unconstrained, own).expand(labels.shape)
+            return join_broadcast(call, unconstrained, vector).expand(labels.shape)
         call.sets.lock(labels, f"met by the parameter {parameter.name} in {call.where}")
         call.state.lock_tensor(parameter.name, f"used by {call.where}")
         return labels
     met = [d for d in moving if d in varying_dims(_value_numbers(padded))]
     if not met:
         return labels
-    if len(met) == 1 and (own := call.parameter_labels(padded, met[0])) is not None:
-        return join_broadcast(call, labels, own).expand(labels.shape)
+    if len(met) == 1 and (met_labels := call.parameter_labels(padded, met[0])) is not None:
+        return join_broadcast(call, labels, met_labels).expand(labels.shape)
     call.sets.lock(labels, f"met by the parameter {parameter.name} in an order of its own")
     call.state.lock_tensor(parameter.name, f"used by {call.where}")
     return labels

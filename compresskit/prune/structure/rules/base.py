@@ -1,9 +1,9 @@
-"""What pruning rules are written with: parameters as the graph reads them, the operator at hand, and the table of rules.
+"""What pruning rules are written with: the operator at hand, what propagation has found so far, and the table of rules.
 
 A rule is a function `(call: OperatorCall) -> labels of the result`, entered with `@rule_for(operators)`:
 
     @rule_for(aten.linear.default)
-    def rule_linear(call: OperatorCall) -> Tensor:
+    def rule_linear(call: OperatorCall) -> RuleResult:
         x, weight = call.args[:2]
         ...
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,63 +40,8 @@ from compresskit.prune.structure.constraints import (
     SizeAttribute,
     WidthScaling,
 )
+from compresskit.prune.structure.rules.parameter_view import ParameterAxis, ParameterView
 from compresskit.prune.structure.trace import Trace
-
-#: A dimension of a parameter, and the indices along it that are read.
-ParameterAxis = tuple[int, Tensor]
-
-
-@dataclass(frozen=True)
-class ParameterView:
-    """A parameter or buffer as the graph reads it, after views, permutations and look-ups.
-
-    axes: for each dimension of the stored tensor, the index along it that each value read comes from, in the shape that is read.
-    moved: whether that differs from the stored layout.
-    same_layout: other tensors that it is computed from with the same layout, as (name, its dimension for each of ours or None);
-        only parametrized weights (weight norm) have some.
-    """
-
-    name: str
-    axes: tuple[Tensor, ...]
-    moved: bool = False
-    same_layout: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
-
-    @staticmethod
-    def of(name: str, shape: tuple[int, ...], same_layout: tuple[tuple[str, tuple[int | None, ...]], ...] = ()) -> ParameterView:
-        """A whole tensor in its stored layout."""
-        axes = tuple(expand_along(torch.arange(n), d, shape) for d, n in enumerate(shape))
-        return ParameterView(name, axes, same_layout=same_layout)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in which it is read."""
-        return tuple(self.axes[0].shape) if self.axes else ()
-
-    @property
-    def numel(self) -> int:
-        """Number of values read."""
-        return self.axes[0].numel() if self.axes else 1
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> ParameterView:
-        """The view after an operator that only moves values."""
-        return ParameterView(self.name, tuple(function(a) for a in self.axes), moved=True, same_layout=self.same_layout)
-
-    def map_parts(self, function: Callable[[Tensor], Any]) -> list[ParameterView]:
-        """The views after an operator that cuts a tensor into parts."""
-        columns = zip(*(function(a) for a in self.axes), strict=True)
-        return [ParameterView(self.name, tuple(axes), moved=True, same_layout=self.same_layout) for axes in columns]
-
-    def axis(self, dim: int) -> ParameterAxis | None:
-        """The stored dimension that runs along `dim` of what is read, and its indices; None where there is not exactly one."""
-        axes = []
-        for stored, indices in enumerate(self.axes):
-            along = varying_dims(indices)
-            if dim in along:
-                if along != [dim]:
-                    return None
-                axes.append((stored, indices.movedim(dim, 0).reshape(indices.shape[dim], -1)[:, 0]))
-        return axes[0] if len(axes) == 1 else None
-
 
 #: Labels of an activation, or a view of a parameter.
 Labelled = Tensor | ParameterView
@@ -260,10 +204,10 @@ class OperatorCall:
             if (stored := dims[dim]) is None:
                 continue
             size = self.state.size(name, stored)
-            whole = labels
+            axis_labels = labels
             if len(indices) != size or not bool((indices == torch.arange(size)).all()):
-                whole = torch.full((size,), UNCONSTRAINED).index_put((indices,), labels)
-            self.sets.add_axis(name, stored, whole, role)
+                axis_labels = torch.full((size,), UNCONSTRAINED).index_put((indices,), labels)
+            self.sets.add_axis(name, stored, axis_labels, role)
 
     def assign_vector(self, parameter: Any, labels: Tensor, dim: int = 0) -> None:
         """A parameter with one entry per channel along `dim` goes with the channels; what is no parameter is ignored."""
@@ -349,12 +293,12 @@ def rule_for(*targets: Any) -> Callable[[PropagationRule], PropagationRule]:
 
 def overloads(*names: str) -> list[Any]:
     """All overloads of ATen operators, and of their in-place forms, that this torch has; a string may hold several names."""
-    found = []
+    operators = []
     for name in (n for text in names for base in text.split() for n in (base, f"{base}_")):
         packet = getattr(aten, name, None)
         if packet is not None:
-            found += [getattr(packet, o) for o in packet.overloads() if "out" not in o]
-    return found
+            operators += [getattr(packet, o) for o in packet.overloads() if "out" not in o]
+    return operators
 
 
 def operator_name(target: Any) -> str:

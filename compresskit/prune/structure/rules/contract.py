@@ -12,7 +12,8 @@ from torch import Tensor
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import collapse, expand_along, fixed_labels, tighten, varying_dims
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_width_scaling, remember_product
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterAxis, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
+from compresskit.prune.structure.rules.parameter_view import ParameterAxis, ParameterView
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _PADDED_CONVOLUTIONS = (aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)

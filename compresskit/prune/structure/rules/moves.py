@@ -18,7 +18,8 @@ from compresskit.prune.structure.channel_sets import (
     varying_dims,
 )
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import remember_moved_product
 
 
@@ -52,8 +53,8 @@ def _labels_beside(call: OperatorCall, value: Any, moving: list[int]) -> Tensor:
     """Labels of one of several values that are concatenated; a parameter (class token) has them where the others vary."""
     if isinstance(value, Tensor):
         return value
-    own = [d for d in moving if d in {d for a in value.axes for d in varying_dims(a)}]
-    if len(own) == 1 and (labels := call.parameter_labels(value, own[0])) is not None:
+    dims = [d for d in moving if d in {d for a in value.axes for d in varying_dims(a)}]
+    if len(dims) == 1 and (labels := call.parameter_labels(value, dims[0])) is not None:
         return labels
     call.state.lock_tensor(value.name, f"concatenated by {call.where}")
     return fixed_labels(value.shape)

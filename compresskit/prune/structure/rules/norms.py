@@ -7,9 +7,10 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along, varying_dims
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
 from compresskit.prune.structure.rules.contract import labels_of_sum
 from compresskit.prune.structure.rules.layers import equal_groups
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 
 
 @rule_for(aten.batch_norm.default, aten.instance_norm.default)

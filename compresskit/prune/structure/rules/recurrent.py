@@ -9,8 +9,9 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along
-from compresskit.prune.structure.rules.base import OperatorCall, ParameterView, RuleResult, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
 from compresskit.prune.structure.rules.layers import lock_computed_weight
+from compresskit.prune.structure.rules.parameter_view import ParameterView
 
 _LAYER_GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
 _CELL_GATES = {

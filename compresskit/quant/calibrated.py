@@ -1,0 +1,95 @@
+"""Settings and steps that static quantization and quantization-aware training share: both start from calibrated ranges.
+
+CalibratedOptions     the keyword arguments of `quantize_static` and `prepare_qat`, for type checkers
+CalibratedSettings    the same with their defaults and checks; the stages `StaticQuant` and `QAT` inherit them
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import nn
+
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
+from compresskit.graph.surgery import mode
+from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.observers import Observer, check_observer
+from compresskit.quant.numerics.targets import X86, Target, check_target
+
+
+class CalibratedOptions(TypedDict, total=False):
+    """Keyword arguments that `quantize_static` and `prepare_qat` share; `CalibratedSettings` has their meanings and defaults."""
+
+    target: Target
+    observer: Callable[[], Observer] | None
+    skip: tuple[str, ...]
+    dynamic: Dynamic
+    strict: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedSettings:
+    """Settings of every quantization that starts from calibrated ranges.
+
+    target: where the model will run.
+    observer: makes one range observer for each activation; None for the default of the method.
+    skip: dotted names of modules that stay float.
+    dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
+    strict: raise where no rule knows an operator, instead of leaving it float.
+    inside: dotted name of the one submodule that is quantized; None for the whole model.
+    """
+
+    target: Target = X86
+    observer: Callable[[], Observer] | None = None
+    skip: tuple[str, ...] = ()
+    dynamic: Dynamic = (0,)
+    strict: bool = False
+    inside: str | None = None
+
+    def check(self, where: str) -> None:
+        """Raise SettingError, which begins with `where`, for a setting out of range."""
+        check_target(self.target, where)
+        check_observer(self.observer, where)
+
+
+def check_samples(samples: int, where: str) -> None:
+    """Raise SettingError unless a stage looks at one calibration sample at least."""
+    if samples < 1:
+        raise SettingError(f"{where}(samples=...): wanted a whole number >= 1, got {samples}")
+
+
+def module_to_quantize(
+    model: nn.Module, batches: Batches, inside: str | None, where: str
+) -> tuple[nn.Module, Inputs, Iterator[Inputs]]:
+    """Return the module to quantize, its inputs in the first batch, and all batches of the whole model.
+
+    Raises DataError, which begins with `where`, where there is no batch.
+    """
+    first, data = first_and_all(batches, where)
+    if not inside:
+        return model, first, data
+    check_runs(model, first)
+    with torch.no_grad(), mode(model, training=False):
+        module, example = inputs_inside(model, first, inside)
+    return module, example, data
+
+
+def calibrate_inside(model: nn.Module, quantized: Quantized, batches: Iterable[Inputs], inside: str | None) -> nn.Module:
+    """Calibrate a quantized module on batches of the whole model.
+
+    Returns the quantized module, or, where `inside` is given, a copy of the whole model with it in its place.
+    """
+    if not inside:
+        quantized.calibrate_(batches)
+        return quantized
+    whole = copy.deepcopy(model)
+    whole.set_submodule(inside, quantized)
+    quantized.calibrate_(batches, through=whole)
+    return whole

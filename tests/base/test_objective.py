@@ -1,0 +1,59 @@
+"""Objectives: the defaults of the base class, and functions in their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import SettingError
+from compresskit.base.objective import FunctionObjective, as_objective
+
+
+def test_a_function_is_wrapped_and_an_objective_is_not() -> None:
+    def squares(model, batch):
+        return {"loss": model(batch).square().sum()}
+
+    objective = as_objective(squares)
+    assert isinstance(objective, FunctionObjective)
+    assert objective(nn.Identity(), torch.tensor([1.0, 2.0])) == {"loss": torch.tensor(5.0)}
+    assert as_objective(objective) is objective
+    assert objective.resume_state() is None
+    assert objective.bind(nn.Identity(), ck.Task(val=[1])) is objective
+
+
+def test_methods_of_an_objective_without_its_base_are_refused() -> None:
+    class Almost:
+        def __call__(self, model, batch):
+            return {}
+
+        def close(self):
+            pass
+
+    with pytest.raises(SettingError, match="Almost has close but is no Objective; subclass ck.Objective"):
+        as_objective(Almost())
+    with pytest.raises(SettingError, match="wanted an Objective or a function"):
+        as_objective("mse")
+
+
+def test_the_training_loop_calls_every_method_of_an_objective() -> None:
+    calls = []
+
+    class Logged(ck.Objective):
+        def bind(self, model, task):
+            calls.append("bind")
+            return self
+
+        def advance(self, done):
+            calls.append(done)
+
+        def __call__(self, model, batch):
+            return {"loss": model(batch[0]).square().mean()}
+
+        def close(self):
+            calls.append("close")
+
+    batches = [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))] * 2
+    ck.Train(epochs=2, objective=Logged())(nn.Linear(2, 2), ck.Task(train=batches, val=batches))
+    assert calls == ["bind", 0.0, 0.25, 0.5, 0.75, "close"]
