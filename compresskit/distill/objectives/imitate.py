@@ -178,6 +178,13 @@ class Imitate(Objective):
         return losses
 
 
+def _check_terms(terms: Any) -> None:
+    if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):
+        raise SettingError(f"imitate(terms=...): wanted a list of Terms, got {type(terms).__name__}")
+    if wrong := [type(term).__name__ for term in terms if not isinstance(term, Term)]:
+        raise SettingError(f"imitate(terms=...): wanted Terms, got {wrong[0]}; write Term({wrong[0]}, ...)")
+
+
 def imitate(
     teacher: TeacherLike | None = None,
     *,
@@ -214,10 +221,7 @@ def imitate(
     check_loss_weight("imitate", weight)
     if task_weight < 0:
         raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
-    if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):
-        raise SettingError(f"imitate(terms=...): wanted a list of Terms, got {type(terms).__name__}")
-    if wrong := [type(term).__name__ for term in terms if not isinstance(term, Term)]:
-        raise SettingError(f"imitate(terms=...): wanted Terms, got {wrong[0]}; write Term({wrong[0]}, ...)")
+    _check_terms(terms)
     if weight == task_weight == 0 and not any(term.weight for term in terms):
         raise SettingError("imitate(): both weights are 0, nothing would be learned")
     if temperature <= 0:
