@@ -1,4 +1,4 @@
-"""The command line: readable, parsable, and clear about what it cannot read."""
+"""The command line: tables, JSON and exit codes."""
 
 from __future__ import annotations
 

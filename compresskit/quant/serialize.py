@@ -1,4 +1,4 @@
-"""A quantized model as plain data beside its tensors, and back: nothing is executed on the way."""
+"""Record a quantized model as plain data beside its tensors, and rebuild it; nothing from the file is executed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
-#: Inputs may be of these types; names from a file are only ever looked up here.
-DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)}
+#: Types of inputs that a record may name; names from a file are only looked up here.
+INPUT_DTYPES = {
+    str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
+}
 
-
-LARGEST = 2**28  # values of an example that is made from a record
+MAX_EXAMPLE_VALUES = 2**28  # of an example that is made from a record
 
 
 def record(model: Quantized) -> dict[str, Any]:
-    """What `rebuild` needs besides the tensors and the float model's class."""
+    """Return what `rebuild` needs besides the tensors and a float model of the same class, JSON-ready."""
     plan = {"plan": model.plan.to_json()} if isinstance(model, WeightQuantized) else {}
     return plan | {
         "kind": "quantized",
@@ -45,7 +46,11 @@ def record(model: Quantized) -> dict[str, Any]:
 
 
 def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
-    """Quantize a float model of the same class again, as recorded; ranges and weights still have to be loaded.
+    """Rebuild a quantized model from a float model of the same class; its ranges and weights still have to be loaded.
+
+    Args:
+        model: a float model; its modules are cut to the recorded shapes in place.
+        saved: what `record` returned.
 
     Raises CheckpointError for a record of another model, or one that this torch captures as another graph.
     """
@@ -114,9 +119,9 @@ def _example_record(example: Inputs) -> dict[str, Any]:
 def _example(saved: dict[str, Any]) -> Inputs:
     def one(value: dict[str, Any]) -> Tensor:
         shape = [int(n) for n in value["shape"]]
-        if min(shape, default=0) < 0 or math.prod(shape) > LARGEST:
+        if min(shape, default=0) < 0 or math.prod(shape) > MAX_EXAMPLE_VALUES:
             raise ValueError(f"an example of shape {shape}")
-        return torch.zeros(shape, dtype=DTYPES[value["dtype"]])
+        return torch.zeros(shape, dtype=INPUT_DTYPES[value["dtype"]])
 
     if "kwargs" in saved:
         return {str(name): one(value) for name, value in saved["kwargs"].items()}

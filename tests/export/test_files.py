@@ -1,4 +1,4 @@
-"""Files as files: weights beside them, nothing outside their folder, what they say of themselves."""
+"""ONNX files on disk: external data, paths outside the folder, metadata."""
 
 from __future__ import annotations
 

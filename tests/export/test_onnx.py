@@ -1,4 +1,4 @@
-"""Files: written, proved, refused, audited."""
+"""Exporting models to ONNX files: what is written, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic quantization on a captured graph: what rounds weights and, at run time, the inputs of products with them."""
+"""Build a dynamically quantized model: insert quantizers of weights and of product inputs into a captured graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
-from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, layer_of, matrices, place_dynamic
+from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, place_dynamic, recurrent_weights, stored_product
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import WeightQuantizer
@@ -30,7 +30,8 @@ from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 class DynamicOrigin(Origin):
     """What a dynamically quantized model was made from.
 
-    weights: grid of the weights, None for the target's. operators: kinds that were quantized.
+    weights: number format of the weights; None for the target's.
+    operators: kinds of operators that were quantized.
     """
 
     weights: Scheme | None = None
@@ -43,14 +44,14 @@ class DynamicOrigin(Origin):
 
 
 class DynamicallyQuantized(Quantized):
-    """A model whose weights are rounded once, and the inputs of products with them at run time.
+    """A model whose weights are stored in integers, and the inputs of whose products are rounded at run time.
 
-    Called like the model it was made from. `placement` says what runs in integers and why the rest does not.
+    It is called like the float model it was made from. `placement` lists what runs in integers, and why the rest does not.
     """
 
     @property
     def opset(self) -> int:
-        """23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
+        """Version of the ONNX operator set. 23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
         return max(23, self.target.opset) if self.target.tuned else self.target.opset
 
     def check_inputs(self, inputs: Inputs) -> None:
@@ -80,9 +81,14 @@ def build_dynamic(
     floating: Mapping[str, str] | None = None,
     dynamic: Dynamic = (0,),
 ) -> DynamicallyQuantized:
-    """Capture a float model, place and insert what rounds; the arguments are those of `quantize_dynamic`.
+    """Capture a float model, decide what is quantized, and insert the quantizers.
 
-    Raises ModelError where nothing of the model can be quantized; the message says why of each operator.
+    Args:
+        example: inputs that capture the model.
+        floating: nodes of the graph that stay float, each with its reason.
+        The others: as in `quantize_dynamic`.
+
+    Raises ModelError where nothing of the model can be quantized; the message gives the reason for each operator.
     """
     captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
     fields = vars(plain) | {"floating": dict(floating or {})}
@@ -97,7 +103,7 @@ def build_dynamic(
 
 
 def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target: Target, weights: Scheme | None = None) -> None:
-    """Add what rounds to a captured graph: weights by the scheme, or as the target wants them."""
+    """Insert quantizers into a captured graph. weights: number format of the weights; None for the target's."""
     body, scheme = captured.module, target.weights if weights is None else weights
     # A scale for each channel costs up to 5 % of the latency and gains at most 0.4 dB (benchmarks/quantize_dynamic.md).
     recurrent = replace(scheme, per_channel=False) if weights is None else weights
@@ -117,15 +123,14 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
             body.add_submodule(f"quantizers.{name}", LstmQuantizer(_symmetric(recurrent)))
             node.op, node.target = "call_module", f"quantizers.{name}"
         elif kind in ("gru", "rnn"):
-            for weight in matrices(node):
+            for weight in recurrent_weights(node):
                 if get_tensor(body, str(parameter_name(weight))).ndim == 2:
                     _round_weight(body, node, weight, 0, scheme)
         else:
-            layer = layer_of(node)
-            assert layer is not None
-            own = _symmetric(scheme) if kind == "conv" else scheme
-            _round_weight(body, node, layer.weight, layer.axis, own)
-            node.replace_input_with(layer.x, rounded[layer.x])
+            product = stored_product(node)
+            assert product is not None
+            _round_weight(body, node, product.weight, product.axis, _symmetric(scheme) if kind == "conv" else scheme)
+            node.replace_input_with(product.x, rounded[product.x])
     body.graph.lint()
     body.recompile()
 

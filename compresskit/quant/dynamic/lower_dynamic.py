@@ -1,4 +1,4 @@
-"""The form of a dynamically quantized model that is exported: integers stored, rounded and multiplied by ONNX's operators."""
+"""Lower a dynamically quantized graph to ONNX's operators: weights stored as integers, DynamicQuantizeLinear, MatMulInteger."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, fx
 
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.dynamic.placement_dynamic import DYNAMIC
+from compresskit.quant.dynamic.placement_dynamic import DYNAMIC_KINDS
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer, deployed_weight
 from compresskit.quant.numerics.scheme import to_integers
 
 
 def deploy_dynamic(body: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that rounds dynamically, in ONNX's terms."""
+    """Return a copy of a dynamically quantized graph in ONNX's terms."""
     shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here: a copy would be dropped
     body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
-    _Deployer(body).run()
+    _DynamicLowering(body).run()
     body.graph.eliminate_dead_code()
     for node in reversed(list(body.graph.nodes)):
         if node.op in ("get_attr", "call_module") and not node.users:
@@ -31,7 +31,7 @@ def deploy_dynamic(body: fx.GraphModule) -> fx.GraphModule:
     return body
 
 
-class _Deployer:
+class _DynamicLowering:
     def __init__(self, body: fx.GraphModule) -> None:
         self.body, self.graph = body, body.graph
         self.tables: dict[tuple[str, int], tuple[Node, Node, Node | None]] = {}
@@ -46,9 +46,9 @@ class _Deployer:
                 self._rows(node)
             elif kind == "LstmQuantizer":
                 self._lstm(node)
-            elif DYNAMIC.get(node.target) in ("linear", "matmul") and self._is_rounded(node):
+            elif DYNAMIC_KINDS.get(node.target) in ("linear", "matmul") and self._is_rounded(node):
                 self._product(node, looked_up)
-            elif DYNAMIC.get(node.target) == "conv" and self._is_rounded(node):
+            elif DYNAMIC_KINDS.get(node.target) == "conv" and self._is_rounded(node):
                 self._conv(node)
         for node in [n for n in self.graph.nodes if self._name(n) == "WeightQuantizer" and n.users]:
             quantizer = self._module(node)
@@ -71,14 +71,14 @@ class _Deployer:
         with self.graph.inserting_before(self.first):
             return self.graph.get_attr(name)
 
-    def _table(self, quantizer: WeightQuantizer, name: str, axis: int, *, turned: bool) -> tuple[Node, Node, Node | None]:
-        """Stored integers (with the outputs last, if `turned`), their scale and zero point (None where it is 0)."""
-        key = (name, axis if not turned else axis + 2)
+    def _table(self, quantizer: WeightQuantizer, name: str, axis: int, *, transposed: bool) -> tuple[Node, Node, Node | None]:
+        """Store a weight; returns its integers (outputs last, if `transposed`), scale, and zero point (None where it is 0)."""
+        key = (name, axis if not transposed else axis + 2)
         if key not in self.tables:
             weight = get_tensor(self.body, name).detach()
             scale, zero_point = quantizer.qparams(weight)
             integers = to_integers(weight, scale, zero_point, quantizer.scheme, axis)
-            integers = integers.movedim(axis, -1).contiguous() if turned else integers
+            integers = integers.movedim(axis, -1).contiguous() if transposed else integers
             points = (
                 None if not zero_point.any() else self._buffer(f"{name}.zero_{len(self.tables)}", zero_point.to(integers.dtype))
             )
@@ -87,7 +87,7 @@ class _Deployer:
         return self.tables[key]
 
     def _quantized(self, rounding: Node) -> tuple[Node, Node, Node]:
-        """Integers, scale and zero point of an activation, made once for all that read it."""
+        """Integers, scale and zero point of an activation, computed once for all operators that read it."""
         if rounding not in self.rounded:
             with self.graph.inserting_after(rounding):
                 pair = self.graph.call_function(torch.ops.compresskit.dynamic_quantize.default, (rounding.args[0],))
@@ -105,7 +105,7 @@ class _Deployer:
         quantizer, name = self._module(weight), str(weight.args[0].target)
         tied = name in looked_up and axis == 0  # one table for both; ONNX Runtime transposes it once, when it loads the file
         q, scale, zero_point = self._quantized(x)
-        integers, steps, points = self._table(quantizer, name, axis, turned=not tied)
+        integers, steps, points = self._table(quantizer, name, axis, transposed=not tied)
         with self.graph.inserting_before(node):
             matrix = self.graph.call_function(aten.t.default, (integers,)) if tied else integers
             call = (q, matrix, zero_point, points)
@@ -120,7 +120,7 @@ class _Deployer:
         given = [list(v) * (spatial if len(v) == 1 else 1) if isinstance(v, list | tuple) else v for v in given]
         quantizer, name = self._module(weight), str(weight.args[0].target)
         q, scale, zero_point = self._quantized(x)
-        integers, steps, _ = self._table(quantizer, name, 0, turned=False)
+        integers, steps, _ = self._table(quantizer, name, 0, transposed=False)
         with self.graph.inserting_before(node):
             total = self.graph.call_function(torch.ops.compresskit.conv_integer.default, (q, integers, zero_point, *given))
             shape = [-1, *[1] * spatial]
@@ -142,7 +142,7 @@ class _Deployer:
     def _rows(self, node: Node) -> None:
         lookup, table = node.args
         ids, quantizer = lookup.args[1], self._module(node).table
-        integers, steps, points = self._table(quantizer, str(table.target), 0, turned=False)
+        integers, steps, points = self._table(quantizer, str(table.target), 0, transposed=False)
         with self.graph.inserting_before(node):
             rows = self.graph.call_function(aten.embedding.default, (integers, ids))
             rows = self.graph.call_function(aten._to_copy.default, (rows,), {"dtype": torch.float32})

@@ -1,8 +1,8 @@
-"""Decide, on a captured graph, what is quantized dynamically: products with a stored matrix, whose inputs are rounded then.
+"""Decide which operators of a captured graph are quantized dynamically: products with a stored weight, and embeddings.
 
 | kind | weights | activations | in a file |
 |---|---|---|---|
-| linear, matmul by a constant | int8 | uint8, the range they have just then | DynamicQuantizeLinear, MatMulInteger |
+| linear, matmul by a constant | int8 | uint8, the range of the batch | DynamicQuantizeLinear, MatMulInteger |
 | lstm | int8 | likewise, before every step | DynamicQuantizeLSTM |
 | conv (on request) | int8 | likewise | DynamicQuantizeLinear, ConvInteger |
 | embedding | int8 | none | Gather of integers |
@@ -28,8 +28,8 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
 
-#: ATen operator -> what dynamic quantization calls it.
-DYNAMIC: dict[Any, str] = {
+#: ATen operator -> its kind in dynamic quantization.
+DYNAMIC_KINDS: dict[Any, str] = {
     aten.linear.default: "linear",
     aten.addmm.default: "linear",
     aten.matmul.default: "matmul",
@@ -39,11 +39,9 @@ DYNAMIC: dict[Any, str] = {
     **dict.fromkeys(CONVS, "conv"),
     **{target: kind.split("_")[0] for kind, target in OPERATORS.items()},
 }
-#: What is quantized where nothing is said; a convolution in dynamic integers is slower than in float (ONNX Runtime, AVX512-VNNI).
+#: Kinds that are quantized by default; a convolution in dynamic integers is slower than in float (ONNX Runtime, AVX512-VNNI).
 DEFAULT_OPERATORS = ("linear", "matmul", "embedding", "lstm", "gru", "rnn")
-#: Kinds whose inputs are rounded at run time.
-ROUNDED = frozenset({"linear", "matmul", "conv", "lstm"})
-#: Why other operators with weights stay float.
+#: Kinds of other operators with weights -> why they stay float.
 UNSUPPORTED = {
     "conv_transpose": "ONNX Runtime has no dynamic integer kernel for transposed convolutions",
     "batch_norm": "it could not be folded into the layer before it",
@@ -51,8 +49,11 @@ UNSUPPORTED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """A product with a stored weight. axis: the dimension of the weight with one index for each output."""
+class StoredProduct:
+    """A linear layer, matrix product or convolution with a stored weight.
+
+    x, weight, bias: nodes of its operands. axis: the dimension of the weight with its outputs.
+    """
 
     x: Node
     weight: Node
@@ -60,23 +61,23 @@ class Layer:
     axis: int = 0
 
 
-def layer_of(node: Node) -> Layer | None:
-    """What a linear layer, product or convolution multiplies; None where its second operand is not stored."""
-    given = [*node.args, None, None]
+def stored_product(node: Node) -> StoredProduct | None:
+    """The operands of a linear layer, product or convolution; None where its second operand is not a stored weight."""
+    args = [*node.args, None, None]
     if node.target is aten.addmm.default:
         plain = node.kwargs.get("beta", 1) == 1 and node.kwargs.get("alpha", 1) == 1
-        layer = Layer(x=given[1], weight=given[2], bias=given[0], axis=1) if plain else None
-    elif DYNAMIC[node.target] == "matmul":
-        layer = Layer(x=given[0], weight=given[1], axis=1)
-        if parameter_name(layer.weight) and layer.weight.meta["val"].ndim != 2:
+        product = StoredProduct(x=args[1], weight=args[2], bias=args[0], axis=1) if plain else None
+    elif DYNAMIC_KINDS[node.target] == "matmul":
+        product = StoredProduct(x=args[0], weight=args[1], axis=1)
+        if parameter_name(product.weight) and product.weight.meta["val"].ndim != 2:
             return None
     else:
-        layer = Layer(x=given[0], weight=given[1], bias=given[2])
-    return layer if layer is not None and parameter_name(layer.weight) is not None else None
+        product = StoredProduct(x=args[0], weight=args[1], bias=args[2])
+    return product if product is not None and parameter_name(product.weight) is not None else None
 
 
-def matrices(node: Node) -> list[Node]:
-    """The weight matrices of a recurrent layer: every tensor of two dimensions in its list of weights."""
+def recurrent_weights(node: Node) -> list[Node]:
+    """The nodes of all weights and biases of a recurrent layer."""
     return list(node.args[2])
 
 
@@ -88,79 +89,83 @@ def place_dynamic(
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
 ) -> Placement:
-    """Decide what is quantized; pure, nothing is changed.
+    """Decide what is quantized; the graph is not changed.
 
     Args:
-        module: captured and BatchNorm-folded.
+        module: captured, with BatchNorm folded.
         target: where it will run.
-        operators: kinds that are quantized, of those in `DYNAMIC`.
-        skip: dotted paths of modules whose operators stay float.
+        operators: kinds that are quantized, of those in `DYNAMIC_KINDS`.
+        skip: dotted names of modules whose operators stay float.
         floating: names of nodes that stay float, each with its reason.
 
-    Every value that feeds integer products is one point, rounded once for all that read it.
+    Returns a placement in which every value that feeds integer products is one point: rounded once for all products that read it.
+    Raises SettingError for kinds or modules that do not exist.
     """
-    if unknown := sorted(set(operators) - set(DYNAMIC.values())):
-        raise SettingError(f"operators={unknown}: dynamic quantization knows {sorted(set(DYNAMIC.values()))}")
+    if unknown := sorted(set(operators) - set(DYNAMIC_KINDS.values())):
+        raise SettingError(f"operators={unknown}: dynamic quantization knows {sorted(set(DYNAMIC_KINDS.values()))}")
     paths = {module_path(node) for node in module.graph.nodes}
-    if lost := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
-        raise SettingError(f"skip={lost}: no operator of the model stands in a module of that name")
+    if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
+        raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
     integer: dict[str, str] = {}
     decoded: dict[str, str] = {}
-    left: dict[str, str] = {}
+    stays_float: dict[str, str] = {}
     points: dict[Node, QuantizationPoint] = {}
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_float_tensor(node) or node.target is operator.getitem:
             continue
-        kind = DYNAMIC.get(node.target)
-        reason = _reason(module, node, kind, operators, skip, floating or {})
+        kind = DYNAMIC_KINDS.get(node.target)
+        reason = _reason_for_float(module, node, kind, operators, skip, floating or {})
         if reason is not None:
-            left[node.name] = reason
+            stays_float[node.name] = reason
             continue
         assert kind is not None
         if kind in ("gru", "rnn"):
             decoded[node.name] = kind
-            left[node.name] = f"its weights are stored in integers and decoded: ONNX Runtime has no integer kernel for {kind}"
+            stays_float[node.name] = (
+                f"its weights are stored in integers and decoded: ONNX Runtime has no integer kernel for {kind}"
+            )
             continue
         integer[node.name] = kind
-        layer = layer_of(node) if kind in ("linear", "matmul", "conv") else None
-        if layer is not None:
-            points.setdefault(layer.x, QuantizationPoint(node=layer.x.name, group=len(points), everywhere=False))
-    named = {node.name: module_path(node) for node in module.graph.nodes if node.name in integer or node.name in left}
+        product = stored_product(node) if kind in ("linear", "matmul", "conv") else None
+        if product is not None:
+            points.setdefault(product.x, QuantizationPoint(node=product.x.name, group=len(points), everywhere=False))
+    named = {node.name: module_path(node) for node in module.graph.nodes if node.name in integer or node.name in stays_float}
     return Placement(
         target=f"{target.name}, dynamically",
         integer=integer,
         carried=decoded,
-        floating=left,
+        floating=stays_float,
         points=tuple(points.values()),
         layers=named,
         costs=layer_costs(module.graph),
     )
 
 
-def _reason(
+def _reason_for_float(
     module: fx.GraphModule,
     node: Node,
     kind: str | None,
     operators: tuple[str, ...],
     skip: tuple[str, ...],
-    kept: Mapping[str, str],
+    floating: Mapping[str, str],
 ) -> str | None:
     """Why an operator stays float, or None."""
     path = module_path(node)
     if any(path == s or path.startswith(f"{s}.") for s in skip):
         return "skipped by the user"
-    if node.name in kept:
-        return kept[node.name]
+    if node.name in floating:
+        return floating[node.name]
     if kind is None:
-        known = OPERATOR_KINDS.get(node.target, "")
-        return UNSUPPORTED.get(known, "only products with stored weights are quantized dynamically")
+        static_kind = OPERATOR_KINDS.get(node.target, "")
+        return UNSUPPORTED.get(static_kind, "only products with stored weights are quantized dynamically")
     if kind not in operators:
         return f"{kind} is quantized on request only: operators=(..., {kind!r})"
     if kind in ("gru", "rnn", "lstm"):
-        if any(parameter_name(w) is None for w in matrices(node)):
+        if any(parameter_name(w) is None for w in recurrent_weights(node)):
             return "a weight of it is computed during the forward pass"
         return None
-    weight = node.args[0] if kind == "embedding" else getattr(layer_of(node), "weight", None)
+    product = None if kind == "embedding" else stored_product(node)
+    weight = node.args[0] if kind == "embedding" else product.weight if product is not None else None
     if weight is None or parameter_name(weight) is None:
         return "both of its operands are computed: there is no weight to store"
     if kind == "conv" and node.target is aten.conv3d.default:

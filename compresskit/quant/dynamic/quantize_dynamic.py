@@ -1,4 +1,4 @@
-"""Dynamic quantization: weights in integers, activations rounded at run time; no data is needed."""
+"""Dynamic quantization: weights stored in integers, activations rounded at run time; no calibration data is needed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ def quantize_dynamic(
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
 ) -> DynamicallyQuantized:
-    """A copy of a float model with int8 weights, the inputs of whose products are rounded at run time, as the runtime does.
+    """Return a copy of a float model with int8 weights; the inputs of its products are rounded at run time.
 
-    Linear layers, products with a stored matrix and LSTMs multiply in integers; embeddings are looked up in them; GRUs and RNNs
-    store integers and compute in float. `print(quantized.placement)` says so of every operator, with the reason.
+    Linear layers, products with a stored weight and LSTMs multiply in integers; embeddings are looked up in integers; GRUs and
+    RNNs store integers and compute in float. `print(quantized.placement)` lists every operator, with the reason where it stays
+    float.
 
     Args:
-        model: any float module; it is left as it was.
+        model: any float module; it is not changed.
         batches: an iterable of inputs, or one batch; the first captures the model, and its values do not matter.
         target: where it will run. `X86_NO_VNNI` has 7-bit weights, whose sums do not saturate there.
-        weights: grid of the weights. Where nothing is given it is symmetric, with a scale for each channel, which costs nothing;
-            LSTMs get one for each matrix, with which ONNX Runtime's kernel is faster. A symmetric grid is a little faster than
-            one with zero points, and what an LSTM or a convolution gets whatever is said: their kernels know no other.
+        weights: number format of the weights. The default is symmetric, with one scale per channel, which costs no time; LSTMs
+            get one per matrix, with which ONNX Runtime's kernel is faster. A symmetric format is a little faster than one with
+            zero points; LSTMs and convolutions always get a symmetric one, because their kernels have no other.
         operators: kinds that are quantized: "linear", "matmul", "embedding", "lstm", "gru", "rnn"; "conv" only if it is named.
         skip: dotted names of modules that stay float.
         dynamic: dimensions of the inputs that may vary: `(0, 1)` for batch and length of sequences; see `graph.Dynamic`.
 
-    Raises ModelError where the model cannot be captured, is quantized already, or has nothing to quantize; SettingError for
-    names that it does not have.
+    Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has nothing
+    to quantize; SettingError for names that it does not have.
     """
     check_target(target, "quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
@@ -53,10 +54,7 @@ def quantize_dynamic(
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicQuant(Stage):
-    """Quantize dynamically: no calibration, no training.
-
-    target, weights, operators, skip, dynamic: as in `quantize_dynamic`.
-    """
+    """Quantize a trained model dynamically, as `quantize_dynamic` does; the settings are the same."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})

@@ -14,7 +14,7 @@ from compresskit.quant.numerics.observers import HistogramMSE, MinMax, Observer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
-from compresskit.quant.passes.rounding_boundaries import grid_behind
+from compresskit.quant.passes.rounding_boundaries import activation_quantizer_of
 
 
 def insert_quantizers_(
@@ -93,7 +93,7 @@ def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target, 
         rounded = body.graph.call_module(name, (weight,))
     node.replace_input_with(weight, rounded)
     bias = node.args[2] if len(node.args) > 2 else None
-    source = grid_behind(node.args[0], grids)
+    source = activation_quantizer_of(node.args[0], grids)
     if bias is not None and parameter_name(bias) is not None and source is not None:
         name = f"quantizers.bias_{node.name}"
         body.add_submodule(name, BiasQuantizer(source, quantizer))  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ def _maker(node: Node) -> Node:
     return source.args[0] if OPERATOR_KINDS.get(source.target) == "clamp" else source
 
 
-def grid_behind(value: object, grids: Grids) -> ActivationQuantizer | None:
+def activation_quantizer_of(value: object, grids: Grids) -> ActivationQuantizer | None:
     """The quantizer whose scale and zero point a value has, before all operators that only move it."""
     while isinstance(value, fx.Node):
         if value in grids:
@@ -85,7 +85,7 @@ BoundaryCost = Callable[[float], float]  # scale of the output -> how many of th
 def _boundary_cost(node: Node, out: ActivationQuantizer, grids: Grids) -> BoundaryCost | None:
     """The cost function of an operator between activations; None for other operators."""
     kind = OPERATOR_KINDS.get(node.target)
-    inputs = [grid_behind(a, grids) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
+    inputs = [activation_quantizer_of(a, grids) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
     quantizers = [q for q in inputs if q is not None]
     if len(quantizers) < len(inputs):
         return None
@@ -167,7 +167,7 @@ def _weights(
     weights: dict[WeightQuantizer, tuple[Tensor, list[Use]]] = {}
     for out, nodes in makers.items():
         for node in (n for n in nodes if len(n.args) > 1):
-            rounding, source = _module(body, node.args[1]), grid_behind(node.args[0], grids)
+            rounding, source = _module(body, node.args[1]), activation_quantizer_of(node.args[0], grids)
             if isinstance(rounding, WeightQuantizer) and source is not None:
                 weight = get_tensor(body, node.args[1].args[0].target)
                 uses = weights.setdefault(rounding, (weight, []))[1]

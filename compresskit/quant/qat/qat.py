@@ -74,10 +74,10 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     """
     settings = QATSettings(inside=inside, **options)
     settings.check("prepare_qat")
-    return _prepare(model, batches, settings, "prepare_qat")[0]
+    return _prepare_model(model, batches, settings, "prepare_qat")[0]
 
 
-def _prepare(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
+def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
     """The prepared model, and the quantized part of it."""
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     quantized = build_quantized(
@@ -149,7 +149,7 @@ class QAT(QATSettings, Train):
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device).eval()
         with_reference = task if task.reference is not None else replace(task, reference=frozen_copy(model))
-        whole, quantized = _prepare(model, calibration_inputs(task, self.samples), self, "QAT")
+        whole, quantized = _prepare_model(model, calibration_inputs(task, self.samples), self, "QAT")
 
         def freeze_late(step: int, steps: int) -> None:
             if step >= self.freeze * steps:

@@ -53,6 +53,8 @@ def test_a_cache_of_the_top_k(tmp_path) -> None:
         x, _ = task.train[1]
         got, s, t = goal(student, task.train[1])["imitate"].item(), student(x), teacher(x)
         assert got == pytest.approx(oracles.bucketed(s, t, k, 2.0), rel=1e-4)
+        direct = kd.losses.top_k_soft_targets(s, kd.losses.top_k.top_k(t, k, temperature=2.0)).item()
+        assert direct == pytest.approx(oracles.bucketed(s, t, k, 2.0), rel=1e-4)
         full = kd.losses.soft_targets(s, t, temperature=2.0).item()
         assert got <= full * (1 + 1e-5)
     assert got == pytest.approx(full, rel=1e-4)  # nine and a bucket of one are all ten

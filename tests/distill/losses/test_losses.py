@@ -27,6 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 FORMULAS = {
+    "soft_targets": [dict(temperature=t) for t in (1.0, 4.0)],
     "reverse_kl": [dict(temperature=t) for t in (1.0, 3.0)],
     "jsd": [dict(beta=b, temperature=t) for b, t in ((0.5, 1.0), (0.1, 2.0))],
     "standardized_soft_targets": [dict(temperature=2.0)],

@@ -1,4 +1,4 @@
-"""Rewrites for the runtime's kernels: other operators in the file, the same numbers."""
+"""Rewrites for ONNX Runtime: other operators in the file, the same outputs."""
 
 from __future__ import annotations
 

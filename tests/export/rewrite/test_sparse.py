@@ -1,4 +1,4 @@
-"""What zeros buy in a file: the compressed size, and sparse initializers that a runtime loads."""
+"""Sparse models in files: compressed size, and sparse initializers."""
 
 from __future__ import annotations
 

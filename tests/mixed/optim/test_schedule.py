@@ -45,6 +45,8 @@ def test_a_schedule_after_a_skipped_first_step_does_not_warn() -> None:
     run.schedule(torch.optim.lr_scheduler.StepLR(run.optimizer, 1))
     run.backward(run(torch.full((1, 1), INF)).sum())
     run.step()
+    assert run.stats()["skipped"] == 1
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)  # it advanced all the same
 
 
 def test_what_is_no_scheduler_is_refused() -> None:

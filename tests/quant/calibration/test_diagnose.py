@@ -18,7 +18,7 @@ from compresskit.quant import X86, X86_NO_VNNI, diagnose, quantize_static
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 
 
-def test_noise_is_what_switching_quantizers_says() -> None:
+def test_noise_equals_that_of_switching_quantizers() -> None:
     """The first layer's two parts and the whole output, by turning quantizers on and off on the model itself."""
     model, x = build(networks.Chain), image(32)
     quantized = quantize_static(model, [image(16)])
@@ -42,7 +42,7 @@ def test_noise_is_what_switching_quantizers_says() -> None:
     assert found.rows[0].sqnr < min(found.rows[0].weights, found.rows[0].activations)
 
 
-def test_the_culprit_stands_out() -> None:
+def test_the_noisiest_operator_stands_out() -> None:
     """A layer with one huge weight of the same channel has noisy weights; clean layers do not."""
     model = build(networks.Residual)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_the_float_model_is_the_reference() -> None:
     assert diagnose(quantized, [x], model=model).sqnr < diagnose(quantized, [x]).sqnr - 5
 
 
-def test_saturation_is_seen_where_it_threatens() -> None:
+def test_saturation_is_reported_on_targets_that_saturate() -> None:
     model = build(networks.Residual)
     with torch.no_grad():
         model.out.weight.abs_()  # large sums of one sign
@@ -90,7 +90,7 @@ def test_it_prints_and_serializes() -> None:
         diagnose(quantized, [])
 
 
-def test_nothing_lost_is_infinite() -> None:
+def test_sqnr_without_noise_is_infinite() -> None:
     quantized = quantize_static(build(networks.Chain), [image(16)])
     for quantizer in quantized.quantizers():
         quantizer.enabled = isinstance(quantizer, BiasQuantizer | WeightQuantizer) and False

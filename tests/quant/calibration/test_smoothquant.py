@@ -51,7 +51,7 @@ def tokens(n: int = 8):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_function_stays_in_float64(fused) -> None:
+def test_smoothing_keeps_the_function(fused) -> None:
     model = block(fused).double()
     before, old = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     data = [(x.double(),) for (x,) in (tokens(), tokens(4))]
@@ -66,7 +66,7 @@ def test_the_function_stays_in_float64(fused) -> None:
     assert places[64:].max() > 0.1
 
 
-def test_only_factors_where_shifts_are_not_wanted() -> None:
+def test_without_shift_only_factors_are_applied() -> None:
     model = block()
     before = copy.deepcopy(model)
     assert smooth_(model, [tokens()], shift=False) >= 2
@@ -96,7 +96,7 @@ def test_static_integers_keep_their_accuracy(tmp_path) -> None:
         torch.testing.assert_close(again(*x), smoothed.eval()(*x), atol=0, rtol=0)
 
 
-def test_the_ends_stay_float_where_they_cost_nothing() -> None:
+def test_first_and_last_layer_stay_float_where_they_are_small() -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def test_the_ends_stay_float_where_they_cost_nothing() -> None:
     assert noise(model, quantize_static(model, [x]), x) > noise(model, quantize_static(model, [x], smooth=False), x)
 
 
-def test_bad_input() -> None:
+def test_no_batch_nan_and_bad_settings_are_refused() -> None:
     with pytest.raises(DataError, match="no calibration batch"):
         smooth_(block(), [])
     with pytest.raises(SettingError, match="strengths"):

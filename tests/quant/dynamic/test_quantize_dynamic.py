@@ -80,7 +80,7 @@ def check(model, example, batches, folder, **how):
 
 
 @pytest.mark.parametrize("values", [torch.randn(7, 5), -torch.rand(4, 3) - 1, torch.rand(6) + 2, torch.zeros(3)])
-def test_rounding_is_the_standards(values) -> None:
+def test_dynamic_rounding_equals_the_onnx_standard(values) -> None:
     quantized = quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),))
     rounding = next(q for q in quantized.quantizers() if type(q).__name__ == "DynamicActivation")
     q, scale, zero_point = numpy_dynamic_quantize(values.numpy())
@@ -91,7 +91,7 @@ def test_rounding_is_the_standards(values) -> None:
     assert torch.equal(leaf.grad, torch.ones_like(leaf))
 
 
-def test_a_linear_layer_against_integers_in_numpy(tmp_path) -> None:
+def test_a_linear_layer_equals_integers_in_numpy(tmp_path) -> None:
     layer = nn.Linear(24, 10)
     file, quantized = check(layer, (torch.randn(2, 3, 24),), [(torch.randn(3, 7, 24),)], tmp_path)
     x = torch.randn(4, 5, 24)
@@ -115,7 +115,7 @@ def test_file_equals_simulation(grid, tmp_path) -> None:
     assert oracles.sqnr(wanted, got) > 20
 
 
-def test_the_runtime_fuses_it_and_rounds_a_value_once(tmp_path) -> None:
+def test_the_runtime_fuses_products_and_rounds_a_value_once(tmp_path) -> None:
     file, quantized = check(Mlp(), (torch.randn(2, 5, 24),), [(torch.randn(3, 8, 24),)], tmp_path)
     written = Counter(node.op_type for node in onnx.load(file).graph.node)
     assert written["MatMulInteger"] == 5
@@ -205,7 +205,7 @@ def test_tied_table_is_stored_once(tmp_path) -> None:
     assert [list(t.dims) for t in tables] == [[300, 32]]
 
 
-def test_convolutions_on_request(tmp_path) -> None:
+def test_convolutions_are_quantized_on_request(tmp_path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2)).eval()
     x = (torch.randn(2, 3, 16, 16),)
     with pytest.raises(ModelError, match="conv is quantized on request only"):
@@ -216,7 +216,7 @@ def test_convolutions_on_request(tmp_path) -> None:
     assert Counter(node.op_type for node in onnx.load(file).graph.node)["ConvInteger"] == 2
 
 
-def test_no_vnni_has_weights_that_do_not_saturate(tmp_path) -> None:
+def test_weights_for_no_vnni_do_not_saturate(tmp_path) -> None:
     file, _ = check(nn.Linear(24, 10), (torch.randn(2, 3, 24),), [(torch.randn(3, 7, 24),)], tmp_path, target=X86_NO_VNNI)
     stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer if t.data_type == onnx.TensorProto.INT8]
     assert max(int(np.abs(w.astype(int)).max()) for w in stored) == 63
@@ -243,7 +243,7 @@ def test_what_stays_float_is_named() -> None:
     assert "skipped by the user" in skipped.floating.values()
 
 
-def test_bad_input() -> None:
+def test_bad_inputs_models_and_settings_are_refused() -> None:
     quantized = quantize_dynamic(Mlp(), (torch.randn(2, 5, 24),), dynamic=(0, 1))
     with pytest.raises(DataError, match=r"no elements, got \[\(2, 0, 24\)\]"):
         quantized(torch.randn(2, 0, 24))
@@ -287,7 +287,7 @@ def test_attention_is_one_operator(shape, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("make", [Mlp, Words])
-def test_diagnosis(make) -> None:
+def test_diagnose_measures_dynamic_models(make) -> None:
     inputs = (torch.randn(3, 6, 24),) if make is Mlp else (torch.randint(40, (6, 3)),)
     quantized = quantize_dynamic(make().eval(), inputs, dynamic=(0, 1))
     found = diagnose(quantized, [inputs])
@@ -297,7 +297,7 @@ def test_diagnosis(make) -> None:
         assert all(20 < n < 80 for n in (rows["a"].sqnr, rows["a"].weights, rows["a"].activations))
 
 
-def test_saved_and_loaded(tmp_path) -> None:
+def test_a_saved_model_loads_to_the_same_outputs(tmp_path) -> None:
     model = Words(bidirectional=True).eval()
     quantized = quantize_dynamic(model, (torch.randint(40, (5, 2)),), dynamic=(0, 1), weights=GRIDS["asymmetric"])
     ck.save(quantized, tmp_path / "saved")
@@ -313,7 +313,7 @@ def test_trains_through_the_rounding() -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in quantized.parameters())
 
 
-def test_stage_in_a_recipe(tmp_path) -> None:
+def test_the_stage_runs_in_a_recipe(tmp_path) -> None:
     x, y = torch.randn(64, 12, 8), torch.randint(3, (64,))
 
     class Net(nn.Module):

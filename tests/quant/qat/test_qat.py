@@ -34,7 +34,7 @@ SCHEMES = [
 ]
 
 
-def test_ready_computes_what_static_does(monkeypatch) -> None:
+def test_a_prepared_model_computes_what_static_quantization_does(monkeypatch) -> None:
     """BatchNorm alive and settled: the same numbers as folded, bit for bit, in eval mode, before scales move off ties."""
     monkeypatch.setattr("compresskit.quant.static.nudge_scales_", lambda body: None)
     model, x = build(networks.Residual), image(8)
@@ -54,7 +54,7 @@ def test_ready_computes_what_static_does(monkeypatch) -> None:
         assert conv_bn_layers(alive.body)  # the copy was settled, not this one
 
 
-def test_live_batchnorm_is_batchnorm() -> None:
+def test_unfolded_batchnorm_computes_what_batchnorm_does() -> None:
     """With the rounding off, outputs, gradients and running statistics are those of the float model in train mode."""
     model, x = build(networks.Residual), image(16)
     alive, plain = prepare_qat(model, [x]), copy.deepcopy(model).train()
@@ -91,7 +91,7 @@ def test_weights_are_rounded_as_they_will_be_folded() -> None:
     assert (steps.round() - folded / scale.view(-1, 1, 1, 1)).abs().max() <= 0.501
 
 
-def test_statistics_hold_still() -> None:
+def test_frozen_statistics_do_not_change() -> None:
     alive = prepare_qat(build(networks.Chain), [image(16)])
     before = {n: b.clone() for n, b in alive.named_buffers()}
     alive(*image(16))
@@ -113,7 +113,7 @@ def test_statistics_hold_still() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_rounding_is_torchs(scheme, per_channel) -> None:
+def test_fake_quantization_equals_torchs(scheme, per_channel) -> None:
     x = torch.randn(5, 4, 40, requires_grad=True)
     bounds = x.detach().movedim(1, 0).flatten(1)
     low, high = (bounds.amin(1) * 0.3, bounds.amax(1) * 0.3) if per_channel else (bounds.min() * 0.3, bounds.max() * 0.3)
@@ -132,7 +132,7 @@ def test_rounding_is_torchs(scheme, per_channel) -> None:
 
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.bits != 2], ids=repr)
-def test_the_gradient_of_a_step(scheme) -> None:
+def test_the_gradient_of_a_learned_scale(scheme) -> None:
     """Equation 3 of 1902.08153, one value at a time, and torch's own learnable kernel."""
     x, grad = torch.randn(300), torch.randn(300)
     scale, zero_point = affine(x.min() * 0.6, x.max() * 0.6, scheme)
@@ -151,7 +151,7 @@ def test_the_gradient_of_a_step(scheme) -> None:
     assert learned.grad.item() == pytest.approx(s.grad.item(), rel=1e-3)
 
 
-def test_steps_per_channel_learn_apart() -> None:
+def test_scales_per_channel_are_learned_independently() -> None:
     scheme = Scheme(bits=4, signed=True, symmetric=True, per_channel=True)
     weight, grad = torch.randn(6, 3, 3, 3), torch.randn(6, 3, 3, 3)
     scale, zero_point = affine(weight.flatten(1).amin(1) * 0.5, weight.flatten(1).amax(1) * 0.5, scheme)
@@ -163,7 +163,7 @@ def test_steps_per_channel_learn_apart() -> None:
         assert learned.grad[c].item() == pytest.approx(alone.grad.item(), rel=1e-4)
 
 
-def test_learned_scales() -> None:
+def test_learned_scales_are_parameters_until_converted() -> None:
     """They get the paper's gradient scale, move under training, never pass zero, and are plain buffers at the end."""
     alive = prepare_qat(build(networks.Residual), [image(16)], learned=True)
     learned = {n: p for n, p in alive.named_parameters() if n.endswith(".scale")}
@@ -210,7 +210,7 @@ def test_learned_scales_are_exported_and_saved(tmp_path) -> None:
         assert torch.equal(again(*x), quantized(*x))
 
 
-def test_a_model_in_training_is_exported_and_saved_settled(tmp_path) -> None:
+def test_a_model_in_training_is_exported_and_saved_converted(tmp_path) -> None:
     alive, x = prepare_qat(build(networks.Residual), [image(16)]), image(8)
     alive(*image(16)).sum().backward()
     assert ck.verify_onnx(ck.export_onnx(alive, tmp_path / "q.onnx", image(2)), alive.eval(), [image(32)]).passed
@@ -240,7 +240,7 @@ def test_frozen_layers_stay_frozen_in_qat() -> None:
 
 
 @pytest.mark.parametrize(("freeze", "moves"), [(0, 0), (0.5, 4), (1, 8)])
-def test_every_share_freezes(freeze, moves, monkeypatch) -> None:
+def test_statistics_freeze_at_the_given_fraction(freeze, moves, monkeypatch) -> None:
     seen = []
     real = ck.quant.observers.MovingAverage.update
 
@@ -257,7 +257,7 @@ def test_every_share_freezes(freeze, moves, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("weights", "share"), [({}, 0.25), ({"weight": 0.9, "task_weight": 0.1}, 1.0)])
-def test_qat_stays_faithful_where_labels_are_wrong(weights, share) -> None:
+def test_the_default_objective_withstands_wrong_labels(weights, share) -> None:
     """A quarter of them by default; all of them where imitation weighs nine tenths."""
     model, task = build(networks.Residual), images_task(ck, samples=192, classes=4)
     ck.Train(epochs=12, optimizer=partial(torch.optim.Adam, lr=3e-3))(model, task)
@@ -313,7 +313,7 @@ def test_every_policy_trains(policy) -> None:
         assert (quantized(*x) - before(*x)).square().mean() < 0.2 * before(*x).square().mean()
 
 
-def test_two_ranks(tmp_path) -> None:
+def test_two_ranks_agree_on_ranges_and_weights(tmp_path) -> None:
     """Ranges are those of all values together, and DistributedDataParallel leaves every rank with one model."""
     ranks = [checkout.start(checkout.SUPPORT / "qat_ranks.py", rank, tmp_path) for rank in (0, 1)]
     assert [process.wait(timeout=240) for process in ranks] == [0, 0]
@@ -344,7 +344,7 @@ def test_two_ranks(tmp_path) -> None:
     assert not differ
 
 
-def test_no_data_is_one_clear_error() -> None:
+def test_no_batch_and_bad_settings_are_refused() -> None:
     with pytest.raises(DataError, match="prepare_qat: no calibration batch"):
         prepare_qat(build(networks.Chain), [])
     with pytest.raises(SettingError, match="freeze"):
@@ -384,7 +384,7 @@ def test_a_part_is_trained_inside_the_whole(tmp_path) -> None:
     assert torch.equal(again(*x), trained.eval()(*x))
 
 
-def test_every_knob_matters() -> None:
+def test_every_setting_changes_the_result() -> None:
     model, task = build(networks.Residual), images_task(ck)
 
     def outcome(**settings):
@@ -406,7 +406,7 @@ def test_every_knob_matters() -> None:
 
 
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda k: k.__name__)
-def test_every_network_trains_and_settles(kind) -> None:
+def test_every_network_trains_and_converts(kind) -> None:
     alive = prepare_qat(build(kind), [image(16)])
     alive(*image(16)).square().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in alive.parameters() if p.requires_grad)

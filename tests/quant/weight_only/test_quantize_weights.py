@@ -125,7 +125,7 @@ def test_stored_integers_decode_to_the_weights(scheme, tmp_path) -> None:
     st.booleans(),
     st.integers(0, 10_000),
 )
-def test_nearest_against_numpy(channels, inputs, bits, block, symmetric, seed) -> None:
+def test_rounding_to_nearest_equals_numpy(channels, inputs, bits, block, symmetric, seed) -> None:
     weight = torch.randn(channels, inputs, generator=torch.Generator().manual_seed(seed))
     scheme = BlockScheme(bits=bits, block_size=block, symmetric=symmetric)
     rounded, scale, zero_point = round_to_nearest(WeightMatrix(weight, scheme, None, lambda: torch.empty(0)))
@@ -147,7 +147,7 @@ def correlated(rows: int, inputs: int) -> torch.Tensor:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block", [16, None])
 @pytest.mark.parametrize("masked", [False, True])
-def test_gptq_against_the_naive_algorithm(block, symmetric, masked) -> None:
+def test_gptq_equals_the_naive_algorithm(block, symmetric, masked) -> None:
     weight, x = torch.randn(6, 40), correlated(500, 40)
     x[:, 7] = 0  # an input that never speaks
     second = (x.double().T @ x.double()) / len(x)
@@ -175,7 +175,7 @@ def test_gptq_loses_less_than_rounding_to_nearest(ordered) -> None:
     assert smaller > lost[1]  # all damping and no data: nearest again
 
 
-def test_gptq_on_a_model_and_its_bits(tmp_path) -> None:
+def test_gptq_on_a_model_is_better_and_repeatable(tmp_path) -> None:
     model, data = Reader().eval(), [ids(32) for _ in range(4)]
     test = ids(64)
     with torch.no_grad():
@@ -202,7 +202,7 @@ class Loud(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))
 
 
-def test_scaling_serves_loud_inputs(tmp_path) -> None:
+def test_awq_lowers_the_error_of_inputs_with_outliers(tmp_path) -> None:
     model, data, test = Loud().eval(), [(torch.randn(64, 64),)], (torch.randn(256, 64),)
     plain = quantize_weights(model, test)
     scaled = quantize_weights(model, data, awq=True, storage=MATMUL_NBITS)  # products in float: a block of int8 knows no outliers
@@ -220,7 +220,7 @@ def test_scaling_serves_loud_inputs(tmp_path) -> None:
     assert sum("scaled_gelu" in name for n in products for name in n.input) == 1
 
 
-def test_a_tied_table_and_a_convolution(tmp_path) -> None:
+def test_tied_tables_and_convolutions_are_rounded(tmp_path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,7 +254,7 @@ def test_files_shrink_as_the_plan_says(tmp_path) -> None:
             assert quantized.plan.bytes < size < quantized.plan.bytes + 10_000
 
 
-def test_the_plan_says_what_happened() -> None:
+def test_the_plan_lists_formats_remarks_and_reasons() -> None:
     model = Reader().eval()
     with torch.no_grad():
         model.head.weight.zero_()
@@ -272,7 +272,7 @@ def test_the_plan_says_what_happened() -> None:
         assert torch.isfinite(quantized(*ids())).all()
 
 
-def test_it_trains_on_its_grids() -> None:
+def test_rounded_weights_train_in_steps_of_their_grid() -> None:
     quantized = quantize_weights(Reader(), ids()).train()
     F.cross_entropy(quantized(*ids()), torch.arange(8) % 5).backward()
     assert all(
@@ -285,7 +285,7 @@ def test_it_trains_on_its_grids() -> None:
     assert not torch.equal(before, after)
 
 
-def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
+def test_a_recipe_saves_and_reloads_it(tmp_path) -> None:
     data = [(ids(16)[0], torch.randint(0, 5, (16,))) for _ in range(3)]
     task = ck.Task(train=data, val=data)
     model = Reader()
@@ -298,7 +298,7 @@ def test_a_recipe_stores_it_and_finds_it_again(tmp_path) -> None:
     assert str(again.plan) == str(result.model.plan)
 
 
-def test_masks_are_kept(tmp_path) -> None:
+def test_stored_zeros_are_those_of_the_masks(tmp_path) -> None:
     model = Reader().eval()
     masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.allocations.erk_ratios)
     masks.apply_(model)
@@ -323,12 +323,12 @@ def test_masks_are_kept(tmp_path) -> None:
         (dict(convolutions=BlockScheme()), SettingError, "one scale for each channel"),
     ],
 )
-def test_bad_settings(settings_, error, said) -> None:
+def test_bad_settings_are_refused(settings_, error, said) -> None:
     with pytest.raises(error, match=said):
         quantize_weights(Reader().eval(), **dict(batches=ids()) | settings_)
 
 
-def test_bad_numbers() -> None:
+def test_nan_and_models_without_matrices_are_refused() -> None:
     model = Loud().eval()
     with pytest.raises(DataError, match="norm: what it hands on is nan or infinite on the calibration data"):
         quantize_weights(model, [(torch.full((4, 64), torch.nan),)], rounding=gptq)
@@ -365,7 +365,7 @@ def test_strict_names_what_stays_float() -> None:
         quantize_weights(model, (torch.randn(16, 16),), dynamic=(), strict=True)
 
 
-def test_layers_that_took_batchnorm_in_are_rounded(tmp_path) -> None:
+def test_layers_with_folded_batchnorm_are_rounded(tmp_path) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16 * 36, 40), nn.BatchNorm1d(40), nn.ReLU()
     )
