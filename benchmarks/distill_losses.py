@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from compresskit.distill.losses import LOGIT_LOSSES, LOSSES, TARGET_LOSSES, MemoryBank
+from compresskit.distill.losses import LOGIT_LOSSES, LOSSES, TARGET_LOSSES
+from compresskit.distill.losses.contrastive import MemoryBank
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,7 +74,7 @@ def measure(loss: Loss, student: Tensor, teacher: Tensor, repeats: int) -> tuple
 
 
 def labelled(loss: Callable[..., Tensor]) -> Loss:
-    """A loss that needs labels, given some."""
+    """Give labels to a loss that needs them."""
 
     def call(student: Tensor, teacher: Tensor) -> Tensor:
         return loss(student, teacher, torch.arange(len(student)) % student.shape[1])
@@ -83,7 +84,7 @@ def labelled(loss: Callable[..., Tensor]) -> Loss:
 
 
 def contrast(student: Tensor, teacher: Tensor) -> Tensor:
-    """CRD as the paper has it: 16,384 negatives from the bank of 50,000 samples, 128 numbers each."""
+    """CRD with the paper's settings: 16,384 negatives from a bank of 50,000 samples, 128 dimensions each."""
     return BANK(student, teacher, torch.arange(len(student)))
 
 

@@ -35,7 +35,7 @@ from compresskit.prune.rankings import Ranking, Step
 from compresskit.prune.scores import score_groups_, score_weights
 from compresskit.prune.structure.plan import apply_
 
-T = TypeVar("T")
+Point = TypeVar("Point")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,5 +216,5 @@ def _check_ratios(ratios: Sequence[float], where: str) -> None:
         raise SettingError(f"{where}(ratios=...): wanted different fractions in (0, 1), got {tuple(ratios)}")
 
 
-def _with_progress(points: Iterator[T], total: int) -> Iterator[T]:
+def _with_progress(points: Iterator[Point], total: int) -> Iterator[Point]:
     yield from tqdm(points, total=total, desc="sensitivity", disable=None, leave=False)

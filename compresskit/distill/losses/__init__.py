@@ -11,7 +11,7 @@ The tuples below group the losses by the arguments that they take; the tests run
 """
 
 from compresskit.distill.losses.chunked import chunked_soft_targets
-from compresskit.distill.losses.contrastive import CRDLoss, MemoryBank, crd, projection_heads
+from compresskit.distill.losses.contrastive import CRDLoss, crd, projection_heads
 from compresskit.distill.losses.features import (
     attention_kl,
     attention_scores,
@@ -28,6 +28,7 @@ from compresskit.distill.losses.logits import (
     jsd,
     kl_plus_ce,
     label_smoothing,
+    match_predictions,
     reverse_kl,
     soft_targets,
     standardized_soft_targets,
@@ -45,7 +46,6 @@ from compresskit.distill.losses.top_k import top_k_soft_targets
 
 __all__ = [
     "CRDLoss",
-    "MemoryBank",
     "abf",
     "attention_kl",
     "attention_scores",
@@ -63,6 +63,7 @@ __all__ = [
     "jsd",
     "kl_plus_ce",
     "label_smoothing",
+    "match_predictions",
     "pkt",
     "projection_heads",
     "relation_kl",

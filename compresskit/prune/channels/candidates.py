@@ -41,7 +41,7 @@ class ExportedCandidates:
         """Fraction of the dense model's figure that a plan keeps, and the measurement in words."""
         file = self._write(apply_(copy.deepcopy(self.model), plan), "candidate")
         if self.kind == "bytes":
-            before, after = (_size(f) for f in (self.dense, file))
+            before, after = (_onnx_bytes(f) for f in (self.dense, file))
             return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"
         one = first_rows(self.example, 1)
         slow, fast = latency([self.dense, file], one, seconds=SECONDS, rounds=ROUNDS)
@@ -51,5 +51,5 @@ class ExportedCandidates:
         )
 
 
-def _size(file: Path) -> int:
+def _onnx_bytes(file: Path) -> int:
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.task import Task
-from compresskit.distill.losses.logits import match_predictions
+from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
 from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.build import build_quantized

@@ -16,6 +16,7 @@ import compresskit as ck
 from compresskit import distill as kd
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.distill import Term, losses
+from compresskit.distill.losses.contrastive import MemoryBank
 from compresskit.distill.objectives.terms import ADAPTERS
 
 
@@ -24,7 +25,7 @@ def test_crd_equals_its_formula_and_the_bank_updates_its_rows() -> None:
     others = torch.nn.functional.normalize(torch.randn(5, 12, 8), dim=2)
     got = losses.crd(anchor, own, others, samples=100, log_z=math.log(40.0), temperature=0.1).item()
     assert got == pytest.approx(oracles.crd(anchor, own, others, 100, 40.0, 0.1), rel=1e-5)
-    bank = losses.MemoryBank(samples=20, width=8, negatives=16, seed=1)
+    bank = MemoryBank(samples=20, width=8, negatives=16, seed=1)
     before = bank.student.clone()
     student = (torch.randn(4, 8) * 30).requires_grad_()
     teacher = torch.randn(4, 8).requires_grad_()
@@ -38,14 +39,14 @@ def test_crd_equals_its_formula_and_the_bank_updates_its_rows() -> None:
     assert changed == [1, 3, 7, 19]
     torch.testing.assert_close(bank.student.norm(dim=1), torch.ones(20))
     assert not bank.student.requires_grad
-    again = losses.MemoryBank(samples=20, width=8, negatives=16, seed=1)
+    again = MemoryBank(samples=20, width=8, negatives=16, seed=1)
     assert again(student, teacher, index).item() == value.item()
 
 
 def test_the_memory_bank_pulls_the_student_to_the_teacher() -> None:
     teacher = torch.nn.functional.normalize(torch.randn(32, 16))
     student = torch.randn(32, 16, requires_grad=True)
-    bank, index = losses.MemoryBank(samples=32, width=16, negatives=24), torch.arange(32)
+    bank, index = MemoryBank(samples=32, width=16, negatives=24), torch.arange(32)
     optimizer = torch.optim.Adam([student], lr=0.05)
     for _ in range(80):
         optimizer.zero_grad()
@@ -73,7 +74,7 @@ def test_crd_as_a_term_keeps_a_row_for_each_sample() -> None:
         teacher(x[batch.indices])
         handle.remove()
         t = nn.functional.normalize(adapter.teacher_head(feature["out"].mean((2, 3))))
-    own = kd.losses.MemoryBank(samples=96, width=8, negatives=20, seed=7)
+    own = MemoryBank(samples=96, width=8, negatives=20, seed=7)
     torch.testing.assert_close(losses["CRDLoss:b"], 2 * own(s, t, batch.indices))
     assert (bank.student != before).any(1).nonzero().flatten().tolist() == sorted(batch.indices.tolist())
     assert all(p.grad.any() for p in adapter.parameters() if p.ndim == 2)
@@ -88,10 +89,10 @@ def test_crd_refuses_shapes_and_settings_that_do_not_fit() -> None:
     with pytest.raises(DataError, match=r"crd: wanted \(N, D\), \(N, D\) and \(N, M, D\)"):
         losses.crd(a, a, a, samples=9, log_z=0.0)
     with pytest.raises(SettingError, match="MemoryBank: wanted samples >= 2, width >= 1, negatives >= 1, got 1, 3, 4096"):
-        losses.MemoryBank(samples=1, width=3)
+        MemoryBank(samples=1, width=3)
     with pytest.raises(SettingError, match=r"momentum=\.\.\.\): wanted a number in \[0, 1\), got 1"):
-        losses.MemoryBank(samples=4, width=3, momentum=1)
-    bank = losses.MemoryBank(samples=4, width=3, negatives=2)
+        MemoryBank(samples=4, width=3, momentum=1)
+    bank = MemoryBank(samples=4, width=3, negatives=2)
     with pytest.raises(DataError, match=r"MemoryBank: wanted features \(2, 3\), got \(2, 4\)"):
         bank(b, b, y)
     with pytest.raises(DataError, match=r"MemoryBank: indices must be 0..3, got 4..4"):

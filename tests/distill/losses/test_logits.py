@@ -82,12 +82,12 @@ def test_hard_targets_count_confident_predictions_only() -> None:
 def test_match_predictions_is_soft_targets_for_classes_and_a_relative_error_otherwise() -> None:
     student, teacher = torch.randn(2, 16, 5)
     for temperature in (1.0, 4.0):
-        got = losses.logits.match_predictions(student, teacher, temperature=temperature)
+        got = losses.match_predictions(student, teacher, temperature=temperature)
         assert got.item() == pytest.approx(oracles.soft_targets(student, teacher, temperature), rel=1e-5)
-    assert losses.logits.match_predictions(student, student).item() == pytest.approx(0, abs=1e-6)
+    assert losses.match_predictions(student, student).item() == pytest.approx(0, abs=1e-6)
     for shape in ((16, 1), (16,)):
         value = torch.randn(shape)
-        assert losses.logits.match_predictions(value * 1.1, value).item() == pytest.approx(0.01, rel=1e-4)
+        assert losses.match_predictions(value * 1.1, value).item() == pytest.approx(0.01, rel=1e-4)
 
 
 def test_logit_losses_refuse_shapes_and_settings_that_do_not_fit() -> None:

@@ -8,7 +8,8 @@ from functools import partial
 import networks
 import pytest
 import torch
-from networks import DEPTHS, ThreeDepths, build, images_task, indexed_task
+import torch.nn.functional as F
+from networks import DEPTHS, ThreeDepths, build, image, images_task, indexed_task
 from torch import nn
 
 import compresskit as ck
@@ -134,3 +135,13 @@ def test_imitate_refuses_teachers_and_weights_that_do_not_fit() -> None:
         ck.imitate(other).bind(model, task)
     with pytest.raises(ModelError, match="does not run on the student's inputs"):
         ck.imitate(nn.Linear(3, 10).eval()).bind(model, task)
+
+
+def test_one_channel_has_no_soft_targets() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 1))
+    x = image(8)[0]
+    task = ck.Task(train=[(x, torch.rand(8, 1))], val=[(x, torch.rand(8, 1))], loss=F.mse_loss, metric=F.mse_loss)
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(768, 1)).eval()
+    with pytest.raises(ModelError, match="gives one channel, of which a softmax says nothing"):
+        ck.Distill(epochs=1, teacher=teacher)(model, task)
+    ck.Train(epochs=1, objective=ck.imitate(teacher, loss=F.mse_loss))(model, task)

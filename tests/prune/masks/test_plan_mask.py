@@ -1,4 +1,4 @@
-"""Plans of masks: exact counts, patterns, criteria and allocations against formulas of their own."""
+"""Planning masks: what is masked, how much is removed, what is refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import copy
 import json
 import math
 import warnings
-from dataclasses import dataclass
 from functools import partial
 
 import networks
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,13 +20,14 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import Masks, detach_masks_, mask_sensitivity, masks_of, plan_mask, shuffled
-from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
-from compresskit.prune.criteria import grasp, l2, movement, random_scores, snip, taylor, wanda
-from compresskit.prune.patterns import NM, Block, Pattern, Unstructured
-from compresskit.prune.scores import score_weights, weight_slices
+from compresskit.prune.allocations import erk_ratios, lamp_ratios, uniform_ratios
+from compresskit.prune.criteria import grasp, random_scores, snip, taylor, wanda
+from compresskit.prune.patterns import NM, Block
 from compresskit.prune.sensitivity import MaskSensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
+
+
 QUICK = settings(max_examples=25, deadline=None)
 
 
@@ -79,54 +78,6 @@ def test_a_global_ratio_is_exact_and_takes_the_smallest(ratio) -> None:
     assert len(gone) == 0 or gone.max() <= kept.min()
     for name, each in masks.ratios().items():
         assert each == pytest.approx(1 - masks.masks[name].double().mean().item())
-
-
-@given(n=st.integers(1, 7), m=st.integers(2, 8), seed=st.integers(0, 99), axis=st.integers(0, 3))
-@QUICK
-def test_n_of_every_m(n, m, seed, axis) -> None:
-    if n >= m:
-        n = m - 1
-    shape = [2, 3, 2, 3]
-    shape[axis] = 3 * m
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(shape[1], shape[0], tuple(shape[2:])))
-    masks = plan_mask(model, pattern=NM(n=n, m=m, axis=axis))
-    mask = masks.masks["0.weight"].movedim(axis, -1).reshape(-1, m)
-    assert (mask.sum(1) == n).all()
-    w = model[0].weight.detach().abs().movedim(axis, -1).reshape(-1, m)
-    best = np.sort(w.numpy(), axis=1)[:, m - n :]
-    np.testing.assert_array_equal(np.sort(np.where(mask, w, 0), axis=1)[:, m - n :], best)
-    assert masks.ratio == pytest.approx(1 - n / m)
-
-
-@given(a=st.sampled_from([1, 2, 4]), b=st.sampled_from([1, 2, 4]), ratio=st.floats(0, 0.95), seed=st.integers(0, 99))
-@QUICK
-def test_blocks_live_and_die_together(a, b, ratio, seed) -> None:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.Linear(4, 8))
-    masks = plan_mask(model, ck.remove(weights=ratio), pattern=Block(outputs=a, inputs=b))
-    scores, states = [], []
-    for name, mask in masks.masks.items():
-        w = model.get_parameter(name).detach()
-        for o in range(0, w.shape[0], a):
-            for i in range(0, w.shape[1], b):
-                for k in np.ndindex(*w.shape[2:]):
-                    block = (slice(o, o + a), slice(i, i + b), *k)
-                    assert mask[block].all() or not mask[block].any()
-                    scores.append(w[block].norm().item())
-                    states.append(bool(mask[block].any()))
-    gone = round(ratio * len(scores))
-    assert states.count(False) == gone
-    threshold = sorted(scores)[gone]
-    assert all(kept == (s >= threshold - 1e-6) for s, kept in zip(scores, states, strict=True) if abs(s - threshold) > 1e-6)
-
-
-@pytest.mark.parametrize("pattern", [Unstructured(), NM(), Block()])
-def test_rows_and_spread_are_inverse(pattern) -> None:
-    x = torch.arange(4 * 8 * 3 * 3.0).view(4, 8, 3, 3)
-    rows = pattern.rows(x)
-    marks = torch.arange(len(rows))
-    assert torch.equal(pattern.rows(pattern.spread(marks, x.shape)), marks[:, None].expand_as(rows))
 
 
 def settings_of(name):
@@ -180,52 +131,6 @@ def test_the_order_of_parameters_does_not_matter(allocation) -> None:
     assert all(torch.equal(a.masks[n], b.masks[n]) for n in WEIGHTS)
 
 
-@given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 500)), min_size=1, max_size=8))
-@QUICK
-def test_counts_add_up(layers) -> None:
-    ratios = {str(i): r for i, (r, _) in enumerate(layers)}
-    sizes = {str(i): n for i, (_, n) in enumerate(layers)}
-    found = counts(ratios, sizes)
-    assert sum(found.values()) == pytest.approx(sum(r * n for r, n in layers), abs=0.5 + 1e-6)
-    assert all(math.floor(ratios[k] * sizes[k] + 1e-9) <= c <= ratios[k] * sizes[k] + 1 for k, c in found.items())
-
-
-def test_erk_is_its_formula() -> None:
-    weights = {"a": torch.zeros(64, 64, 3, 3), "b": torch.zeros(64, 128, 3, 3), "c": torch.zeros(10, 64)}
-    ratios = erk_ratios(weights, 0.8)
-    density = {n: 1 - r for n, r in ratios.items()}
-    assert density["c"] == 1  # its share would be above 1
-    assert density["a"] / density["b"] == pytest.approx(((64 + 64 + 6) / (64 * 64 * 9)) / ((64 + 128 + 6) / (64 * 128 * 9)))
-    total = sum(w.numel() for w in weights.values())
-    assert sum(d * weights[n].numel() for n, d in density.items()) == pytest.approx(0.2 * total)
-
-
-def test_lamp_is_its_formula() -> None:
-    torch.manual_seed(0)
-    weights = {"a": torch.randn(5, 4), "b": torch.randn(3, 4) * 5, "c": torch.randn(2, 2) * 0.1}
-    scores = []
-    for name, w in weights.items():
-        flat = w.flatten().tolist()
-        scores += [(u * u / sum(v * v for v in flat if v * v >= u * u), name) for u in flat]
-    gone = [name for _, name in sorted(scores)[:18]]
-    assert lamp_ratios(weights, 0.5) == {n: pytest.approx(gone.count(n) / w.numel()) for n, w in weights.items()}
-
-
-def test_measured_allocation_takes_the_cheapest() -> None:
-    weights = {"robust": torch.zeros(100), "touchy": torch.zeros(100)}
-    curves = {"robust": {0.0: 1.0, 0.5: 1.0, 0.9: 1.1}, "touchy": {0.0: 1.0, 0.5: 3.0, 0.9: 9.0}}
-    allocate = measured_ratios(curves)
-    assert allocate(weights, 0.25) == {"robust": pytest.approx(0.5), "touchy": 0.0}
-    assert allocate(weights, 0.45) == {"robust": pytest.approx(0.9), "touchy": 0.0}
-    assert allocate(weights, 0.6) == {"robust": pytest.approx(0.9), "touchy": pytest.approx(0.3)}
-    with pytest.raises(SettingError, match=r"the curves end at 90\.0% of all weights, wanted 95\.0%"):
-        allocate(weights, 0.95)
-    with pytest.raises(SettingError, match="no curve for other"):
-        allocate({"other": torch.zeros(3)}, 0.5)
-    with pytest.raises(SettingError, match="the curve of a wants the loss at ratio 0"):
-        measured_ratios({"a": {0.5: 1.0}})
-
-
 def test_sensitivity_measures_each_layer_alone() -> None:
     model, task = build(networks.Residual), images_task(ck, samples=64)
     before = copy.deepcopy(model.state_dict())
@@ -248,64 +153,6 @@ def test_sensitivity_measures_each_layer_alone() -> None:
         mask_sensitivity(model, task, pattern=NM())
 
 
-# -- criteria
-
-
-def linear_problem():
-    torch.manual_seed(0)
-    x, y = torch.randn(16, 6), torch.randn(16, 4)
-    model = nn.Sequential(nn.Linear(6, 4))
-    return model, ck.Task(train=[(x, y)], val=[(x, y)], loss=F.mse_loss, metric=lambda p, t: 0.0), x, y
-
-
-def scored(criterion, model, task):
-    weights = {"0.weight": model[0].weight}
-    return score_weights(model, weights, Unstructured(), criterion, task, 16)["0.weight"].view(4, 6)
-
-
-def test_criteria_are_their_formulas() -> None:
-    model, task, x, y = linear_problem()
-    w, b = (p.detach().double() for p in model[0].parameters())
-    x, y = x.double(), y.double()
-    error = x @ w.T + b - y
-    g = 2 * error.T @ x / error.numel()  # of the mean of squares
-    torch.testing.assert_close(scored(l2, model, task), w.abs(), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(scored(snip, model, task), (w * g).abs(), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(scored(movement, model, task), -(w * g), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(scored(taylor, model, task), (w * g).square(), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(scored(wanda, model, task), w.abs() * x.norm(dim=0), atol=1e-3, rtol=1e-4)
-    # The Hessian in (w, b) is the same block for every output.
-    ones = torch.cat([x, torch.ones(16, 1, dtype=torch.double)], 1)
-    hessian = 2 * ones.T @ ones / error.numel()
-    flow = (torch.cat([g, 2 * error.mean(0)[:, None] * 16 / error.numel()], 1) @ hessian)[:, :6]
-    only_w = g @ (2 * x.T @ x / error.numel())  # biases are not masked: the flow is that of the weights
-    assert not torch.allclose(flow, only_w)
-    torch.testing.assert_close(scored(grasp, model, task), w * only_w, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_wanda_knows_which_input_a_weight_reads(groups) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=groups, bias=False))
-    x = torch.randn(5, 4, 6, 6) * torch.tensor([1.0, 5.0, 0.2, 3.0]).view(1, 4, 1, 1)
-    task = ck.Task(val=[(x, x)], calibration=[(x, x)])
-    found = score_weights(model, {"0.weight": model[0].weight}, Unstructured(), wanda, task, 5)["0.weight"].view_as(
-        model[0].weight
-    )
-    norms = torch.linalg.vector_norm(x, dim=(0, 2, 3))
-    for o in range(8):
-        for i in range(4 // groups):
-            channel = o // (8 // groups) * (4 // groups) + i
-            torch.testing.assert_close(found[o, i].float(), model[0].weight[o, i].abs() * norms[channel], rtol=1e-4, atol=1e-5)
-
-
-def test_scores_of_blocks_use_the_same_rows() -> None:
-    w = nn.Parameter(torch.randn(4, 8))
-    rows = weight_slices(w, Block(outputs=2, inputs=4))
-    assert rows.weight.shape == (4, 8)
-    torch.testing.assert_close(l2(rows)[0], w[:2, :4].detach().norm())
-
-
 def test_shuffled_keeps_the_ratio_of_every_layer() -> None:
     masks = plan_mask(Net(), ck.remove(weights=0.7))
     drawn = shuffled(masks)
@@ -314,9 +161,6 @@ def test_shuffled_keeps_the_ratio_of_every_layer() -> None:
     other = plan_mask(Net(), ck.remove(weights=0.7), criterion=random_scores)
     assert other.removed == masks.removed
     assert min(other.ratios().values()) > 0.4
-
-
-# -- masks themselves
 
 
 def test_masks_travel_with_the_model() -> None:
@@ -375,9 +219,6 @@ def test_a_second_plan_goes_on_from_the_first() -> None:
         plan_mask(model, ck.remove(weights=0.2))
 
 
-# -- bad input
-
-
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
@@ -433,18 +274,6 @@ def test_bad_settings() -> None:
         plan_mask(nn.Sequential(nn.Embedding(4, 4)), ck.remove(weights=0.5), criterion=wanda, task=task)
 
 
-def test_layers_that_cannot_have_the_pattern_are_named() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
-    with pytest.warns(UserWarning, match=r"0\.weight is left dense: its 3 values along axis 1 are no multiple of 4"):
-        masks = plan_mask(model, pattern=NM())
-    assert list(masks.masks) == ["1.weight"]
-    assert "0.weight left dense" in str(masks)
-    with pytest.warns(UserWarning, match="3 channels do not divide into blocks of 1 x 4"):
-        plan_mask(model, ck.remove(weights=0.5), pattern=Block())
-    with pytest.raises(ModelError, match="has no weight that NM"), pytest.warns(UserWarning, match="no axis 3"):
-        plan_mask(nn.Sequential(nn.Linear(8, 8)), pattern=NM(axis=3))
-
-
 def test_layers_that_are_or_become_zero_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40))
     nn.init.zeros_(model[0].weight)
@@ -477,48 +306,3 @@ def test_quantized_models_are_refused() -> None:
     model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"0\.weight is torch\.int8; sparsify the float model"):
         plan_mask(model, ck.remove(weights=0.5))
-
-
-# -- a pattern of the user
-
-
-@dataclass(frozen=True)
-class WholeRows(Pattern):
-    """Rows of a matrix, all kernel positions included."""
-
-    def fits(self, shape):
-        return "" if len(shape) > 1 else "it has one dimension"
-
-    def rows(self, values):
-        return values.flatten(1)
-
-    def spread(self, units, shape):
-        return units.view(-1, *[1] * (len(shape) - 1)).expand(shape)
-
-
-@dataclass(frozen=True)
-class HalfOfEachTensor(Unstructured):
-    """A pattern with a ratio of its own, which the base class reaches in every tensor."""
-
-    @property
-    def fixed(self):
-        return 0.5
-
-
-def test_a_pattern_of_the_user() -> None:
-    model = networks.build(networks.Residual)
-    masks = plan_mask(model, ck.remove(weights=0.5), pattern=WholeRows(), allocation=uniform_ratios)
-    for name, mask in masks.masks.items():
-        rows = mask.flatten(1)
-        assert torch.equal(rows.any(1), rows.all(1))
-        kept = dict(model.named_parameters())[name].detach().flatten(1).norm(dim=1)
-        assert kept[rows[:, 0]].min() >= kept[~rows[:, 0]].max()
-    masks = plan_mask(model, pattern=HalfOfEachTensor())
-    assert set(masks.ratios().values()) == {0.5}
-    assert ck.Sparsify(pattern=HalfOfEachTensor())(model, images_task(ck, samples=32)) is model
-
-
-@pytest.mark.parametrize("pattern", ["2:4", NM, 0.5])
-def test_other_things_are_no_pattern(pattern) -> None:
-    with pytest.raises(SettingError, match=r"pattern=...\): wanted a pattern such as prune.patterns.NM\(n=2, m=4\), got"):
-        plan_mask(Net(), ck.remove(weights=0.5), pattern=pattern)

@@ -1,0 +1,122 @@
+"""Refitting layers by least squares after pruning."""
+
+from __future__ import annotations
+
+import copy
+
+import networks
+import pytest
+import torch
+from networks import build, image
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import DataError, SettingError
+from compresskit.prune import apply_, plan_channels, reconstruct_
+from compresskit.prune.channels import reconstruct
+
+
+def cut(model, **settings):
+    plan = plan_channels(model, image(2), **{"budget": ck.keep(macs=0.5), "round_to": 4, **settings})
+    return plan, apply_(copy.deepcopy(model), plan)
+
+
+def data(count=256, seed=0):
+    """Images with channels and places that vary together, so that channels can stand in for one another."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 4, 4, generator=g).repeat(1, 3, 4, 4) + 0.3 * torch.randn(count, 3, 16, 16, generator=g) + 0.5
+    return [(x[i : i + 64],) for i in range(0, count, 64)]
+
+
+class Sums(nn.Module):
+    """Channels 4..7 are exact mixtures of channels 0..3: whatever reads them can do without."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 6, 3, 1, 1), nn.Linear(6, 4)
+        with torch.no_grad():
+            mix = torch.rand(4, 4) + 0.5
+            self.a.weight[4:] = torch.einsum("oi,ijkl->ojkl", mix, self.a.weight[:4])
+            self.a.bias[4:] = mix @ self.a.bias[:4]
+
+    def forward(self, x):
+        return self.head(self.b(self.a(x)).mean((2, 3)))
+
+
+def test_channels_that_others_can_replace_cost_nothing() -> None:
+    """Where the lost channels are mixtures of the others, refitting gives the same function back."""
+    torch.manual_seed(0)
+    model = Sums().eval()
+    plan, small = cut(
+        model, budget=ck.remove(channels=0), ratios={"a": 0.5}, criterion=lambda s: torch.arange(len(s.weight)).flip(0).float()
+    )
+    (x,) = data(seed=1)[0]
+    with torch.no_grad():
+        wanted, before = model(x), small(x)
+        lost = reconstruct_(small, model, plan, data(), damping=1e-9)
+        after = small(x)
+    assert (before - wanted).abs().max() > 0.05
+    assert (after - wanted).abs().max() < 1e-3
+    assert lost["b"] < 1e-6
+
+
+@pytest.mark.parametrize("kind", [networks.Chain, networks.Residual, networks.Concat, networks.Flatten, networks.Depthwise])
+def test_refitting_brings_the_outputs_closer(kind) -> None:
+    model = build(kind)
+    plan, small = cut(model, budget=ck.keep(macs=0.7))
+    before = {k: v.shape for k, v in small.state_dict().items()}
+    dense = copy.deepcopy(model.state_dict())
+    (x,) = data(seed=1)[0]
+    with torch.no_grad():
+        wanted = model(x)
+        far = (small(x) - wanted).square().mean()
+        lost = reconstruct_(small, model, plan, data())
+        assert (small(x) - wanted).square().mean() < far
+    assert {k: v.shape for k, v in small.state_dict().items()} == before
+    assert all(torch.equal(v, dense[k]) for k, v in model.state_dict().items())
+    assert all(0 <= share <= 1 for share in lost.values())
+
+
+def test_refit_is_least_squares() -> None:
+    """Against numpy-style least squares on unfolded patches, with the mean in the BatchNorm that follows."""
+    model = build(networks.Chain)
+    plan, small = cut(model, budget=ck.remove(channels=0), ratios={"a.0": 0.5})
+    batches = data(128)
+    keep = plan.keep("b.0.weight")[1]
+    with torch.no_grad():
+        h = torch.cat([model.a(x) for (x,) in batches])
+        reconstruct_(small, model, plan, batches, damping=1e-9)
+        x = nn.functional.unfold(h, 3, padding=1).movedim(1, 2).reshape(-1, 16, 9).double()
+        y = x.flatten(1) @ model.b[0].weight.double().flatten(1).T
+        some = x[:, keep].flatten(1)
+        with_one = torch.cat([some, torch.ones(len(some), 1)], 1)
+        best = torch.linalg.lstsq(with_one, y, driver="gelsd").solution
+        got = some @ small.b[0].weight.double().flatten(1).T
+    shift = small.b[1].running_mean - model.b[1].running_mean
+    error = (got - shift - y).square().mean()
+    least = (with_one @ best - y).square().mean()
+    assert least <= error <= 1.1 * least  # fitted at random places of the same images
+
+
+def test_refitting_needs_data() -> None:
+    model = build(networks.Chain)
+    plan, small = cut(model)
+    with pytest.raises(DataError, match="no batch of calibration data"):
+        reconstruct_(small, model, plan, [])
+    with pytest.raises(SettingError, match="wanted a positive number"):
+        reconstruct_(small, model, plan, data(), damping=0)
+
+
+def test_a_refit_that_does_not_help_is_taken_back(monkeypatch, caplog) -> None:
+    model = build(networks.Chain)
+    plan, small = cut(model)
+    before = copy.deepcopy(small.state_dict())
+
+    def spoil(pruned, *_):
+        pruned.b[0].weight.mul_(100)
+        return 0.0
+
+    monkeypatch.setattr(reconstruct, "_refit_", spoil)
+    assert reconstruct_(small, model, plan, data()) == {}
+    assert all(torch.equal(v, before[k]) for k, v in small.state_dict().items())
+    assert "brought the outputs of Chain no nearer" in caplog.text

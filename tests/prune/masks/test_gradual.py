@@ -1,0 +1,160 @@
+"""Masks that change during training: schedules, regrowth, summed scores."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import networks
+import pytest
+import torch
+from networks import build, images_task
+from torch import nn
+
+import compresskit as ck
+from compresskit import Sparsify, Train
+from compresskit.prune import Masks, masks_of, plan_mask, schedules
+from compresskit.prune.criteria import movement
+from compresskit.prune.patterns import NM
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* loses all of its weights"),  # the networks are tiny
+    pytest.mark.filterwarnings("ignore:fp16 on a CPU"),
+    pytest.mark.filterwarnings("ignore:PURE_.* has no masters"),
+]
+
+
+ADAM = partial(torch.optim.Adam, lr=3e-3)
+
+
+ONE, FOUR = Train(epochs=1, optimizer=ADAM), Train(epochs=4, optimizer=ADAM)
+
+
+@pytest.mark.parametrize("precision", [ck.mixed.SPLIT_BF16, ck.mixed.MASTER_FP16], ids=lambda p: p.name)
+@pytest.mark.parametrize("criterion", [ck.prune.criteria.l2, movement])
+def test_schedules_see_the_fp32_weights(precision, criterion) -> None:
+    """Transient masters, and steps that are skipped while a loss scale is found."""
+    how = replace(FOUR, precision=precision, clip=1.0)
+    ratio_is_reached(
+        Sparsify(
+            budget=ck.remove(weights=0.8),
+            schedule=schedules.Cubic(),
+            criterion=criterion,
+            regrow=0.2,
+            until=1.0,
+            updates=5,
+            finetune=how,
+        )
+    )
+
+
+def ratio_is_reached(stage) -> None:
+    task = images_task(ck, samples=96)
+    model = stage(build(networks.Residual), task)
+    masks = masks_of(model)
+    assert masks.violations(model) == {}
+    if isinstance(stage.allocation, dict):
+        assert masks.ratios() == {"inner.0.weight": 0.5, "out.weight": 0.25}
+    else:
+        wanted = 0.5 if stage.pattern == NM() else stage.budget.removed
+        assert masks.ratio == pytest.approx(wanted, abs=2 / masks.total)
+    again = Train(epochs=1, optimizer=ADAM)(model, task)
+    assert masks.violations(again) == {}
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+def test_a_schedule_goes_through_its_ratios(monkeypatch) -> None:
+    """The masks after every step are those of the formula, and removed weights stay removed."""
+    seen = []
+    model, task = build(networks.Residual), images_task(ck, samples=96)  # 3 steps an epoch
+    stage = Sparsify(budget=ck.remove(weights=0.9), schedule=schedules.Cubic(), until=0.5, updates=100, finetune=FOUR)
+    real = stage._gradual
+
+    def watched(model):
+        gradual = real(model)
+        count = gradual.count
+
+        def look(step, steps):
+            seen.append(Masks({n: m.clone() for n, m in masks_of(model).masks.items()}))
+            count(step, steps)
+
+        gradual.count = look
+        return gradual
+
+    object.__setattr__(stage, "_gradual", watched)
+    stage(model, task)
+    total = seen[0].total
+    expected = [round((0.9 - 0.9 * (1 - min(1, s / 6)) ** 3) * total) for s in range(1, 13)]
+    assert [m.removed for m in seen] == expected
+    for early, late in itertools.pairwise(seen):
+        assert all(not (late.masks[n] & ~early.masks[n]).any() for n in late.masks)
+
+
+def test_a_second_stage_goes_on_from_the_first() -> None:
+    task = images_task(ck, samples=96)
+    model = Sparsify(budget=ck.remove(weights=0.5), protect=("head",))(build(networks.Residual), task)
+    first = {n: m.clone() for n, m in masks_of(model).masks.items()}
+    model = Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Cubic(), updates=4, finetune=FOUR)(model, task)
+    second = masks_of(model)
+    assert second.removed == round(0.8 * second.total)
+    assert "head.weight" in second.masks
+    assert all(not (second.masks[n] & ~m).any() for n, m in first.items())
+
+
+def test_regrowth_changes_the_mask_and_keeps_the_ratio() -> None:
+    task = images_task(ck, samples=96)
+    torch.manual_seed(0)
+    model = build(networks.Residual)
+    first = plan_mask(model, ck.remove(weights=0.8)).masks
+    masks = masks_of(
+        Sparsify(budget=ck.remove(weights=0.8), schedule=schedules.Constant(), regrow=0.5, until=0.6, updates=4, finetune=FOUR)(
+            model, task
+        )
+    )
+    grown = sum(int((mask & ~first[n]).sum()) for n, mask in masks.masks.items())
+    assert grown > 0.02 * masks.total
+    assert masks.removed == round(0.8 * masks.total)
+
+
+def test_growing_takes_the_largest_gradients() -> None:
+    """One step by hand: of four inputs the two useless ones are dropped or never grow, the useful one that is masked does."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    y = x @ torch.tensor([[3.0, 0.0, 2.0, 0.0]]).T
+    task = ck.Task(train=[(x, y)] * 8, val=[(x, y)], loss=nn.functional.mse_loss, metric=lambda p, t: 0.0)
+    model = nn.Sequential(nn.Linear(4, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[0.1, 1.0, 0.05, 0.9]]))
+    how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.05), schedule=ck.lr.Constant())
+    stage = Sparsify(
+        budget=ck.remove(weights=0.5), schedule=schedules.Constant(), regrow=0.99, until=1.0, updates=8, finetune=how
+    )
+    assert masks_of(stage(model, task)).masks["0.weight"].tolist() == [[True, False, True, False]]
+
+
+def test_movement_removes_what_moves_to_zero() -> None:
+    """Magnitude would keep the large weight; its target is zero, and it is on its way there."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 2)
+    y = x @ torch.tensor([[0.0, 1.0]]).T
+    task = ck.Task(train=[(x, y)] * 6, val=[(x, y)], loss=nn.functional.mse_loss, metric=lambda p, t: 0.0)
+
+    def kept(criterion, memory=1.0):
+        model = nn.Sequential(nn.Linear(2, 1, bias=False))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.tensor([[2.0, 0.3]]))
+        how = Train(epochs=1, optimizer=partial(torch.optim.SGD, lr=0.02), schedule=ck.lr.Constant())
+        stage = Sparsify(
+            budget=ck.remove(weights=0.5),
+            criterion=criterion,
+            schedule=schedules.Linear(),
+            until=1.0,
+            updates=1,
+            memory=memory,
+            finetune=how,
+        )
+        return masks_of(stage(model, task)).masks["0.weight"].tolist()
+
+    assert kept(ck.prune.criteria.l2) == [[True, False]]
+    assert kept(movement) == [[False, True]]

@@ -1,0 +1,64 @@
+"""Allocations: how a ratio is distributed over layers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compresskit.base.errors import SettingError
+from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
+
+
+QUICK = settings(max_examples=25, deadline=None)
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 500)), min_size=1, max_size=8))
+@QUICK
+def test_counts_add_up(layers) -> None:
+    ratios = {str(i): r for i, (r, _) in enumerate(layers)}
+    sizes = {str(i): n for i, (_, n) in enumerate(layers)}
+    found = counts(ratios, sizes)
+    assert sum(found.values()) == pytest.approx(sum(r * n for r, n in layers), abs=0.5 + 1e-6)
+    assert all(math.floor(ratios[k] * sizes[k] + 1e-9) <= c <= ratios[k] * sizes[k] + 1 for k, c in found.items())
+
+
+def test_erk_is_its_formula() -> None:
+    weights = {"a": torch.zeros(64, 64, 3, 3), "b": torch.zeros(64, 128, 3, 3), "c": torch.zeros(10, 64)}
+    ratios = erk_ratios(weights, 0.8)
+    density = {n: 1 - r for n, r in ratios.items()}
+    assert density["c"] == 1  # its share would be above 1
+    assert density["a"] / density["b"] == pytest.approx(((64 + 64 + 6) / (64 * 64 * 9)) / ((64 + 128 + 6) / (64 * 128 * 9)))
+    total = sum(w.numel() for w in weights.values())
+    assert sum(d * weights[n].numel() for n, d in density.items()) == pytest.approx(0.2 * total)
+
+
+def test_lamp_is_its_formula() -> None:
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(5, 4), "b": torch.randn(3, 4) * 5, "c": torch.randn(2, 2) * 0.1}
+    scores = []
+    for name, w in weights.items():
+        flat = w.flatten().tolist()
+        scores += [(u * u / sum(v * v for v in flat if v * v >= u * u), name) for u in flat]
+    gone = [name for _, name in sorted(scores)[:18]]
+    assert lamp_ratios(weights, 0.5) == {n: pytest.approx(gone.count(n) / w.numel()) for n, w in weights.items()}
+
+
+def test_measured_allocation_takes_the_cheapest() -> None:
+    weights = {"robust": torch.zeros(100), "touchy": torch.zeros(100)}
+    curves = {"robust": {0.0: 1.0, 0.5: 1.0, 0.9: 1.1}, "touchy": {0.0: 1.0, 0.5: 3.0, 0.9: 9.0}}
+    allocate = measured_ratios(curves)
+    assert allocate(weights, 0.25) == {"robust": pytest.approx(0.5), "touchy": 0.0}
+    assert allocate(weights, 0.45) == {"robust": pytest.approx(0.9), "touchy": 0.0}
+    assert allocate(weights, 0.6) == {"robust": pytest.approx(0.9), "touchy": pytest.approx(0.3)}
+    with pytest.raises(SettingError, match=r"the curves end at 90\.0% of all weights, wanted 95\.0%"):
+        allocate(weights, 0.95)
+    with pytest.raises(SettingError, match="no curve for other"):
+        allocate({"other": torch.zeros(3)}, 0.5)
+    with pytest.raises(SettingError, match="the curve of a wants the loss at ratio 0"):
+        measured_ratios({"a": {0.5: 1.0}})
