@@ -85,10 +85,7 @@ def quantize_weights(
     captured, origin = capture_for_weights(model, example, skip, dynamic)
     weights = weights_of(captured.module)
     formats = _number_formats(weights, scheme, embeddings, convolutions, overrides or {}, skip)
-    if not formats.rounded:
-        raise ModelError(f"{type(model).__name__}: it has no matrix that can be rounded: {formats.floating}")
-    if strict and (refused := [w for w in weights if w.reason]):
-        raise ModelError(f"strict=True: {refused[0].name} would stay float: {refused[0].reason}; leave its module out with skip=")
+    _refuse_float(type(model).__name__, weights, formats, strict=strict)
     originals = {name: get_tensor(captured.module, name).detach().clone() for name in formats.rounded}
     insert_block_quantizers_(captured.module, [w for w in weights if w.name in formats.rounded], formats.rounded)
     rounder = _WeightRounder(captured.module, formats, rounding, stream)
@@ -151,6 +148,14 @@ _UNROUNDED = {
     "conv": "a convolution: convolutions=BlockScheme(bits=8, block_size=None) rounds it",
 }
 _OVERRIDDEN = "overrides= leaves it float"
+
+
+def _refuse_float(model: str, weights: Sequence[GraphWeight], formats: _NumberFormats, *, strict: bool) -> None:
+    """Raise ModelError where no weight can be rounded, or, where `strict`, one cannot."""
+    if not formats.rounded:
+        raise ModelError(f"{model}: it has no matrix that can be rounded: {formats.floating}")
+    if strict and (refused := [w for w in weights if w.reason]):
+        raise ModelError(f"strict=True: {refused[0].name} would stay float: {refused[0].reason}; leave its module out with skip=")
 
 
 class _WeightRounder:
