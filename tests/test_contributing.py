@@ -106,7 +106,7 @@ class Kind:
 
 
 LOSS_TESTS, CRITERION_TESTS = "tests/distill/losses/test_losses.py", "tests/prune/test_criteria.py"
-OBSERVER_TESTS, MASK_TESTS = "tests/quant/numerics/test_observers.py", "tests/prune/masks/test_plan_mask.py"
+OBSERVER_TESTS = "tests/quant/numerics/test_observers.py"
 
 KINDS = [
     Kind(
@@ -199,10 +199,11 @@ def test_each_formula_of_a_loss_has_an_oracle() -> None:
 
 #: Kinds whose members need no table of formulas, but a test that names each: row, names, where the test belongs.
 MENTIONED = [
-    ("a ranking of groups", public("compresskit/prune/rankings.py", takes("step")), "tests/prune/channels/test_budget.py"),
+    ("a ranking of groups", public("compresskit/prune/rankings.py", takes("step")), "tests/prune/test_rankings.py"),
     ("a normalizer", public("compresskit/prune/normalizers.py", takes("scores")), CRITERION_TESTS),
-    ("an allocation", public("compresskit/prune/allocations.py", takes("weights", "ratio")), MASK_TESTS),
-    ("a pattern of zeros", public("compresskit/prune/patterns.py", subclasses("Pattern")), MASK_TESTS),
+    ("an allocation", public("compresskit/prune/allocations.py", takes("weights", "ratio")),
+     "tests/prune/test_allocations.py"),
+    ("a pattern of zeros", public("compresskit/prune/patterns.py", subclasses("Pattern")), "tests/prune/test_patterns.py"),
     ("a ratio schedule", public("compresskit/prune/schedules.py", subclasses("RatioSchedule", "_Rising")),
      "tests/prune/test_schedules.py"),
     ("a learning-rate schedule", public("compresskit/train/lr.py", subclasses("LRSchedule")), "tests/train/test_lr.py"),

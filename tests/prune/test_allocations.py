@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compresskit.base.errors import SettingError
-from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios
+from compresskit.prune.allocations import counts, erk_ratios, lamp_ratios, measured_ratios, uniform_ratios
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
 
@@ -62,3 +62,8 @@ def test_measured_allocation_takes_the_cheapest() -> None:
         allocate({"other": torch.zeros(3)}, 0.5)
     with pytest.raises(SettingError, match="the curve of a wants the loss at ratio 0"):
         measured_ratios({"a": {0.5: 1.0}})
+
+
+def test_uniform_gives_every_layer_the_same_ratio() -> None:
+    weights = {"a": torch.zeros(5, 4), "b": torch.zeros(3, 4)}
+    assert uniform_ratios(weights, 0.3) == {"a": 0.3, "b": 0.3}
