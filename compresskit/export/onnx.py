@@ -97,9 +97,11 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.rewrite.attention import expand_attention_masks
     from compresskit.export.rewrite.common import optimize_
     from compresskit.export.rewrite.onnxruntime import X86_REWRITES
+    from compresskit.export.rewrite.rotary import expand_rotary_caches
 
     tuned = any(part.tuned for part in quantized_parts(model).values())
-    optimize_(file, [*X86_REWRITES, expand_attention_masks] if tuned else [expand_attention_masks])
+    always = [expand_attention_masks, expand_rotary_caches]
+    optimize_(file, [*X86_REWRITES, *always] if tuned else always)
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
     if least_precise_dtype(model) is torch.bfloat16:

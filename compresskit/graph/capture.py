@@ -28,7 +28,8 @@ from compresskit.base.task import Inputs, call, shapes_of
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, is_inplace, normalize_, replace_chunks_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
-from compresskit.graph.surgery import mode
+from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
+from compresskit.graph.surgery import get_tensor, mode
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
@@ -47,6 +48,7 @@ class Captured:
         dynamic: the dynamic dimensions of the inputs, as given to `capture`.
         varying: the dynamic dimensions of each tensor input, in order.
         shapes: concrete shape of every tensor-valued node for `example`.
+        renamed: first part of a name in the graph -> in the model, for names that a graph module has for itself.
     """
 
     module: fx.GraphModule
@@ -56,6 +58,17 @@ class Captured:
     dynamic: Dynamic
     varying: tuple[tuple[int, ...], ...]
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def name_in_model(self, name: str) -> str:
+        """The dotted name that a tensor of the graph has in the model that was captured."""
+        return rename_first(name, self.renamed)
+
+    def copy_parameters_to_(self, model: nn.Module) -> None:
+        """Copy the values of the graph's parameters to those of the model that was captured."""
+        with torch.no_grad():
+            for name, values in self.module.named_parameters():
+                get_tensor(model, self.name_in_model(name)).copy_(values)
 
 
 def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, dynamic: Dynamic = (0,)) -> Captured:
@@ -88,7 +101,16 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         shapes = _node_shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
     varying = tuple(_varying(model, example, dynamic).values())
-    return Captured(module=module, prefix=prefix, example=example, inputs=names, dynamic=dynamic, varying=varying, shapes=shapes)
+    return Captured(
+        module=module,
+        prefix=prefix,
+        example=example,
+        inputs=names,
+        dynamic=dynamic,
+        varying=varying,
+        shapes=shapes,
+        renamed={there: here for here, there in reserved_names(model).items()},
+    )
 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:
@@ -136,6 +158,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
             "  Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
             " inside='backbone' (the dotted name of a submodule), or rewrite that line."
         ) from error
+    rename_reserved_(program, reserved_names(model))
     replace_chunks_(program.graph_module)
     return program, example
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,15 @@ def get_tensor(model: nn.Module, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name}: {type(model).__name__} has no parameter or buffer of that name")
     return value
+
+
+def free_name(model: nn.Module, name: str) -> str:
+    """Return a dotted name, or the first of `name_2`, `name_3`, ..., that is no attribute of its owner yet."""
+    module, leaf = owner(model, name)
+    free = next(
+        tried for tried in itertools.chain([leaf], (f"{leaf}_{i}" for i in itertools.count(2))) if not hasattr(module, tried)
+    )
+    return name.removesuffix(leaf) + free
 
 
 #: id of a parameter -> the modules that own it, with its name there.

@@ -31,6 +31,7 @@ from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
 from compresskit.quant.passes.lower_to_onnx import deploy
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin
+from compresskit.quant.passes.quantizer_names import quantizers_of
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 from compresskit.quant.passes.unfold_batchnorm import ConvBN, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_
 
@@ -106,7 +107,7 @@ class Quantized(QuantizedModule):
 
     def quantizers(self) -> list[Quantizer]:
         """All quantizers, each once."""
-        return [q for q in self.body.get_submodule("quantizers").children() if isinstance(q, Quantizer)]
+        return quantizers_of(self.body)
 
     def activation_quantizers(self) -> list[ActivationQuantizer]:
         """The quantizers of activations, each once."""
@@ -203,7 +204,8 @@ class Quantized(QuantizedModule):
 
         Scales are moved away from rounding boundaries only by `convert_`.
         """
-        if not conv_bn_layers(self.body) and not any(name.startswith("body.quantizers.") for name, _ in self.named_parameters()):
+        learned = any(True for quantizer in self.quantizers() for _ in quantizer.parameters())
+        if not conv_bn_layers(self.body) and not learned:
             return self
         other = copy.deepcopy(self)
         other._fold_()

@@ -54,12 +54,16 @@ def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
     """
     if is_quantized(model):
         raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
-    pairs = _layer_pairs(capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0]).module)
+    captured = capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0])
+    pairs = _layer_pairs(captured.module)
+    named = captured.module if captured.renamed else model
     with torch.no_grad():
         for _ in range(rounds):
-            change = max((_equalize_pair_(model, pair) for pair in pairs), default=0.0)
+            change = max((_equalize_pair_(named, pair) for pair in pairs), default=0.0)
             if change < 1e-3:
                 break
+    if captured.renamed:
+        captured.copy_parameters_to_(model)
     return len(pairs)
 
 

@@ -65,7 +65,11 @@ def smooth_(
         raise SettingError(f"smooth_(strengths=...): wanted numbers in [0, 1], got {strengths}")
     first, data = first_and_all(batches, "smooth_")
     captured = capture(copy.deepcopy(model), first, dynamic=dynamic)
-    return smooth_tensors_(model, captured, list(data), strengths=strengths, shift=shift)
+    named = captured.module if captured.renamed else model
+    count = smooth_tensors_(named, captured, list(data), strengths=strengths, shift=shift)
+    if captured.renamed:
+        captured.copy_parameters_to_(model)
+    return count
 
 
 def smooth_tensors_(

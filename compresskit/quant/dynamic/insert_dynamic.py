@@ -24,6 +24,7 @@ from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
+from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,30 +108,32 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
     body, scheme = captured.module, target.weights if weights is None else weights
     # A scale for each channel costs up to 5 % of the latency and gains at most 0.4 dB (benchmarks/quantize_dynamic.md).
     recurrent = replace(scheme, per_channel=False) if weights is None else weights
-    body.add_submodule("quantizers", nn.Module())
     nodes = {node.name: node for node in body.graph.nodes}
     rounded: dict[Node, Node] = {}
     for point in placement.points:
-        name = f"quantizers.{point.node}"
-        body.add_submodule(name, DynamicActivation(placement.layers.get(point.node, "") or point.node))
+        label = placement.layers.get(point.node, "") or point.node
+        name = add_quantizer_(body, point.node, DynamicActivation(label))
         with body.graph.inserting_after(nodes[point.node]):
             rounded[nodes[point.node]] = body.graph.call_module(name, (nodes[point.node],))
-    for name, kind in {**placement.integer, **placement.carried}.items():
-        node = nodes[name]
+    weights: dict[tuple[str, int], str] = {}
+    kinds = {nodes[name]: kind for name, kind in {**placement.integer, **placement.carried}.items()}
+    for node, kind in kinds.items():
         if kind == "embedding":
-            _round_rows(body, node, scheme)
-        elif kind == "lstm":
-            body.add_submodule(f"quantizers.{name}", LstmQuantizer(_symmetric(recurrent)))
-            node.op, node.target = "call_module", f"quantizers.{name}"
+            continue
+        if kind == "lstm":
+            node.op, node.target = "call_module", add_quantizer_(body, node.name, LstmQuantizer(_symmetric(recurrent)))
         elif kind in ("gru", "rnn"):
             for weight in recurrent_weights(node):
                 if get_tensor(body, str(parameter_name(weight))).ndim == 2:
-                    _round_weight(body, node, weight, 0, scheme)
+                    _round_weight(body, node, weight, (0, scheme), weights)
         else:
             product = stored_product(node)
             assert product is not None
-            _round_weight(body, node, product.weight, product.axis, _symmetric(scheme) if kind == "conv" else scheme)
+            grid = (product.axis, _symmetric(scheme) if kind == "conv" else scheme)
+            _round_weight(body, node, product.weight, grid, weights)
             node.replace_input_with(product.x, rounded[product.x])
+    for node in [n for n, kind in kinds.items() if kind == "embedding"]:  # last: the quantizers of products read them
+        _round_rows(body, node, scheme)
     body.graph.lint()
     body.recompile()
 
@@ -140,18 +143,20 @@ def _symmetric(scheme: Scheme) -> Scheme:
     return replace(scheme, signed=True, symmetric=True)
 
 
-def _round_weight(body: fx.GraphModule, node: Node, weight: Node, axis: int, scheme: Scheme) -> None:
-    values = get_tensor(body, str(parameter_name(weight)))
-    name = f"quantizers.weight_{axis}_" + str(parameter_name(weight)).replace(".", "_")
-    if name.rpartition(".")[2] not in body.get_submodule("quantizers")._modules:
-        body.add_submodule(name, WeightQuantizer(scheme, axis, values.shape[axis]))
+def _round_weight(
+    body: fx.GraphModule, node: Node, weight: Node, grid: tuple[int, Scheme], weights: dict[tuple[str, int], str]
+) -> None:
+    """grid: dimension of outputs, number format. weights: (name, dimension) of a weight -> name of its quantizer."""
+    stored, (axis, scheme) = str(parameter_name(weight)), grid
+    if (stored, axis) not in weights:
+        made = WeightQuantizer(scheme, axis, get_tensor(body, stored).shape[axis])
+        weights[stored, axis] = add_quantizer_(body, stored_name(f"{axis}.{stored}"), made)
     with body.graph.inserting_before(node):
-        node.replace_input_with(weight, body.graph.call_module(name, (weight,)))
+        node.replace_input_with(weight, body.graph.call_module(weights[stored, axis], (weight,)))
 
 
 def _round_rows(body: fx.GraphModule, node: Node, scheme: Scheme) -> None:
-    name = f"quantizers.{node.name}"
-    body.add_submodule(name, RowQuantizer(scheme))
+    name = add_quantizer_(body, node.name, RowQuantizer(scheme))
     with body.graph.inserting_after(node):
         rows = body.graph.call_module(name, (node, node.args[0]))
     rows.meta = copy.copy(node.meta)

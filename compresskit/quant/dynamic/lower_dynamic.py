@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import free_name, get_tensor
 from compresskit.quant.dynamic.placement_dynamic import DYNAMIC_KINDS
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer, deployed_weight
 from compresskit.quant.numerics.scheme import to_integers
@@ -66,7 +66,7 @@ class _DynamicLowering:
         return any(self._name(a) == "DynamicActivation" for a in node.args if isinstance(a, fx.Node))
 
     def _buffer(self, name: str, values: Tensor) -> Node:
-        name = name.replace(".", "_")
+        name = free_name(self.body, name.replace(".", "_"))
         self.body.register_buffer(name, values)
         with self.graph.inserting_before(self.first):
             return self.graph.get_attr(name)
@@ -169,7 +169,7 @@ class _DynamicLowering:
             if not quantizer.is_matrix(i, weights, *settings):
                 deployed.append(old)
                 continue
-            name = f"{node.target}_{i}"
+            name = free_name(self.body, f"{node.target}_{i}")
             self.body.add_submodule(name, deployed_weight(quantizer.matrix, weight))
             with self.graph.inserting_before(node):
                 deployed.append(self.graph.call_module(name))

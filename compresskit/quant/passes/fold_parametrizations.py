@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.reserved_names import RESERVED
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
@@ -70,6 +71,7 @@ def _evaluate(module: fx.GraphModule, node: Node) -> Tensor:
 
 def _free_name(module: fx.GraphModule, path: str, leaf: str) -> str:
     """A dotted name in the module at `path`, made where it is missing, that no parameter or buffer has yet."""
+    path = path if path.partition(".")[0] not in RESERVED else f"folded_{path}"
     if path and path not in dict(module.named_modules()):
         module.add_submodule(path, nn.Module())
     taken = {*dict(module.named_parameters()), *dict(module.named_buffers())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch import fx, nn
+from torch import fx
 
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node
@@ -14,6 +14,7 @@ from compresskit.quant.numerics.observers import HistogramMSE, MinMax, Observer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
+from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
 from compresskit.quant.passes.rounding_boundaries import activation_quantizer_of
 
 
@@ -25,25 +26,24 @@ def insert_quantizers_(
     observer: makes an observer for each group of points; None takes `default_observer`.
     """
     nodes = {node.name: node for node in body.graph.nodes}
-    body.add_submodule("quantizers", nn.Module())
     integer = {nodes[name] for name in (*placement.integer, *placement.carried)}
     shared: dict[int, tuple[str, ActivationQuantizer]] = {}
     grids: dict[Node, ActivationQuantizer] = {}
     for point in placement.points:
         if point.group not in shared:
-            name = f"quantizers.{point.node}"
             clamp = _common_clamp([p for p in placement.points if p.group == point.group])
             clamp = None if target.activations.symmetric else clamp  # a symmetric range does not end at 0
             label = module_path(nodes[point.node]) or point.node
             make_observer = observer or default_observer(nodes[point.node], placement)
-            shared[point.group] = (name, ActivationQuantizer(target.activations, make_observer(), clamp, point.anchor, label))
-            body.add_submodule(name, shared[point.group][1])
+            made = ActivationQuantizer(target.activations, make_observer(), clamp, point.anchor, label)
+            shared[point.group] = (add_quantizer_(body, point.node, made), made)
         name, quantizer = shared[point.group]
         new = _insert_activation(body, nodes[point.node], name, point, quantizer, integer)
         grids[new] = quantizer
+    weights: dict[str, str] = {}
     for name, kind in placement.integer.items():
         if kind in ("conv", "linear"):
-            _insert_weight(body, nodes[name], kind, target, grids)
+            _insert_weight(body, nodes[name], target.operators[kind].axis, target, grids, weights)
     body.graph.lint()
     body.recompile()
 
@@ -79,23 +79,28 @@ def _insert_activation(
     return new
 
 
-def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target, grids: dict[Node, ActivationQuantizer]) -> None:
+def _insert_weight(
+    body: fx.GraphModule,
+    node: Node,
+    axis: int | None,
+    target: Target,
+    grids: dict[Node, ActivationQuantizer],
+    weights: dict[str, str],
+) -> None:
+    """weights: name of each weight that has a quantizer -> name of the quantizer."""
     weight = node.args[1]
-    name = "quantizers.weight_" + str(parameter_name(weight)).replace(".", "_")
-    if name.rpartition(".")[2] not in body.get_submodule("quantizers")._modules:
-        axis = target.operators[kind].axis
+    stored = str(parameter_name(weight))
+    if stored not in weights:
         scheme = replace(target.weights, per_channel=target.weights.per_channel and axis is not None)
-        body.add_submodule(
-            name, WeightQuantizer(scheme, axis or 0, get_tensor(body, str(parameter_name(weight))).shape[axis or 0])
-        )
-    quantizer = body.get_submodule(name)
+        made = WeightQuantizer(scheme, axis or 0, get_tensor(body, stored).shape[axis or 0])
+        weights[stored] = add_quantizer_(body, stored_name(stored), made)
+    quantizer = body.get_submodule(weights[stored])
     with body.graph.inserting_before(node):
-        rounded = body.graph.call_module(name, (weight,))
+        rounded = body.graph.call_module(weights[stored], (weight,))
     node.replace_input_with(weight, rounded)
     bias = node.args[2] if len(node.args) > 2 else None
     source = activation_quantizer_of(node.args[0], grids)
     if bias is not None and parameter_name(bias) is not None and source is not None:
-        name = f"quantizers.bias_{node.name}"
-        body.add_submodule(name, BiasQuantizer(source, quantizer))  # type: ignore[arg-type]
+        name = add_quantizer_(body, f"bias_{node.name}", BiasQuantizer(source, quantizer))  # type: ignore[arg-type]
         with body.graph.inserting_before(node):
             node.replace_input_with(bias, body.graph.call_module(name, (bias, weight)))

@@ -7,7 +7,7 @@ import copy
 from torch import fx, nn
 
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import free_name, get_tensor
 from compresskit.quant.numerics.quantizers import (
     ActivationQuantizer,
     BiasQuantizer,
@@ -31,8 +31,9 @@ def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
     quantizers: dict[Node, nn.Module] = {node: body.get_submodule(node.target) for node in calls}
     for node in [n for n in body.graph.nodes if n.name in hardsigmoids]:
         _clip_integers(body, node, quantizers[node.args[0]])
+    transposed: dict[str, str] = {}
     for node in [n for n in body.graph.nodes if n.target is aten.linear.default]:
-        _linear_to_matmul(body, node, quantizers)
+        _linear_to_matmul(body, node, quantizers, transposed)
     for node, quantizer in quantizers.items():
         values = [get_tensor(body, a.target) for a in node.args if a.op == "get_attr"]
         if isinstance(quantizer, ActivationQuantizer):
@@ -52,7 +53,8 @@ def deploy(body: fx.GraphModule, hardsigmoids: list[str]) -> fx.GraphModule:
 
 def _clip_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> None:
     assert isinstance(quantizer, ActivationQuantizer)
-    name = f"quantizers.{node.name}"
+    holder = str(node.args[0].target).rpartition(".")[0]
+    name = free_name(body, f"{holder}.{node.name}")
     body.add_submodule(name, DeployedHardSigmoid(quantizer))
     with body.graph.inserting_before(node):
         clipped = body.graph.call_module(name, (node.args[0],))
@@ -60,29 +62,34 @@ def _clip_integers(body: fx.GraphModule, node: Node, quantizer: nn.Module) -> No
     body.graph.erase_node(node)
 
 
-def _linear_to_matmul(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module]) -> None:
+def _linear_to_matmul(body: fx.GraphModule, node: Node, quantizers: dict[Node, nn.Module], transposed: dict[str, str]) -> None:
     """Write a linear layer of more than two dimensions, which Gemm does not take, as MatMul and Add.
 
     The weight is stored transposed, so that no operator is between DequantizeLinear and MatMul. The rounded bias is added in
     float.
+
+    transposed: name of the quantizer of each weight that is stored so already -> name of the stored one.
     """
     weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
     quantizer = quantizers.get(weight)
     if not isinstance(quantizer, WeightQuantizer) or node.args[0].meta["val"].ndim == 2:
         return
-    stored = deployed_weight(quantizer, get_tensor(body, weight.args[0].target))
-    zero_point = stored.get_buffer("zero_point")
-    turned = DeployedConstant(stored.get_buffer("integers").T.contiguous(), stored.get_buffer("scale"), zero_point, 1)
-    name = f"{weight.target}_transposed"
-    body.add_submodule(name, turned)
+    if weight.target not in transposed:
+        stored = deployed_weight(quantizer, get_tensor(body, weight.args[0].target))
+        zero_point = stored.get_buffer("zero_point")
+        turned = DeployedConstant(stored.get_buffer("integers").T.contiguous(), stored.get_buffer("scale"), zero_point, 1)
+        transposed[weight.target] = free_name(body, f"{weight.target}_transposed")
+        body.add_submodule(transposed[weight.target], turned)
+    name = transposed[weight.target]
     with body.graph.inserting_before(node):
         new = body.graph.call_function(aten.matmul.default, (node.args[0], body.graph.call_module(name)))
         if bias is not None:
             rounding = quantizers.get(bias)
             if isinstance(rounding, BiasQuantizer):
                 values = [get_tensor(body, a.target) for a in bias.args]
-                body.register_buffer(f"{node.name}_bias", deployed_bias(rounding, *values)().detach())
-                bias = body.graph.get_attr(f"{node.name}_bias")
+                rounded = free_name(body, f"{node.name}_bias")
+                body.register_buffer(rounded, deployed_bias(rounding, *values)().detach())
+                bias = body.graph.get_attr(rounded)
             new = body.graph.call_function(aten.add.Tensor, (new, bias))
     node.replace_all_uses_with(new)
     body.graph.erase_node(node)

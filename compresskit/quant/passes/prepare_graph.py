@@ -71,7 +71,7 @@ def prepare_graph(
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
     captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
-    transfer_masks_(model, captured.module, {name: name for name in sorted(names)})
+    transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
     fold_parametrizations_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.masks import reshape_mask_
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import get_tensor, owner
+from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
@@ -140,7 +140,7 @@ def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
     holder = nn.Module()
     holder.weight = nn.Parameter(scale.to(dtype).view(-1, *[1] * (rank - 1)))
     holder.bias = nn.Parameter(shift.to(dtype))
-    name = f"affine_{node.name}"
+    name = free_name(module, f"affine_{node.name}")
     module.add_submodule(name, holder)
     spatial = rank - 2
     with module.graph.inserting_before(node):

@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 from compresskit.base.distributed import sync_batch_norm
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
-from compresskit.graph.surgery import get_tensor, owner
+from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
+from compresskit.quant.passes.quantizer_names import QuantizerHolder
 
 
 class ConvBN(nn.Module):
@@ -94,7 +95,10 @@ def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> Non
         weight, rounding = _parameter_and_quantizer(body, layer.args[1], WeightQuantizer)
         bias, bias_rounding = _parameter_and_quantizer(body, layer.args[2], BiasQuantizer)
         conv_bn = ConvBN(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
-        body.add_submodule(fold.norm, conv_bn)
+        name = fold.norm
+        if isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder):  # the name was free once it was folded
+            name = free_name(body, name.replace(".", "_"))
+        body.add_submodule(name, conv_bn)
         module, leaf = owner(body, str(parameter_name(weight)))
         old = getattr(module, leaf)
         setattr(module, leaf, nn.Parameter(_unfolded(fold, "weight").to(old), requires_grad=old.requires_grad))
@@ -104,7 +108,7 @@ def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> Non
         else:
             setattr(module, leaf, nn.Parameter(_unfolded(fold, "bias").to(old), requires_grad=old.requires_grad))
         conv_bn.to(old.device).train(body.training).requires_grad_(old.requires_grad)
-        layer.op, layer.target = "call_module", fold.norm
+        layer.op, layer.target = "call_module", name
         layer.args = (layer.args[0], weight, None if fold.tensors["bias"] is None else bias)
         layer.meta["bias"] = str(parameter_name(bias))
     _drop_unread_nodes_(body)

@@ -15,10 +15,11 @@ from torch import Tensor, fx, nn
 from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, pack_bits, rounded_blocks
 from compresskit.export.ops.quantize import dequantize_linear
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import free_name, get_tensor
 from compresskit.quant.numerics.block_grid import BlockQuantizer
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.quantizers import Quantizer
+from compresskit.quant.passes.quantizer_names import add_quantizer_
 
 ROW_BLOCK = 128  # block size of a weight with one scale per row, where the operator knows blocks only
 
@@ -80,8 +81,7 @@ def insert_input_quantizers_(body: fx.GraphModule) -> None:
         module = body.get_submodule(str(call.target)) if isinstance(call, fx.Node) and call.op == "call_module" else None
         if not isinstance(module, BlockQuantizer):
             continue
-        path = f"quantizers.input_{node.name}"
-        body.add_submodule(path, InputQuantizer(module.scheme.block_size or ROW_BLOCK))
+        path = add_quantizer_(body, f"input_{node.name}", InputQuantizer(module.scheme.block_size or ROW_BLOCK))
         with body.graph.inserting_before(node):
             rounded = body.graph.call_module(path, (node.args[place],))
         rounded.meta = dict(node.args[place].meta)
@@ -184,7 +184,7 @@ def _replace_reader(
     kind = "product" if user.target in PRODUCTS else "table" if user.target is aten.embedding.default else "conv"
     path = made.get((call.target, kind))
     if path is None:
-        path = made[call.target, kind] = f"{call.target}_{kind}"
+        path = made[call.target, kind] = free_name(body, f"{call.target}_{kind}")
         body.add_submodule(path, _stored_weight(quantizer, weight, storage, kind))
     packs = isinstance(body.get_submodule(path), (_MatMulNBits, _GatherBlockQuantized, _DecodedRows))
     graph = body.graph

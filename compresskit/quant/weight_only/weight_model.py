@@ -14,13 +14,14 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import free_name, get_tensor
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
+from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
 from compresskit.quant.weight_only.storage import WeightStorage, deploy_weights, insert_input_quantizers_
 from compresskit.quant.weight_only.weight_plan import GraphWeight, WeightPlan, weights_of
 
@@ -101,12 +102,9 @@ def insert_block_quantizers_(body: fx.GraphModule, weights: Sequence[GraphWeight
 
     schemes: name of each weight -> its number format.
     """
-    if "quantizers" not in body._modules:
-        body.add_submodule("quantizers", nn.Module())
     for weight in weights:
-        path = "quantizers.weight_" + weight.name.replace(".", "_")
         shape = tuple(get_tensor(body, weight.name).shape)
-        body.add_submodule(path, BlockQuantizer(schemes[weight.name], shape, weight.axis))
+        path = add_quantizer_(body, stored_name(weight.name), BlockQuantizer(schemes[weight.name], shape, weight.axis))
         for node in [n for n in body.graph.nodes if n.op == "get_attr" and n.target == weight.name]:
             with body.graph.inserting_after(node):
                 rounded = body.graph.call_module(path, (node,))
@@ -125,7 +123,7 @@ def block_quantizers(body: fx.GraphModule) -> dict[str, BlockQuantizer]:
 
 def insert_division_(body: fx.GraphModule, value: Node, factor: Tensor) -> None:
     """Divide a value of the graph by `factor` (channels,), stored as a buffer, before any operator reads it."""
-    name = f"scaled_{value.name}"
+    name = free_name(body, f"scaled_{value.name}")
     body.register_buffer(name, factor.reciprocal())
     with body.graph.inserting_after(value):
         buffer = body.graph.get_attr(name)

@@ -331,3 +331,10 @@ def test_the_stage_runs_in_a_recipe(tmp_path) -> None:
     assert "DynamicQuantizeLSTM" in {node.op_type for node in onnx.load(result.onnx).graph.node}
     with pytest.raises(ck.StageOrderError):
         ck.Recipe(DynamicQuant(), ck.Prune(budget=ck.keep(macs=0.5)))
+
+
+def test_an_embedding_right_before_a_linear_layer_is_quantized_with_it(tmp_path):
+    ids = torch.randint(0, 20, (2, 7))
+    quantized = quantize_dynamic(nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20)).eval(), (ids,))
+    assert sorted(quantized.placement.integer.values()) == ["embedding", "linear"]
+    assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "m.onnx", (ids,)), quantized, [(ids,)]).passed
