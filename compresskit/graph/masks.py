@@ -31,11 +31,13 @@ class Masks:
 
     Attributes:
         masks: name of a parameter -> bool tensor of its shape, True where the weight stays.
-        unmasked: name of a parameter that could not be masked as requested -> reason.
+        unmasked: name of a matrix that could not be masked as requested, or was not asked for -> reason.
+        unmasked_weights: number of weights in all matrices without a mask, protected ones included; 0 where nobody counted.
     """
 
     masks: Mapping[str, Tensor]
     unmasked: Mapping[str, str] = field(default_factory=dict)
+    unmasked_weights: int = 0
 
     @property
     def total(self) -> int:
@@ -58,6 +60,9 @@ class Masks:
 
     def __str__(self) -> str:
         head = f"{self.removed} of {self.total} weights removed ({self.ratio:.1%})"
+        if self.unmasked_weights:
+            every = self.total + self.unmasked_weights
+            head += f"; with those that have no mask, {self.removed / every:.1%} of {every} weights"
         rows = [
             f"  {name} {tuple(mask.shape)}: keep {int(mask.count_nonzero())} of {mask.numel()}"
             for name, mask in self.masks.items()
