@@ -201,7 +201,7 @@ def mask_sensitivity(
     weights = {name: w for name, w in maskable(model, protect, include).items() if not pattern.fits(w.shape)}
     scores = score_weights(model, weights, pattern, criterion, task, samples)
     batches = list(some_batches(task, "train", samples, "read samples"))
-    seen = sum(batch_size(task.split(batch)[0]) for batch in batches)
+    seen = sum(batch_size(task.inputs(batch)) for batch in batches)
     if not batches:
         raise DataError("mask_sensitivity: the training loader gave no batch")
     dense = mean_loss(model, task, batches)
