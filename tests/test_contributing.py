@@ -73,12 +73,11 @@ def keys_of(path: str, variable: str) -> set[str]:
     return found
 
 
-def tested(path: str) -> set[str]:
+def names_in_tests(path: str) -> set[str]:
     """Names that the asserting test functions of a file use."""
-    tests = [
-        n for n in parse(path).body if isinstance(n, ast.FunctionDef) and any(isinstance(a, ast.Assert) for a in ast.walk(n))
-    ]
-    return {node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name)}
+    tests = [list(ast.walk(node)) for node in parse(path).body if isinstance(node, ast.FunctionDef)]
+    asserting = [nodes for nodes in tests if any(isinstance(node, ast.Assert) for node in nodes)]
+    return {node.id for nodes in asserting for node in nodes if isinstance(node, ast.Name)}
 
 
 def words_of_test(test: str) -> str:
@@ -161,7 +160,7 @@ KINDS = [
         listed={o.__name__ for o in observers.OBSERVERS},
         where="OBSERVERS in compresskit/quant/numerics/observers.py",
         add=f"add a test of the range it finds to {OBSERVER_TESTS}",
-        values=tested(OBSERVER_TESTS),
+        values=names_in_tests(OBSERVER_TESTS),
         own={},
         page="docs/quantization.md",
     ),
