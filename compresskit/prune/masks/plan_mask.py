@@ -97,11 +97,11 @@ def plan_mask(
     _check_monotone(scores, kept)
     masks = {name: pattern.spread(kept[name], w.shape) & before.get(name, True) for name, w in weights.items()}
     masks = broadcast_masks(masks) | ({} if old is None else {n: m for n, m in old.masks.items() if n not in masks})
-    _warn_of_empty(masks)
+    _warn_of_empty_layers(masks)
     return Masks(dict(sorted(masks.items())), unmasked, unmasked_weights(model, masks))
 
 
-def _warn_of_empty(masks: Mapping[str, Tensor]) -> None:
+def _warn_of_empty_layers(masks: Mapping[str, Tensor]) -> None:
     for name, mask in masks.items():
         if not bool(mask.any()):
             warnings.warn(
