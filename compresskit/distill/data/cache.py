@@ -192,10 +192,10 @@ def _check_answers(cached: Cached, teacher: Teacher, task: Task) -> None:
     inputs = task.inputs(batch)
     stored = cached.lookup(replace(task, device="cpu").inputs(batch))
     logits = teacher.predictions(inputs, task).cpu()
-    wanted = logits - logits.amax(1, keepdim=True)
-    values = stored
     if isinstance(stored, TopK):
         values, wanted = stored.values, top_k(logits, stored.values.shape[1], temperature=cached.temperature).values
+    else:
+        values, wanted = stored, logits - logits.amax(1, keepdim=True)
     # As probabilities: what is stored of them may be rounded to half precision, and cut off far below the largest.
     if values.shape != wanted.shape or not bool(torch.isclose(values.exp(), wanted.exp(), rtol=0.02, atol=0.02).all()):
         raise CheckpointError(
