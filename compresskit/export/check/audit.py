@@ -228,7 +228,7 @@ def _node_macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[
     """Multiply-accumulates for the whole batch of a convolution or matrix product by a constant, else 0."""
     if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
         sizes = {a.name: a.i for a in node.attribute}
-        return sizes["K"] * sizes["N"] * _rows(node, shapes)
+        return sizes["K"] * sizes["N"] * _row_count(node, shapes)
     if node.op_type in RECURRENT_OPERATORS:  # every matrix once for each step
         steps, batch = (shapes.get(node.input[0]) or [size, 1])[:2]
         return steps * batch * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
@@ -240,10 +240,10 @@ def _node_macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[
         read = node.op_type == "ConvTranspose"  # it multiplies each value that it reads, others each that they write
         out = shapes.get(node.input[0] if read else node.output[0], [0])
         return math.prod(weight) * out[0] * math.prod(out[2:])
-    return math.prod(weight[-2:]) * _rows(node, shapes)
+    return math.prod(weight[-2:]) * _row_count(node, shapes)
 
 
-def _rows(node: Any, shapes: dict[str, list[int]]) -> int:
+def _row_count(node: Any, shapes: dict[str, list[int]]) -> int:
     """Number of rows that a matrix product takes or, with a batch of matrices, gives; 0 where no shape is known."""
     out = shapes.get(node.output[0]) or shapes.get(node.input[0]) or [0, 0]
     return math.prod(out[:-1])

@@ -143,9 +143,9 @@ def verify_onnx(
     samples, first, random = 0, None, False
     with torch.no_grad(), mode(model, training=False):
         for inputs in tqdm(batches, total=total, desc=label, disable=None, leave=False, unit="batch"):
-            drawn = torch.get_rng_state() if first is None else None
+            drawn = _rng_states()
             outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
-            random = random or (drawn is not None and not torch.equal(drawn, torch.get_rng_state()))
+            random = random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
             first = inputs if first is None else first
             if quantized and not weight_only:
                 unrounded.append(_unrounded(model, inputs))
@@ -165,6 +165,11 @@ def verify_onnx(
     elif reason and (where := first_layer_that_differs(path, model, first)):
         reason = f"{reason}; {where}"
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
+
+
+def _rng_states() -> list[Tensor]:
+    """States of torch's random generators; a model that draws from one changes it."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
 def _run(run: Any, inputs: Inputs, path: str | Path) -> list[np.ndarray]:
