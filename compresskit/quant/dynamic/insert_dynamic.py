@@ -115,7 +115,7 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
         name = add_quantizer_(body, point.node, DynamicActivation(label))
         with body.graph.inserting_after(nodes[point.node]):
             rounded[nodes[point.node]] = body.graph.call_module(name, (nodes[point.node],))
-    weights: dict[tuple[str, int], str] = {}
+    stored: dict[tuple[str, int], str] = {}
     kinds = {nodes[name]: kind for name, kind in {**placement.integer, **placement.carried}.items()}
     for node, kind in kinds.items():
         if kind == "embedding":
@@ -125,12 +125,12 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
         elif kind in ("gru", "rnn"):
             for weight in recurrent_weights(node):
                 if get_tensor(body, str(parameter_name(weight))).ndim == 2:
-                    _round_weight(body, node, weight, (0, scheme), weights)
+                    _round_weight(body, node, weight, (0, scheme), stored)
         else:
             product = stored_product(node)
             assert product is not None
             grid = (product.axis, _symmetric(scheme) if kind == "conv" else scheme)
-            _round_weight(body, node, product.weight, grid, weights)
+            _round_weight(body, node, product.weight, grid, stored)
             node.replace_input_with(product.x, rounded[product.x])
     for node in [n for n, kind in kinds.items() if kind == "embedding"]:  # last: the quantizers of products read them
         _round_rows(body, node, scheme)
