@@ -44,6 +44,7 @@ from compresskit.recipe.folder import (
     delete_checkpoints,
     file_digests,
     read_finished_stage,
+    why_unknown,
 )
 from compresskit.recipe.measure_stage import measure_stage
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
@@ -110,6 +111,8 @@ def run_or_read_step(
     record = distributed.on_rank_zero(partial(read_finished_stage, folder, step))
     if record is not None:
         return read_step(step, folder, record, model, task, snapshots)
+    if step.unknown and (folder / ROW).exists():
+        log.warning("%s runs again: %s", folder.name, why_unknown(step.unknown))
     distributed.on_rank_zero(partial(clear_stage_folder, folder))
     return run_step(run, step, index, model, task, snapshots)
 

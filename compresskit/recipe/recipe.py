@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from compresskit.base import distributed
@@ -27,8 +26,9 @@ from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
+from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
 from compresskit.recipe.engine import RunSettings, run_steps
-from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run, stage_keys, structure_hash, versions
+from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, table
 from compresskit.train.train import Train
@@ -151,16 +151,6 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(repr, self.stages))}, seed={self.seed}, export={self.export!r})"
 
-    def describe(self) -> list[Any]:
-        """The settings of all stages, JSON-ready. A student that a function makes is described by its structure too."""
-        records = [describe(stage) for stage in self.stages]
-        for record, stage in zip(records, self.stages, strict=True):
-            if stage.makes_student:
-                with torch.random.fork_rng(devices=[]):
-                    student = structure_hash(stage.skeleton(nn.Module()))
-                record["student"] = {"made by": record["student"], "structure": student}
-        return records
-
     def run(self, model: nn.Module, task: Task, out: str | Path) -> Result:
         """Run all stages that are not finished yet.
 
@@ -184,22 +174,16 @@ class Recipe:
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy.deepcopy(model).to(task.device)
             distributed.broadcast_model_(model)
-            run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=self._record())
-            model, rows = run_steps(run, self._steps(model, task), model, task)
+            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task))
+            run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=record)
+            model, rows = run_steps(run, self._steps(keys), model, task)
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
 
     def plan(self, model: nn.Module, task: Task, out: str | Path) -> RunPlan:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
         self._check_model(model)
-        return plan_run(Path(out), self._steps(model, task), self._record())
-
-    def _record(self) -> dict[str, Any]:
-        """The contents of recipe.json, but for the model."""
-        return {"format": FORMAT, "stages": self.describe(), **self._settings(), "versions": versions()}
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings of the recipe itself that all results depend on."""
-        return {"seed": self.seed, "dynamic": describe(self.dynamic)}
+        record, keys = self._record_and_keys(model, task)
+        return plan_run(Path(out), self._steps(keys), record)
 
     def _check_model(self, model: nn.Module) -> None:
         if is_quantized(model) and "float" in self.stages[0].needs:
@@ -209,14 +193,25 @@ class Recipe:
                 f"the model carries masks, and {type(stage).__name__} needs a dense model; put Densify before it, or leave it out"
             )
 
-    def _steps(self, model: nn.Module, task: Task) -> list[RunStep]:
+    def _record_and_keys(self, model: nn.Module, task: Task) -> tuple[dict[str, Any], list[StageKey]]:
+        """The contents of recipe.json but for the model, and the key of each stage."""
+        settings = {"seed": self.seed, "dynamic": describe(self.dynamic)}
+        depends = Dependencies(
+            stages=describe_stages(self.stages),
+            task=describe_task(task),
+            model=describe_model(model, trained=self.stages[0].starts_from_trained),
+            settings=settings,
+        )
+        record = {"format": FORMAT, "stages": depends.stage_records, "task": depends.task_records, **settings}
+        return record | {"versions": versions()}, depends.keys()
+
+    def _steps(self, keys: list[StageKey]) -> list[RunStep]:
         """One step per folder of the run; step 0 is the incoming model, if the first stage starts from a trained one."""
-        reports_start = self.stages[0].starts_from_trained
-        keys = stage_keys(model, task, self.describe(), self._settings(), trained=reports_start)
         steps = []
-        if reports_start:  # the row that all others are compared with
-            steps.append(RunStep(name="0-start", key=f"{keys[0]}-start", stage=None, export=True))
-        for i, (stage, key) in enumerate(zip(self.stages, keys, strict=True)):
+        if self.stages[0].starts_from_trained:  # the row that all others are compared with
+            key, unknown = keys[0]
+            steps.append(RunStep(name="0-start", key=f"{key}-start", stage=None, export=True, unknown=unknown))
+        for i, (stage, (key, unknown)) in enumerate(zip(self.stages, keys, strict=True)):
             steps.append(
                 RunStep(
                     name=f"{i + 1}-{type(stage).__name__.lower()}",
@@ -224,6 +219,7 @@ class Recipe:
                     stage=stage,
                     export=self.export == "each" or not steps or i == len(self.stages) - 1,
                     snapshot=self.snapshot_fractions.get(i),
+                    unknown=unknown,
                 )
             )
         return steps
