@@ -68,6 +68,7 @@ def locked(out: Path) -> Iterator[None]:
     if rank() != 0:
         yield
         return
+    check_not_foreign(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / LOCK).open("a+")
@@ -239,17 +240,22 @@ def why_unknown(unknown: Sequence[str]) -> str:
     return f"whether these are the same as before cannot be told: {', '.join(unknown)}"
 
 
+def check_not_foreign(out: Path) -> None:
+    """Raise `CheckpointError` where a folder holds files and is not that of a run. Nothing is written."""
+    if out.is_dir() and not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
+        raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
+
+
 def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> None:
     """Write recipe.json into a new or empty folder, or check that the one there is of the same recipe and model.
 
     Raises CheckpointError where the folder belongs to another recipe, holds other files, or cannot be written. If the recipe
     begins with training, other initial weights only give a warning: finished stages do not depend on them any more.
     """
+    check_not_foreign(out)
     record = record | {"model": type(model).__name__, "structure": structure_hash(model), "weights": fingerprint(model)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
-            raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
     if (out / "recipe.json").exists():

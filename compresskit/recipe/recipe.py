@@ -9,7 +9,8 @@ out/model.onnx                  of the last stage
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from compresskit.recipe.report import StageReport, table
 from compresskit.train.train import Train
 
 DEFAULT_SAVE = Every()
+MOST_PERMUTED = 6  # stages of which all orders are tried for an advice
 _LOST = {"float": "quantized the model", "dense": "put masks on the model"}
 
 
@@ -64,6 +66,18 @@ class Result:
 
 def check_order(stages: Sequence[Stage]) -> None:
     """Raise `StageOrderError` if a stage needs a property that an earlier stage removed; the message names a legal order."""
+    try:
+        _check_needs(stages)
+    except StageOrderError as error:
+        legal = next(filter(_is_legal, _other_orders(stages)), None)
+        if legal is None:
+            advice = "no order of these stages is legal, leave one of them out"
+        else:
+            advice = f"a legal order is {', '.join(type(s).__name__ for s in legal)}"
+        raise StageOrderError(f"{error}; {advice}") from None
+
+
+def _check_needs(stages: Sequence[Stage]) -> None:
     lost_at: dict[str, int] = {}
     for i, stage in enumerate(stages):
         if stage.makes_student and (sparsifier := lost_at.get("dense")) is not None:
@@ -74,16 +88,31 @@ def check_order(stages: Sequence[Stage]) -> None:
             )
         if missing := sorted(stage.needs & lost_at.keys()):
             first = min(lost_at[name] for name in missing)
-            legal = [*stages[:first], stage, *stages[first:i], *stages[i + 1 :]]
             culprit = type(stages[first]).__name__
             raise StageOrderError(
                 f"stage {i + 1}, {type(stage).__name__}, needs a {' and '.join(missing)} model, but stage {first + 1}, {culprit},"
-                f" {_LOST[missing[0]]}; a legal order is {', '.join(type(s).__name__ for s in legal)}"
+                f" {_LOST[missing[0]]}"
             )
-        for name in stage.restores:
+        for name in PROPERTIES if stage.makes_student else stage.restores:  # a student's weights are its own
             lost_at.pop(name, None)
         for name in PROPERTIES - stage.keeps:
             lost_at.setdefault(name, i)
+
+
+def _is_legal(stages: Sequence[Stage]) -> bool:
+    try:
+        _check_needs(stages)
+    except StageOrderError:
+        return False
+    return True
+
+
+def _other_orders(stages: Sequence[Stage]) -> Iterator[Sequence[Stage]]:
+    """Orders with one stage at an earlier place; then, of a few stages, all orders."""
+    for i, j in itertools.combinations(range(len(stages)), 2):
+        yield [*stages[:i], stages[j], *stages[i:j], *stages[j + 1 :]]
+    if len(stages) <= MOST_PERMUTED:
+        yield from itertools.permutations(stages)
 
 
 def snapshot_fractions(stages: Sequence[Stage]) -> dict[int, float]:
@@ -170,7 +199,7 @@ class Recipe:
         """
         out = Path(out)
         self._check_model(model)
-        preflight_check(model, task)
+        preflight_check(model, task, self.stages)
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy.deepcopy(model).to(task.device)
             distributed.broadcast_model_(model)
