@@ -66,7 +66,7 @@ class Stage(ABC):
         """
         return model
 
-    def check(self, model: nn.Module, task: Task) -> None:  # noqa: B027  by default nothing
+    def rehearse(self, model: nn.Module, task: Task) -> None:  # noqa: B027  by default nothing
         """Raise an error where it is plain before the first stage runs that this one cannot.
 
         Args:

@@ -65,7 +65,7 @@ class Distill(Train):
         """Whether the incoming model becomes the teacher; without a student it is trained itself."""
         return self.makes_student
 
-    def check(self, model: nn.Module, task: Task) -> None:
+    def rehearse(self, model: nn.Module, task: Task) -> None:
         """Raise `ModelError` where the student's predictions have one channel, and no other loss than soft targets is given."""
         if self.loss is not None or not self.weight:
             return

@@ -47,6 +47,6 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
                 ) from error
     probe = copy.deepcopy(model).to(task.device).eval()
     for stage in stages:
-        stage.check(probe, task)
+        stage.rehearse(probe, task)
     if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))

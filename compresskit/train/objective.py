@@ -73,7 +73,7 @@ class BroadcastCheck(TorchDispatchMode):
     """Raise `DataError` where predictions (N, 1) and targets (N,) are broadcast to (N, N)."""
 
     def __init__(self, predictions: torch.Size, target: torch.Size) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.predictions, self.target = predictions, target
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
