@@ -120,7 +120,7 @@ def _without_memory(metric: Any) -> Any:
 
 def describe_model(model: nn.Module, *, trained: bool) -> Description:
     """The incoming model: its structure and attributes, and its weights where it comes trained."""
-    described = describe_by_value(model, "the model", weights=trained)
+    described = describe_by_value(model, "the model", weights=trained, modes=False)
     weights = fingerprint(model) if trained else None
     return Description([structure(model), described.record, weights], described.unknown)
 

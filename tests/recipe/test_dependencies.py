@@ -297,6 +297,7 @@ def test_another_attribute_of_the_model_is_noticed() -> None:
         return nn.Sequential(nn.Dropout(p), nn.Linear(8, 4))
 
     assert keys(task_with(), model=model(0.1))[0] != keys(task_with(), model=model(0.2))[0]
+    assert keys(task_with(), model=net(0).train())[0] == keys(task_with(), model=net(0))[0]  # a recipe sets the mode
     assert keys(task_with(), model=net(0))[0] == keys(task_with(), model=net(1))[0]  # it is trained; a warning says it
 
 

@@ -71,16 +71,19 @@ def describe(value: Any) -> Any:
     return describe_by_value(value).record
 
 
-def describe_by_value(value: Any, where: str = "", *, weights: bool = True, data: bool = False) -> Description:
+def describe_by_value(
+    value: Any, where: str = "", *, weights: bool = True, modes: bool = True, data: bool = False
+) -> Description:
     """Describe a value by everything that it does, and say what of it cannot be described.
 
     Args:
         value: anything.
         where: name of the value, for messages.
         weights: whether the values of parameters and buffers of modules count.
+        modes: whether it counts if a module is in train or eval mode.
         data: whether the value is a loader; it is described by its settings and a sample of what it gives.
     """
-    describer = _Describer(where, weights=weights)
+    describer = _Describer(where, weights=weights, modes=modes)
     record = describer.loader(value) if data else describer.describe(value)
     return Description(record, tuple(dict.fromkeys(describer.unknown)))
 
@@ -96,8 +99,8 @@ def _name(thing: Any) -> str:
 class _Describer:
     """Describes values within one another; each object once, and one that holds itself by how far up it stands."""
 
-    def __init__(self, where: str, *, weights: bool) -> None:
-        self.weights, self.sampled = weights, False
+    def __init__(self, where: str, *, weights: bool, modes: bool) -> None:
+        self.weights, self.modes, self.sampled = weights, modes, False
         self.unknown: list[str] = []
         self.path = [where] if where else []
         self.above: list[int] = []
@@ -232,7 +235,7 @@ class _Describer:
         attributes = {} if isinstance(value, torch.jit.ScriptModule) else vars(value)
         attributes = {name: v for name, v in attributes.items() if name not in _OF_MODULES and not name.endswith(_HOOK_ENDS)}
         inside = {
-            "training": value.training,
+            "training": value.training and self.modes,
             "class": self.describe(type(value)),
             "attributes": self.parts(attributes),
             "hooks": [self.part(name, list(vars(value).get(name, {}).values())) for name in _HOOKS],
