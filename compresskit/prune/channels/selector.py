@@ -97,6 +97,8 @@ class ChannelSelector:
 
     def plan(self, example: Inputs) -> Plan:
         """The plan that meets the budget; raises ModelError where it cannot be met."""
+        if not self.analysis.groups and self.budget.kept < 1:
+            raise ModelError(f"{self._wish()}, but no channel can be removed{self._reasons()}")
         return self._counted_plan() if self.measured is None else self._measured_plan(example)
 
     def _plan_for(self, fraction: float) -> tuple[Plan, float]:

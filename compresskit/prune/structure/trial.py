@@ -130,7 +130,8 @@ class TrialRepair:
                 continue  # torch's own layers are made to agree with their tensors
             values = {size.shape[d] for d in varying_dims(size.labels)}
             for name, value in vars(module).items():
-                if type(value) is int and value in values and not name.startswith("_"):
+                sizes = value if type(value) is tuple and all(type(v) is int for v in value) else (value,)
+                if any(type(entry) is int and entry in values for entry in sizes) and not name.startswith("_"):
                     yield size.path, name
 
     # -- values that differ, or code that fails far from where it was cut

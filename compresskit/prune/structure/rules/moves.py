@@ -74,7 +74,9 @@ def rule_move(call: OperatorCall) -> RuleResult:
     function = aten.reshape.default if call.target is aten.view.default else functional_form(call.target) or call.target
     try:
         if isinstance(x, ParameterView):
-            return x.map(lambda a: function(a, *rest, **call.kwargs))
+            view = x.map(lambda a: function(a, *rest, **call.kwargs))
+            call.add_hard_coded_size_of(view)
+            return view
         moved = tighten(function(x, *rest, **call.kwargs))
     except (RuntimeError, TypeError):
         return call.lock_inputs()
