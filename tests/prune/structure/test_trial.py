@@ -62,6 +62,29 @@ def test_heads_of_grouped_query_attention_go_with_the_queries_that_read_them() -
     assert model(x).shape == (4, 6, 5)
 
 
+class SharedWidth(nn.Sequential):
+    """Queries, keys and values read one width from one attribute."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(*sizes) for sizes in [(64, 64)] * 4 + [(64, 128), (128, 64)]))
+        self.width = 16
+
+    def forward(self, x):
+        q, k, v = (self[i](x).view(*x.shape[:2], -1, self.width).transpose(1, 2) for i in range(3))
+        x = x + self[3](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self[5](self[4](x).relu())
+
+
+def test_widths_that_share_an_attribute_shrink_together() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), SharedWidth(), SharedWidth(), nn.Linear(64, 10))
+    plan = plan_channels(model, (torch.randn(4, 20, 16),), budget=keep(macs=0.5))
+    assert 0.48 <= plan.macs / plan.macs_before <= 0.5
+    apply_(model, plan)
+    for block in model[1], model[2]:
+        assert block[0].out_features == block[1].out_features == block[2].out_features == 4 * block.width
+
+
 class Silent(nn.Module):
     """Fails in a way of its own once it is narrower."""
 
