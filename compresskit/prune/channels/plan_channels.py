@@ -78,11 +78,8 @@ def plan_channels(
         SettingError: a setting is out of its range.
         ModelError: the budget cannot be met; the message says how much can, and what locks the rest.
     """
-    check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
-    limits.check("plan_channels()")
-    check_criterion(criterion, "plan_channels", CHANNEL_EVIDENCE)
-    check_functions("plan_channels", ranking=ranking, normalize=normalize)
+    _check_settings(budget, limits, criterion, ranking, normalize)
     inputs = as_inputs(example)
     check_prunable(model, inputs, "plan_channels")
 
@@ -106,6 +103,13 @@ def _first_proved_plan(search: TrialRepair, plan_for: Callable[[ChannelAnalysis,
         if failure is None:
             return plan
         analysis = search.repair(failure, analysis)
+
+
+def _check_settings(budget: Budget, limits: Limits, criterion: Criterion, ranking: Ranking, normalize: Normalizer) -> None:
+    check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
+    limits.check("plan_channels()")
+    check_criterion(criterion, "plan_channels", CHANNEL_EVIDENCE)
+    check_functions("plan_channels", ranking=ranking, normalize=normalize)
 
 
 def analyze_channels(

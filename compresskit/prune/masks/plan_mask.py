@@ -115,7 +115,7 @@ def plan_mask(
     weights, unmasked = fitting(model, pattern, protect, ratios)
     for name, weight in weights.items():
         if not bool(weight.detach().any()):
-            warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=2)
+            warnings.warn(f"{name}: all of its weights are zero already, so that nothing ranks them", stacklevel=3)
     scores = score_weights(model, weights, pattern, criterion, task, samples)
     old = masks_of(model)
     before = {} if old is None else {n: m.to(weights[n].device) for n, m in old.masks.items() if n in weights}
@@ -126,14 +126,18 @@ def plan_mask(
     _check_monotone(scores, kept)
     masks = {name: pattern.spread(kept[name], w.shape) & before.get(name, True) for name, w in weights.items()}
     masks = broadcast_masks(masks) | ({} if old is None else {n: m for n, m in old.masks.items() if n not in masks})
+    _warn_of_empty_layers(masks)
+    return Masks(dict(sorted(masks.items())), unmasked)
+
+
+def _warn_of_empty_layers(masks: Mapping[str, Tensor]) -> None:
     for name, mask in masks.items():
         if not bool(mask.any()):
             warnings.warn(
                 f"{name} loses all of its weights, and what reads it sees a constant; protect it, or distribute the budget with"
                 " allocation=erk_ratios",
-                stacklevel=2,
+                stacklevel=4,
             )
-    return Masks(dict(sorted(masks.items())), unmasked)
 
 
 def fitting(
@@ -143,7 +147,7 @@ def fitting(
     weights = {name: w for name, w in maskable(model, protect).items() if given is None or name in given}
     left = {name: why for name, w in weights.items() if (why := pattern.fits(w.shape))}
     for name, why in left.items():
-        warnings.warn(f"{name} is left dense: {why}", stacklevel=3)
+        warnings.warn(f"{name} is left dense: {why}", stacklevel=4)
     if len(left) == len(weights):
         raise ModelError(f"{type(model).__name__} has no weight that {pattern} can be put on, protected ones left out")
     return {name: w for name, w in weights.items() if name not in left}, left
