@@ -114,15 +114,16 @@ class ChannelSelector:
     def _counted_plan(self) -> Plan:
         plan, reached = self._plan_for(self.budget.kept)
         if reached > self.budget.kept * (1 + 1e-9):
-            raise ModelError(f"{self._wish()}, only {reached:.1%} can be reached{self._finer(reached)}{self._reasons()}")
+            raise ModelError(f"{self._wish()}, only {reached:.1%} can be reached{self._reasons()}{self._finer()}")
         return plan
 
-    def _finer(self, reached: float) -> str:
-        """What could be reached with widths of any size, where that is less."""
+    def _finer(self) -> str:
+        """Whether widths of any size would meet the budget."""
         if self.limits.round_to == 1:
             return ""
         _, finer = self._plan_for(self.budget.kept, replace(self.limits, round_to=1))
-        return f" with round_to={self.limits.round_to}, {finer:.1%} with round_to=1" if finer < reached - 5e-4 else ""
+        met = finer <= self.budget.kept * (1 + 1e-9)
+        return f"; with round_to=1 in the place of {self.limits.round_to}, {finer:.1%} is reached" if met else ""
 
     def _measured_plan(self, example: Inputs) -> Plan:
         """Export and measure candidates, and bisect the fraction that is counted."""
