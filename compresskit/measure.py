@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked
 from compresskit.graph.surgery import mode
 
@@ -90,7 +90,7 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
         metric.reset()
     context = mode(model, training=False) if isinstance(model, nn.Module) else nullcontext()
     with torch.no_grad(), context:
-        for batch in tqdm(task.batches("val"), total=total, desc=label, disable=None, leave=False):
+        for batch in progress_bar(task.batches("val"), total=total, desc=label):
             inputs, target = task.split(batch)
             predictions = task.predict(call_checked(model, inputs, "validation data")).float()
             if isinstance(metric, RunningMetric):

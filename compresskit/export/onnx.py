@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
 from compresskit.export.files import KEY, write_model
@@ -70,7 +70,7 @@ def export_onnx(
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    with tqdm(total=3, desc="export", disable=None, leave=False, unit="step") as bar:
+    with progress_bar(total=3, desc="export", unit="step") as bar:
         try:
             if inside:
                 with torch.no_grad(), mode(model, training=False):

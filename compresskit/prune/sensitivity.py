@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeVar
 
 from torch import nn
-from tqdm import tqdm
 
 from compresskit.base.budget import Budget
 from compresskit.base.errors import CheckpointError, DataError, SettingError
 from compresskit.base.inputs import AnyInputs, calibration_inputs, some_batches
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Task, batch_size
 from compresskit.measure import evaluate
 from compresskit.prune.allocations import Allocation, measured_ratios
@@ -238,4 +238,4 @@ def _check_ratios(ratios: Sequence[float], where: str) -> None:
 
 
 def _with_progress(points: Iterator[Point], total: int) -> Iterator[Point]:
-    yield from tqdm(points, total=total, desc="sensitivity", disable=None, leave=False)
+    yield from progress_bar(points, total=total, desc="sensitivity")

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import DataError, ExportError
 from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call, call_checked
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.files import read_proto
@@ -142,7 +142,7 @@ def verify_onnx(
     unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first, random = 0, None, False
     with torch.no_grad(), mode(model, training=False):
-        for inputs in tqdm(batches, total=total, desc=label, disable=None, leave=False, unit="batch"):
+        for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
             drawn = _rng_states()
             outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
             random = random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
