@@ -158,6 +158,7 @@ def channels() -> str:
     for (network, tool, setting), group in groupby(sorted(runs, key=lambda r: r[:3]), key=lambda r: r[:3]):
         seeds = [row for *_, row in group]
         cells = [spread(row[key] for row in seeds) for key in ("raw", "bn", "tuned")]
+        setting = setting.replace("macs=0.5", "budget=keep(macs=0.5)")  # the name that it had when it was measured
         rows.append((network, tool, setting, len(seeds), f"{mean(r['macs'] for r in seeds) / 1e6:.1f} M", *cells))
     speed = {key.split(" | ")[1]: row for key, row in found.items() if key.startswith("speed")}
     zoo, times = load("prune_zoo")["rows"].values(), load("prune_time")["rows"]

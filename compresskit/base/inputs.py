@@ -67,7 +67,7 @@ def some_batches(task: Task, which: Literal["train", "val", "calibration"], samp
     with tqdm(total=samples, desc=label, disable=None, leave=False, unit="sample") as bar:
         for batch in task.batches(which):
             yield batch
-            rows = batch_size(task.split(batch)[0])
+            rows = batch_size(task.inputs(batch))
             seen += rows
             bar.update(rows)
             if seen >= samples:
@@ -76,7 +76,7 @@ def some_batches(task: Task, which: Literal["train", "val", "calibration"], samp
 
 def calibration_inputs(task: Task, samples: int, label: str = "calibrate") -> Iterator[Inputs]:
     """Yield the inputs of calibration batches, without targets, until `samples` samples were seen."""
-    return (task.split(batch)[0] for batch in some_batches(task, "calibration", samples, label))
+    return (task.inputs(batch) for batch in some_batches(task, "calibration", samples, label))
 
 
 @dataclass(frozen=True)
@@ -89,4 +89,4 @@ class ValidationInputs:
         return self.task.length("val")
 
     def __iter__(self) -> Iterator[Inputs]:
-        return (self.task.split(batch)[0] for batch in self.task.batches("val"))
+        return (self.task.inputs(batch) for batch in self.task.batches("val"))

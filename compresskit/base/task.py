@@ -222,6 +222,16 @@ class Task:
             raise DataError(f"batch: wanted (inputs..., target) or a dict, got {type(batch).__name__}")
         return to_device(inputs, self.device), to_device(target, self.device)
 
+    def inputs(self, batch: Any) -> Inputs:
+        """Return the inputs of a batch, on `device`; it needs no target: `{"x": ...}`, `(x,)` and a tensor will do."""
+        if isinstance(batch, Mapping):
+            return to_device({key: value for key, value in batch.items() if key != self.target}, self.device)  # type: ignore[no-any-return]
+        if isinstance(batch, Tensor):
+            return (to_device(batch, self.device),)
+        if isinstance(batch, tuple | list) and len(batch) == 1:
+            return tuple(to_device(list(batch), self.device))
+        return self.split(batch)[0]
+
     def batches(self, which: str) -> Iterable[Any]:
         """Return the loader `train`, `val` or `calibration`.
 
@@ -254,5 +264,5 @@ class Task:
     def example(self) -> Inputs:
         """Return the inputs of the first validation batch, on `device`."""
         for batch in self.batches("val"):
-            return self.split(batch)[0]
+            return self.inputs(batch)
         raise DataError("Task(val=...): the loader is empty")

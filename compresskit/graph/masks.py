@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,11 +31,13 @@ class Masks:
 
     Attributes:
         masks: name of a parameter -> bool tensor of its shape, True where the weight stays.
-        unmasked: name of a parameter that could not be masked as requested -> reason.
+        unmasked: name of a matrix that could not be masked as requested, or was not asked for -> reason.
+        unmasked_weights: number of weights in all matrices without a mask, protected ones included; 0 where nobody counted.
     """
 
     masks: Mapping[str, Tensor]
     unmasked: Mapping[str, str] = field(default_factory=dict)
+    unmasked_weights: int = 0
 
     @property
     def total(self) -> int:
@@ -58,6 +60,9 @@ class Masks:
 
     def __str__(self) -> str:
         head = f"{self.removed} of {self.total} weights removed ({self.ratio:.1%})"
+        if self.unmasked_weights:
+            every = self.total + self.unmasked_weights
+            head += f"; with those that have no mask, {self.removed / every:.1%} of {every} weights"
         rows = [
             f"  {name} {tuple(mask.shape)}: keep {int(mask.count_nonzero())} of {mask.numel()}"
             for name, mask in self.masks.items()
@@ -66,6 +71,8 @@ class Masks:
 
     def apply_(self, model: nn.Module) -> nn.Module:
         """Set the removed weights to zero, attach the masks to the model in place of any it has, and return the model.
+
+        `fit_` and every stage keep them in force; in a training loop of your own, `enforce_masks_(model, optimizer)` does.
 
         Raises:
             ModelError: a tensor is missing or has another shape; the model is not changed.
@@ -208,7 +215,7 @@ class RunWithMasters(Protocol):
         """Return the tensors that the optimizer updates, by parameter name."""
 
 
-def enforce_masks_(model: nn.Module, run: RunWithMasters) -> Callable[[], None]:
+def enforce_masks_(model: nn.Module, run: RunWithMasters | torch.optim.Optimizer) -> Callable[[], None]:
     """Keep the masks attached to a model in force while it is trained.
 
     Removed weights get no gradient, so that the norm of the gradients does not include them. After every optimizer step they are
@@ -217,10 +224,13 @@ def enforce_masks_(model: nn.Module, run: RunWithMasters) -> Callable[[], None]:
 
     Args:
         model: the model that is trained; nothing is done if it has no masks.
-        run: a `mixed.Run` of the model.
+        run: a `mixed.Run` of the model, or the plain optimizer that updates its parameters.
 
     Returns:
         A function that ends this; call it after the last step.
+
+    Raises:
+        ModelError: the optimizer does not update a masked parameter, or updates masters in its place.
     """
     masks = masks_of(model)
     if masks is None:
@@ -228,24 +238,46 @@ def enforce_masks_(model: nn.Module, run: RunWithMasters) -> Callable[[], None]:
     masks.check(model)
     parameters = dict(model.named_parameters())
     enforced = {name: mask for name, mask in masks.masks.items() if name in parameters}
+    if isinstance(run, torch.optim.Optimizer):
+        _check_updates(run, {name: parameters[name] for name in enforced})
     handles = [
         p.register_hook(partial(_masked_gradient, mask)) for n, mask in enforced.items() if (p := parameters[n]).requires_grad
     ]
 
-    def apply_masks() -> None:
-        masters = run.named_masters()
-        with torch.no_grad():
-            for name, mask in enforced.items():
-                masters[name].masked_fill_(~mask, 0)
-
-    run.after_update.append(apply_masks)
+    stop = _after_steps(run, parameters, enforced)
 
     def release() -> None:
-        run.after_update.remove(apply_masks)
+        stop()
         for handle in handles:
             handle.remove()
 
     return release
+
+
+def _after_steps(
+    run: RunWithMasters | torch.optim.Optimizer, parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> Callable[[], None]:
+    """Set masked weights to zero after every step; returns a function that ends this."""
+
+    def apply_masks(*_: Any) -> None:
+        masters = parameters if isinstance(run, torch.optim.Optimizer) else run.named_masters()
+        with torch.no_grad():
+            for name, mask in masks.items():
+                masters[name].masked_fill_(~mask, 0)
+
+    if isinstance(run, torch.optim.Optimizer):
+        return run.register_step_post_hook(apply_masks).remove
+    run.after_update.append(apply_masks)
+    return partial(run.after_update.remove, apply_masks)
+
+
+def _check_updates(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if others := [name for name, p in parameters.items() if p.requires_grad and id(p) not in updated]:
+        raise ModelError(
+            f"enforce_masks_: the {type(optimizer).__name__} does not update {others[0]}; pass the one that does, or the Run of"
+            " ck.mixed.prepare(...) where the model is trained in mixed precision"
+        )
 
 
 def _masked_gradient(mask: Tensor, gradient: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""How a ratio is shared out between layers. `(weights, ratio) -> {name: ratio}`; without one, all weights are ranked together.
+"""Allocations: distribute a ratio over layers, `(weights, ratio) -> {name: ratio}`. Without one, all weights are ranked together.
 
 uniform_ratios     the same in every layer
 erk_ratios         layers with few inputs and outputs keep more (Erdos-Renyi-Kernel)
-lamp_ratios        what a global ranking by each layer's share of energy would give
-measured_ratios    from sensitivity curves: the cheapest loss first
+lamp_ratios        the ratios that a global ranking by LAMP scores gives
+measured_ratios    from measured sensitivity curves: the smallest rise of the loss first
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ Allocation = Callable[[Mapping[str, Tensor], float], dict[str, float]]
 
 
 def uniform_ratios(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]:
-    """`ratio` in every layer: local pruning."""
+    """Return `ratio` for every layer: local pruning."""
     return dict.fromkeys(weights, ratio)
 
 
 def erk_ratios(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]:
-    """Density proportional to (sum of the dimensions) / (product of them), at most 1 (Evci et al., 1911.11134, section 3.1;
-    Mocanu et al., 1707.04780).
+    """Return ratios with a density proportional to (sum of the dimensions) / (product of them), at most 1 (ERK).
+
+    Evci et al., 1911.11134, section 3.1; Mocanu et al., 1707.04780.
     """
     raw = {name: sum(w.shape) / math.prod(w.shape) for name, w in weights.items()}
     dense: set[str] = set()
@@ -42,13 +43,15 @@ def erk_ratios(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]:
 
 
 def lamp_ratios(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]:
-    """Global ranking by w^2 / (sum of the w^2 of the layer that are not smaller) (LAMP, Lee et al., 2010.07611, eq. 2)."""
+    """Return the ratios of a global ranking by w^2 / (sum of the layer's w^2 that are not smaller): LAMP (Lee et al.,
+    2010.07611, eq. 2).
+    """
     scores = {}
     for name, weight in weights.items():
         energy = weight.detach().double().flatten().square().sort().values
         scores[name] = energy / energy.flip(0).cumsum(0).flip(0).clamp(min=1e-300)
-    gone = round(ratio * sum(len(s) for s in scores.values()))
-    order = torch.cat([s for _, s in sorted(scores.items())]).argsort(stable=True)[:gone]
+    removed = round(ratio * sum(len(s) for s in scores.values()))
+    order = torch.cat([s for _, s in sorted(scores.items())]).argsort(stable=True)[:removed]
     ratios, start = {}, 0
     for name, score in sorted(scores.items()):
         ratios[name] = int(((order >= start) & (order < start + len(score))).sum()) / len(score)
@@ -57,10 +60,14 @@ def lamp_ratios(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]
 
 
 def measured_ratios(curves: Mapping[str, Mapping[float, float]]) -> Allocation:
-    """Removes next where the measured loss rises least for a weight.
+    """Make an allocation from measured losses: weights go first where the loss rises least for each weight removed.
 
-    curves: layer -> ratio -> loss with only that layer sparse, as `sensitivity` gives; 0 is the dense loss. Between two points
-    the loss is a straight line, and what rises less further on is taken as one stretch (the lower convex hull).
+    Args:
+        curves: layer -> ratio -> loss with only that layer sparse, as `mask_sensitivity` measures; ratio 0 is the dense loss. The
+            loss is interpolated linearly on the lower convex hull of each curve.
+
+    Raises: SettingError, here for a curve without ratio 0 or with one point only; when the allocation is called, for a layer
+        without a curve and for a ratio larger than the curves reach.
     """
     for name, curve in curves.items():
         if 0.0 not in curve or len(curve) < 2:
@@ -69,29 +76,31 @@ def measured_ratios(curves: Mapping[str, Mapping[float, float]]) -> Allocation:
     def allocate(weights: Mapping[str, Tensor], ratio: float) -> dict[str, float]:
         if missing := sorted(set(weights) - set(curves)):
             raise SettingError(f"measured_ratios: no curve for {missing[0]}; measure it, or protect it")
-        stretches = []
+        segments = []
         for name, weight in weights.items():
             for (low, start), (high, end) in _hull(curves[name]):
                 cost = (end - start) / (high - low) / weight.numel()
-                stretches.append((cost, name, low, high))
-        left = ratio * sum(w.numel() for w in weights.values())
-        found = dict.fromkeys(weights, 0.0)
-        for _, name, low, high in sorted(stretches):
+                segments.append((cost, name, low, high))
+        total = sum(w.numel() for w in weights.values())
+        remaining = ratio * total
+        ratios = dict.fromkeys(weights, 0.0)
+        for _, name, low, high in sorted(segments):
             size = weights[name].numel()
-            take = min(left, (high - low) * size)
-            found[name] += take / size
-            left -= take
-        if left > 0.5:
-            most = 1 - left / sum(w.numel() for w in weights.values()) / ratio
-            raise SettingError(f"measured_ratios: the curves end at {ratio * most:.1%} of all weights, wanted {ratio:.1%};"
-                               " measure larger ratios")  # fmt: skip
-        return found
+            count = min(remaining, (high - low) * size)
+            ratios[name] += count / size
+            remaining -= count
+        if remaining > 0.5:
+            raise SettingError(
+                f"measured_ratios: the curves end at {ratio - remaining / total:.1%} of all weights, wanted {ratio:.1%}; measure"
+                " larger ratios"
+            )
+        return ratios
 
     return allocate
 
 
 def _hull(curve: Mapping[float, float]) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Stretches of the lower convex hull of a curve that starts at 0 and does not fall."""
+    """Segments of the lower convex hull of a curve that starts at 0 and does not fall."""
     hull: list[tuple[float, float]] = []
     lowest = curve[0.0]
     for x in sorted(curve):
@@ -107,9 +116,9 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def counts(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Whole numbers to remove that add up to the rounded total: rounded down, then the largest remainders up."""
+    """Round ratio * size of every layer to whole numbers that add up to the rounded total (largest remainder method)."""
     exact = {name: ratios[name] * sizes[name] for name in sorted(sizes)}
     down = {name: math.floor(value + 1e-9) for name, value in exact.items()}
-    left = round(sum(exact.values())) - sum(down.values())
+    missing = round(sum(exact.values())) - sum(down.values())
     order = sorted(exact, key=lambda name: (down[name] - exact[name], name))
-    return {name: down[name] + (name in order[:left]) for name in exact}
+    return {name: down[name] + (name in order[:missing]) for name in exact}

@@ -73,14 +73,14 @@ def collect(
     unlabelled = set(needs) <= {"activations", "input_norms"}
     with readable(model):
         for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):
-            rows = batch_size(task.split(batch)[0])
+            rows = batch_size(task.inputs(batch))
             evidence = Evidence()
             if "gradients" in needs or "hessian_gradients" in needs:
                 evidence.grads, evidence.hessian = gradients(model, objective, batch, names, hessian="hessian_gradients" in needs)
             if "activations" in needs:
-                evidence.inputs, evidence.outputs = _activations(model, names, task.split(batch)[0])
+                evidence.inputs, evidence.outputs = _activations(model, names, task.inputs(batch))
             if "input_norms" in needs:
-                evidence.norms = _input_norms(model, names, task.split(batch)[0])
+                evidence.norms = _input_norms(model, names, task.inputs(batch))
             if "losses" in needs:
                 evidence.loss = partial(_loss_without, model, prefix, objective, batch)
             if "sample_gradients" not in needs:
@@ -277,7 +277,7 @@ def mean_loss(model: nn.Module, task: Task, batches: Collection[Any]) -> float:
     total, seen = 0.0, 0
     with torch.no_grad(), mode(model, training=False):
         for batch in batches:
-            rows = batch_size(task.split(batch)[0])
+            rows = batch_size(task.inputs(batch))
             total += rows * float(torch.stack(list(objective(model, batch).values())).sum())
             seen += rows
     return total / seen

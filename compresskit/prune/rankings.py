@@ -1,9 +1,9 @@
-"""Rankings: which group is cut next. `(Step) -> price`; the cheapest step is taken until the budget is met.
+"""Rankings: which group is cut next. `(Step) -> price`; the step with the lowest price is taken until the budget is met.
 
-cost_aware   the share of its group's score that a step loses, for every MAC (parameter, ...) it saves: the default
+cost_aware   relative loss of the group's scores for every MAC (parameter, ...) saved: the default
 uniform      every group loses the same ratio
 pooled       the lowest scores of all groups together ("global")
-isomorphic   the lowest ranks among groups of the same kind
+isomorphic   the lowest ranks among groups built of the same kinds of layers
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from compresskit.prune.structure.groups import ChannelGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The next possible cut of one group: its `count` lowest channels of those that are left.
+    """The next possible cut of one group: the `count` channels with the lowest scores of those not yet removed.
 
-    useful: what it saves of the budget; what lies beyond the target does not count.
+    useful: what the step saves, in the unit of the budget (MACs, parameters, ...); savings beyond the target do not count.
     """
 
     group: ChannelGroup
@@ -29,7 +29,7 @@ class Step:
 
     @property
     def last(self) -> float:
-        """Score of the best channel that would go."""
+        """Highest score among the channels that would be removed."""
         return self.group.sorted_scores[self.group.removed + self.count - 1]
 
 
@@ -37,10 +37,10 @@ Ranking = Callable[[Step], float]
 
 
 def cost_aware(step: Step) -> float:
-    """The share lost of what is left of the scores, once for every layer that loses it, for each unit of the budget saved.
+    """Relative loss of the group's remaining scores, times its number of layers, for each unit of the budget saved.
 
-    Shares make groups comparable whatever their scale; a residual stream, which is in many layers, is dear. What a step saves
-    beyond the target counts nothing.
+    Relative losses make groups comparable whose scores have different scales. A residual stream has many layers and so a high
+    price.
     """
     group = step.group
     before, after = group.remaining[group.removed], max(group.remaining[group.removed + step.count], 1e-300)
@@ -48,17 +48,18 @@ def cost_aware(step: Step) -> float:
 
 
 def uniform(step: Step) -> float:
-    """Every group loses about the same ratio: "local" ranking. Within it the lowest scores go."""
+    """Ratio that the group would have lost, so that every group loses about the same ratio: "local" ranking."""
     return (step.group.removed + step.count) / step.group.size
 
 
 def pooled(step: Step) -> float:
-    """The lowest scores of all groups go, as `normalize` made them comparable: "global" ranking. Knows nothing of costs."""
+    """Highest score that the step removes: "global" ranking of the normalized scores of all groups, whatever they cost."""
     return step.last
 
 
 def isomorphic(step: Step) -> float:
-    """Ranks among the channels of all groups that are built of the same kinds of layers in the same roles; every kind of
-    group loses about the same ratio, and scores are compared only where they mean the same (Fang et al., 2407.04616).
+    """Rank of the step's highest score, in [0, 1], among all groups with the same kinds of layers in the same roles.
+
+    Scores are compared only between groups of one kind, and every kind loses about the same ratio (Fang et al., 2407.04616).
     """
     return bisect_right(step.group.pooled_scores, step.last) / len(step.group.pooled_scores)

@@ -28,7 +28,8 @@ from compresskit.prune.channels.resources import Limits
 from compresskit.prune.channels.selector import plan_of
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.evidence import mean_loss, restored_after
-from compresskit.prune.masks.plan_mask import check_pattern, keep_best, maskable
+from compresskit.prune.masks.maskable import maskable
+from compresskit.prune.masks.plan_mask import check_pattern, keep_best
 from compresskit.prune.normalizers import unscaled
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.rankings import Ranking, Step
@@ -175,6 +176,7 @@ def mask_sensitivity(
     pattern: Pattern = UNSTRUCTURED,
     criterion: Criterion = l2,
     protect: tuple[str, ...] = (),
+    include: tuple[str, ...] = (),
     samples: int = 512,
 ) -> MaskSensitivity:
     """Measure the mean loss with one tensor sparse at a time, in eval mode on training samples, without fine-tuning.
@@ -188,6 +190,7 @@ def mask_sensitivity(
         pattern: a pattern without a ratio of its own; tensors that cannot have it are left out.
         criterion: scores weights.
         protect: dotted names of tensors or modules that are left out.
+        include: dotted names of matrices that are no weights of torch's layers, see `plan_mask`.
         samples: how many samples the loss is measured on, and how many the criterion sees.
     """
     _check_ratios(ratios, "mask_sensitivity")
@@ -195,10 +198,10 @@ def mask_sensitivity(
     check_criterion(criterion, "mask_sensitivity", WEIGHT_EVIDENCE)
     if pattern.fixed is not None:
         raise SettingError(f"mask_sensitivity(pattern=...): {pattern} has one ratio, {pattern.fixed:g}; there is no curve")
-    weights = {name: w for name, w in maskable(model, protect).items() if not pattern.fits(w.shape)}
+    weights = {name: w for name, w in maskable(model, protect, include).items() if not pattern.fits(w.shape)}
     scores = score_weights(model, weights, pattern, criterion, task, samples)
     batches = list(some_batches(task, "train", samples, "read samples"))
-    seen = sum(batch_size(task.split(batch)[0]) for batch in batches)
+    seen = sum(batch_size(task.inputs(batch)) for batch in batches)
     if not batches:
         raise DataError("mask_sensitivity: the training loader gave no batch")
     dense = mean_loss(model, task, batches)

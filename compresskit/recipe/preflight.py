@@ -24,7 +24,8 @@ def preflight_check(model: nn.Module, task: Task) -> None:
         if which != "val" and getattr(task, which) is None:
             continue
         task.length(which)
-        inputs, target = task.split(next(iter(task.batches(which))))
+        batch = next(iter(task.batches(which)))
+        inputs, target = task.split(batch) if which != "calibration" else (task.inputs(batch), None)
         probe = copy.deepcopy(model).to(task.device)
         check_runs(probe, inputs)
         with torch.no_grad():

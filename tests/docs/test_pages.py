@@ -34,6 +34,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
     "parts": "",
     "pruning": """
+from torch import Tensor
+from compresskit import prune
 from compresskit.prune import *
 from compresskit.prune.criteria import wanda
 from compresskit.prune.patterns import NM

@@ -170,7 +170,7 @@ def test_formulas() -> None:
         assert criterion(s).tolist() == pytest.approx(scores, rel=1e-4), criterion.__name__
 
 
-def test_irreplaceable_is_what_least_squares_cannot_make_up() -> None:
+def test_optimal_brain_surgeon_is_what_least_squares_cannot_make_up() -> None:
     """Against refitting anew for every set of channels, one channel after another."""
     s = slices(seed=2)
     columns = s.weight[:, s.reads].double()

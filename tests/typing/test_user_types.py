@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import typing
 
 import checkout
 import pytest
@@ -11,8 +10,8 @@ import pytest
 import compresskit as ck
 
 NAMESPACES = [ck, ck.distill, ck.export, ck.mixed, ck.prune, ck.quant]
-#: Public functions that return Any, each with its reason.
-ANY: dict[str, str] = {}
+#: Public functions whose annotations are taken off when they are imported, each with its reason; a type checker still sees them.
+UNANNOTATED = {"fp32_allreduce_hook": "DDP compares a hook's annotations with types, and refuses text"}
 
 
 def functions():
@@ -25,11 +24,12 @@ def functions():
 
 @pytest.mark.parametrize("function", list(functions()))
 def test_public_functions_are_annotated(function) -> None:
-    hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters
-    assert set(parameters) <= set(hints), f"no annotation: {sorted(set(parameters) - set(hints))}"
-    assert "return" in hints
-    assert hints["return"] is not typing.Any or function.__name__ in ANY, f"{function.__name__} returns Any"
+    if function.__name__ in UNANNOTATED:
+        return
+    signature = inspect.signature(function)
+    missing = [name for name, p in signature.parameters.items() if p.annotation is inspect.Parameter.empty]
+    assert not missing, f"{function.__name__}: no annotation of {missing}"
+    assert signature.return_annotation not in (inspect.Signature.empty, "Any"), f"{function.__name__} returns Any"
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -114,7 +114,7 @@ class Cached:
 
     def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
         """Return the predictions for one batch, which is looked up by its inputs on the CPU."""
-        stored = self.lookup(replace(task, device="cpu").split(batch)[0])
+        stored = self.lookup(replace(task, device="cpu").inputs(batch))
         if isinstance(stored, TopK):
             values, index, rest = (v.to(task.device) for v in (stored.values, stored.index, stored.rest))
             return replace(stored, values=values, index=index, rest=rest), {}
@@ -133,7 +133,7 @@ def cache(
 ) -> Cached:
     """Run a teacher once over the training data and keep its predictions in a folder: `imitate(cache(teacher, task, folder))`.
 
-    An existing cache of the same teacher and settings is used again.
+    An existing cache of the same teacher and settings is used again, after a look at whether it answers the first batch alike.
 
     Args:
         teacher: a trained model in eval mode, or a `Teacher`.
@@ -179,8 +179,29 @@ def cache(
         finally:
             shutil.rmtree(part, ignore_errors=True)
     cached = Cached(folder)
-    cached.outputs(source, next(iter(task.batches("train"))), (), task, ())  # DataError where the data are others
+    _check_answers(cached, source, task)
     return cached
+
+
+def _check_answers(cached: Cached, teacher: Teacher, task: Task) -> None:
+    """Raise DataError where the data are others, CheckpointError where the teacher says something else of the first batch.
+
+    The digest of a teacher knows its class and weights, not its forward, `Teacher(inputs=...)` or `Task(predict=...)`.
+    """
+    batch = next(iter(task.batches("train")))
+    inputs = task.inputs(batch)
+    stored = cached.lookup(replace(task, device="cpu").inputs(batch))
+    logits = teacher.predictions(inputs, task).cpu()
+    if isinstance(stored, TopK):
+        values, wanted = stored.values, top_k(logits, stored.values.shape[1], temperature=cached.temperature).values
+    else:
+        values, wanted = stored, logits - logits.amax(1, keepdim=True)
+    # As probabilities: what is stored of them may be rounded to half precision, and cut off far below the largest.
+    if values.shape != wanted.shape or not bool(torch.isclose(values.exp(), wanted.exp(), rtol=0.02, atol=0.02).all()):
+        raise CheckpointError(
+            f"cache {cached.folder}: the teacher answers otherwise than when it was made, with the same weights: another forward,"
+            " Teacher(inputs=...) or Task(predict=...); delete it, or name another folder"
+        )
 
 
 def _check_same(folder: Path, record: dict[str, Any]) -> None:
@@ -198,8 +219,8 @@ def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], ki
     files = {name: (folder / f"{name}.bin").open("wb") for name in names}
     try:
         for batch in (batch for _ in range(views) for batch in task.batches("train")):
-            inputs, _ = task.split(batch)
-            keys, logits = _keys(replace(task, device="cpu").split(batch)[0]), teacher.predictions(inputs, task).cpu()
+            inputs = task.inputs(batch)
+            keys, logits = _keys(replace(task, device="cpu").inputs(batch)), teacher.predictions(inputs, task).cpu()
             shape = tuple(logits.shape[1:]) if shape is None else shape
             if tuple(logits.shape[1:]) != shape or not shape:
                 raise DataError(f"cache: wanted predictions (N, C, ...) of one size, got {shape} and {tuple(logits.shape[1:])}")

@@ -24,11 +24,12 @@ class _ChunkedKL(torch.autograd.Function):
             (s, q, log_s), (t, p, log_t) = (_softmax_terms(v[part], temperature) for v in (student, teacher))
             w = weight[part]
             # sum p (log p - log q) = sum p (t - s) - log Z_t + log Z_s; each row's maximum is already taken off.
-            t.sub_(s).mul_(p)
+            t.sub_(s).mul_(p).masked_fill_(p == 0, 0)  # of -inf in both networks too
             total += (w * (t.sum(1) + (log_s - log_t))).sum()
             if gradient is not None:
                 gradient[part] = q.sub_(p).mul_(w.unsqueeze(1) * GRADIENT_SCALE)
-        scale = temperature / weight.sum().clamp(min=1e-30)
+        counted = weight.sum()
+        scale = temperature / torch.where(counted > 1e-30, counted, 1.0)  # all weights 0: loss 0, gradient 0
         ctx.chunk = chunk
         if gradient is not None:
             ctx.save_for_backward(gradient, scale)

@@ -60,7 +60,9 @@ def weighted_mean(where: str, values: Tensor, weight: Tensor | None) -> Tensor:
         return values.mean()
     weight = broadcast_weight(where, values, weight).to(values.dtype)
     total = weight.sum() * (values.numel() / max(1, weight.numel()))
-    return (values * weight).sum() / total.clamp(min=torch.finfo(values.dtype).tiny)
+    # Not clamped: the gradient of a division by the smallest number is infinite, and times 0 no number.
+    counts = total >= torch.finfo(values.dtype).tiny
+    return (values * weight).sum() / torch.where(counts, total, 1.0)
 
 
 def unit_norm(values: Tensor, *, dim: int = -1, least: float | Tensor = 1e-12) -> Tensor:

@@ -109,9 +109,14 @@ def attention_scores(student: Tensor, teacher: Tensor, *, weight: Tensor | None 
         floor: a score at or below it is a masked one and counts as 0, as in the authors' code.
 
     Returns: an fp32 scalar.
-    Raises: DataError for shapes that differ.
+    Raises: DataError for other shapes, and shapes that differ.
     """
     check_same_shape("attention_scores", student, teacher)
+    if student.ndim != 4 or student.shape[2] != student.shape[3]:
+        raise DataError(
+            f"attention_scores: wanted scores (N, heads, T, T) before the softmax, got {tuple(student.shape)}; the output of an"
+            " attention module has mixed the values already"
+        )
     s, t = (v.float() for v in (student, teacher.detach()))
     s, t = (v.masked_fill(v <= floor, 0.0) for v in (s, t))
     return weighted_mean("attention_scores", (s - t).square(), weight)

@@ -18,7 +18,8 @@ from compresskit.distill.losses.common import broadcast_weight, check_logits, ch
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    # A class without mass counts 0, also where its logit is -inf in both.
+    return (log_p.exp() * (log_p - log_q).masked_fill(log_p.isneginf(), 0)).sum(-1)
 
 
 def soft_targets(
@@ -30,7 +31,8 @@ def soft_targets(
 
     Args:
         student, teacher: logits (N, C, ...), any floating dtype.
-        temperature: T, a positive number.
+        temperature: T, a positive number. Above about 100 the value is rounding noise, as that of any KL in fp32 (T^2 times a
+            difference of nearly equal numbers); the gradient stays good.
         weight: weights of the positions, see above.
         dim: the dimension of the classes; the loss is averaged over all others.
 
@@ -79,16 +81,23 @@ def jsd(
         raise SettingError(f"jsd(beta=...): wanted a number between 0 and 1, got {beta}; the ends are soft_targets, reverse_kl")
     s, t = check_logits("jsd", student, teacher, dim)
     log_q, log_p = (s / temperature).log_softmax(-1), (t / temperature).log_softmax(-1)
-    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    empty = log_p.isneginf() & log_q.isneginf()  # counts 0 below, and logaddexp has no gradient there
+    log_m = torch.logaddexp(*(v.masked_fill(empty, 0) for v in (log_p + math.log(beta), log_q + math.log(1 - beta))))
     both = beta * _kl(log_p, log_m) + (1 - beta) * _kl(log_q, log_m)
     return weighted_mean("jsd", both, weight) * temperature**2
 
 
 def standardize(logits: Tensor, *, dim: int = 1, eps: float = 1e-6) -> Tensor:
-    """Return (z - mean) / std over the classes in `dim`, in fp32, with `eps` added to the variance: equal logits become zeros."""
-    z = logits.float()
-    z = z - z.mean(dim, keepdim=True)
-    return z * torch.rsqrt((z * z).sum(dim, keepdim=True) / max(1, z.shape[dim] - 1) + eps)
+    """Return (z - mean) / std over the classes in `dim`, in fp32, with `eps` added to the variance: equal logits become zeros.
+
+    Logits of -inf, of masked classes, stay so and do not count.
+    """
+    masked = logits.isneginf()
+    count = logits.shape[dim] - masked.sum(dim, keepdim=True)
+    z = logits.float().masked_fill(masked, 0)
+    z = (z - z.sum(dim, keepdim=True) / count).masked_fill(masked, 0)
+    z = z * torch.rsqrt((z * z).sum(dim, keepdim=True) / (count - 1).clamp(min=1) + eps)
+    return z.masked_fill(masked, -math.inf)
 
 
 def standardized_soft_targets(
@@ -157,7 +166,7 @@ def dkd(
         others.append(z - rest)
     (b_s, b_t), (q_s, q_t) = binary, others
     # The target's own entry is taken out before exp: there q is not a probability and may overflow.
-    non_target = (q_t.masked_fill(is_target, -math.inf).exp() * (q_t - q_s).masked_fill(is_target, 0)).sum(-1)
+    non_target = (q_t.masked_fill(is_target, -math.inf).exp() * (q_t - q_s).masked_fill(is_target | q_t.isneginf(), 0)).sum(-1)
     return weighted_mean("dkd", alpha * _kl(b_t, b_s) + beta * non_target, weight) * temperature**2
 
 

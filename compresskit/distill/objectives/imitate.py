@@ -158,11 +158,14 @@ class Imitate(Objective):
             )
         return top_k_soft_targets
 
+    def _reads_target(self) -> bool:
+        return bool(self.task_weight) or any(takes_argument(term.loss, "target") for term in self.bound_terms)
+
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task, source = self.task, self.source
         assert task is not None, "bind first"
         assert source is not None, "bind first"
-        inputs, target = task.split(batch)
+        inputs, target = task.split(batch) if self._reads_target() else (task.inputs(batch), None)
         if self.mixup:
             inputs = mixup(inputs, alpha=self.mixup)
         # The teacher runs first: its activations are freed before the student's, which stay for the backward pass, are computed.

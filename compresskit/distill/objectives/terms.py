@@ -25,7 +25,8 @@ from compresskit.graph.taps import feature, find_taps
 AdapterFactory = Callable[[Any, Any], nn.Module]
 Features = dict[str, Tensor]
 
-#: Submodule of the student that holds its adapters during training, so that its optimizer, policy and checkpoints include them.
+#: Submodule of the student (of a Sequential: of its first layer) that holds its adapters during training, so that its
+#: optimizer, policy and checkpoints include them.
 ADAPTERS = "distill_adapters"
 
 
@@ -239,12 +240,19 @@ def attach_adapters_(student: nn.Module, adapters: dict[str, nn.Module]) -> None
     """Make adapters a submodule of the student, in place of earlier ones."""
     drop_adapters_(student)
     if adapters:
-        student.add_module(ADAPTERS, nn.ModuleList(adapters.values()))
+        _host(student).add_module(ADAPTERS, nn.ModuleList(adapters.values()))
 
 
 def drop_adapters_(student: nn.Module) -> None:
     """Remove the student's adapters, if it has any."""
-    student._modules.pop(ADAPTERS, None)
+    _host(student)._modules.pop(ADAPTERS, None)
+
+
+def _host(module: nn.Module) -> nn.Module:
+    """The module that gets the adapters: the student; of a container, which would call them as layers, its first layer."""
+    while isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) and len(module):
+        module = next(iter(module.children()))
+    return module
 
 
 def compute_terms(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
 from compresskit.mixed.formats.policy import BATCH_NORMS, Policy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 # torch's classes are recognised by their methods: importing torch.distributed.fsdp and .tensor takes longer than this library.
@@ -55,7 +58,7 @@ def fp32_allreduce_hook(group: Any, bucket: Any) -> torch.futures.Future[Tensor]
 fp32_allreduce_hook.__annotations__.clear()
 
 
-def fsdp_policy(policy: Policy) -> Any:
+def fsdp_policy(policy: Policy) -> MixedPrecisionPolicy:
     """Make FSDP2's `MixedPrecisionPolicy`: `fully_shard(module, mp_policy=mixed.fsdp_policy(mixed.MASTER_BF16))`.
 
     The sharded fp32 parameters are the masters: gathered, computed and freed in half, reduced in fp32. Shard first, then make

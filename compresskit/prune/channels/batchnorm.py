@@ -1,4 +1,4 @@
-"""Label-free re-estimation of BatchNorm statistics, which a cut makes wrong at once."""
+"""Re-estimate BatchNorm statistics without labels: after channels are removed the old ones are wrong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from compresskit.graph.surgery import mode
 
 
 def reestimate_batchnorm_(model: nn.Module, batches: Iterable[AnyInputs]) -> int:
-    """Replace running means and variances by the average over batches; returns how many layers have them.
+    """Replace the running means and variances of all BatchNorm layers by their averages over batches.
 
-    Needs neither labels nor gradients. Everything but BatchNorm stays in eval mode, so dropout does not disturb. The batches
-    must be shuffled: batches of one class each give statistics of no use. Raises DataError, the statistics as they were, where
-    there is no batch.
+    Neither labels nor gradients are needed. Only BatchNorm layers are in train mode, so dropout is off.
+
+    Args:
+        model: changed in place.
+        batches: inputs, shuffled; batches of one class each give useless statistics. Batches of one row are skipped.
+
+    Returns: the number of BatchNorm layers with running statistics.
+    Raises: DataError where no batch has more than one row; the statistics are then as before.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
     if not norms:

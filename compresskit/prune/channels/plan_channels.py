@@ -73,11 +73,8 @@ def plan_channels(
         SettingError: a setting is out of its range.
         ModelError: the budget cannot be met; the message says how much can, and what locks the rest.
     """
-    check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
-    limits.check("plan_channels()")
-    check_criterion(criterion, "plan_channels", CHANNEL_EVIDENCE)
-    check_functions("plan_channels", ranking=ranking, normalize=normalize)
+    _check_settings(budget, limits, criterion, ranking, normalize)
     _check_parameters(model)
     search = TrialRepair(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
     total = count_macs(search.trace.module, search.trace.example)
@@ -89,6 +86,13 @@ def plan_channels(
         if failure is None:
             return plan
         analysis = search.repair(failure, analysis)
+
+
+def _check_settings(budget: Budget, limits: Limits, criterion: Criterion, ranking: Ranking, normalize: Normalizer) -> None:
+    check_budget(budget, "plan_channels(budget=...)", PRUNABLE)
+    limits.check("plan_channels()")
+    check_criterion(criterion, "plan_channels", CHANNEL_EVIDENCE)
+    check_functions("plan_channels", ranking=ranking, normalize=normalize)
 
 
 def analyze_channels(

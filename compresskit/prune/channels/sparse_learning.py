@@ -1,4 +1,4 @@
-"""Sparse learning: objectives that empty channels during training, so that cutting them afterwards costs little.
+"""Sparse learning: objectives that drive channels to zero during training, so that removing them costs little accuracy.
 
 Prune(budget=keep(macs=0.5), learn=Train(epochs=10, objective=group_lasso(strength=1e-4)))
 Train(epochs=10, objective=greg(plan_channels(model, example, keep(macs=0.5))))
@@ -24,24 +24,24 @@ from compresskit.train.objective import Supervised
 
 
 class Wrapper(Objective):
-    """An objective that adds to the losses of another, `objective`, and passes the calls of the training loop on to it."""
+    """Base of objectives that add a loss to those of `objective`; calls of the training loop are forwarded to it."""
 
     objective: Objective
 
     def advance(self, done: float) -> None:
-        """Pass it on."""
+        """Pass the fraction of the training that is done to the inner objective."""
         self.objective.advance(done)
 
     def close(self) -> None:
-        """Pass it on."""
+        """Close the inner objective."""
         self.objective.close()
 
     def resume_state(self) -> Any:
-        """State of the objective inside."""
+        """State of the inner objective."""
         return self.objective.resume_state()
 
     def resume_from_(self, state: Any) -> None:
-        """Pass it on."""
+        """Restore the inner objective from `resume_state()`."""
         self.objective.resume_from_(state)
 
 
@@ -60,7 +60,7 @@ class GroupLasso(Wrapper):
             raise SettingError(f"group_lasso(strength=...): wanted a positive number, got {self.strength}")
 
     def bind(self, model: nn.Module, task: Task) -> GroupLasso:
-        """The same objective for a model whose groups are found, and a task."""
+        """Return the objective for a model, whose groups of channels are found here, and a task."""
         analysis, _, _ = analyze_channels(model, task.example(), ignore=self.ignore)
         return GroupLasso(
             objective=self.objective.bind(model, task), strength=self.strength, groups=tuple(analysis.groups), model=model
@@ -75,10 +75,18 @@ class GroupLasso(Wrapper):
 def group_lasso(
     objective: Objective | LossFunction | None = None, *, strength: float = 1e-4, ignore: tuple[str, ...] = ()
 ) -> GroupLasso:
-    """The objective (by default the task's loss) and a group lasso on channels (Wen et al., 1608.03665, eq. 4).
+    """Add a group lasso on channels to an objective (Wen et al., 1608.03665, eq. 4).
 
-    For every channel that could be cut, the Euclidean norm of all weights that would vanish with it, the factors of its norms
-    included, times `strength` and the square root of their number: whole channels are driven to zero, together in all layers.
+    The loss "group_lasso" is `strength` times the sum over channels that can be removed of sqrt(n) * norm: the Euclidean norm of
+    the n weights that would be removed with the channel, scales of normalization layers included. It drives whole channels to
+    zero, in all layers at once.
+
+    Args:
+        objective: the objective, or a loss function; by default the task's loss.
+        strength: weight of the penalty.
+        ignore: names of modules whose channels get no penalty.
+
+    Raises: SettingError for a strength that is not positive, and in training for a module that does not exist.
     """
     return GroupLasso(objective=_inner(objective), strength=strength, ignore=ignore)
 
@@ -88,7 +96,7 @@ def _inner(objective: Objective | LossFunction | None) -> Objective:
 
 
 def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
-    """(units,) root of the number of values times their Euclidean norm; differentiable."""
+    """(units,) Euclidean norm of the weights of each unit times the root of their number; differentiable."""
     squares, count = [], 0
     for (name, dim, _), indices in group.indices.items():
         tensor = get_tensor(model, name)
@@ -100,7 +108,7 @@ def _norms(group: ChannelGroup, model: nn.Module) -> Tensor:
         rows = tensor.float().movedim(dim, 0)[indices.to(tensor.device)].reshape(group.size, -1)
         squares.append(rows.square().sum(1))
         count += rows.shape[1]
-    # The gradient of a norm is not defined at zero; a channel that got there stays.
+    # The gradient of a norm is not defined at zero; with the constant it is 0, and a channel at zero stays at zero.
     return (count * torch.stack(squares).sum(0) + 1e-12).sqrt()
 
 
@@ -119,15 +127,15 @@ class GReg(Wrapper):
             raise SettingError(f"greg(growth=...): wanted a positive number, got {self.growth}")
 
     def bind(self, model: nn.Module, task: Task) -> GReg:
-        """The same objective for a model and a task, at the beginning of its growth."""
+        """Return the objective for a model and a task, with the penalty at its start."""
         return GReg(plan=self.plan, objective=self.objective.bind(model, task), growth=self.growth, model=model)
 
     def resume_state(self) -> dict[str, Any]:
-        """The number of calls, and the state of the objective inside."""
+        """The number of calls, and the state of the inner objective."""
         return {"calls": self.calls, "inside": self.objective.resume_state()}
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
+        """Restore the number of calls and the inner objective from `resume_state()`."""
         self.calls = state["calls"]
         if state["inside"] is not None:
             self.objective.resume_from_(state["inside"])
@@ -136,17 +144,26 @@ class GReg(Wrapper):
         assert self.model is not None, "bind first"
         self.calls += 1
         squares = [
-            tensor.float().index_select(dim, torch.tensor(gone, device=tensor.device)).square().sum()
+            tensor.float().index_select(dim, torch.tensor(removed, device=tensor.device)).square().sum()
             for name, dims in self.plan.remove.items()
             if isinstance(tensor := get_tensor(self.model, name), nn.Parameter) and tensor.ndim > 1
-            for dim, gone in dims.items()
+            for dim, removed in dims.items()
         ]
         penalty = torch.stack(squares).sum() if squares else torch.zeros(())
         return {**self.objective(model, batch), "greg": 0.5 * self.growth * self.calls * penalty}
 
 
 def greg(plan: Plan, objective: Objective | LossFunction | None = None, *, growth: float = 1e-4) -> GReg:
-    """The objective and a weight decay on just the channels that a plan will remove, which grows by `growth` with every batch:
-    the model moves what they did elsewhere before they go (GReg-1; Wang et al., 2012.09243).
+    """Add a growing weight decay on the channels that a plan removes to an objective (GReg-1; Wang et al., 2012.09243).
+
+    The loss "greg" is 0.5 * factor * the sum of squares of the weights to remove. The factor grows by `growth` with every batch,
+    so that the rest of the model can take over before the channels are removed.
+
+    Args:
+        plan: the channels to remove, of `plan_channels`.
+        objective: the objective, or a loss function; by default the task's loss.
+        growth: what every batch adds to the factor.
+
+    Raises: SettingError for a growth that is not positive.
     """
     return GReg(plan=plan, objective=_inner(objective), growth=growth)

@@ -20,7 +20,7 @@ from compresskit.base.distributed import all_reduce_mean_
 from compresskit.graph.masks import Masks, masks_of
 from compresskit.prune.allocations import Allocation
 from compresskit.prune.criteria import Criterion, needs_of
-from compresskit.prune.masks.plan_mask import broadcast_masks, keep_best, without
+from compresskit.prune.masks.plan_mask import broadcast_masks, keep_best, unit_sizes, without
 from compresskit.prune.patterns import Pattern
 from compresskit.prune.schedules import RatioSchedule
 from compresskit.prune.scores import check_scores, weight_slices
@@ -135,14 +135,16 @@ class GradualMasks:
         swap = self.swap / 2 * (1 + math.cos(math.pi * done))
         ratio, shared = self._ratios_at(done, weights)
         lower = None if shared is None else {n: 1 - (1 - swap) * (1 - r) for n, r in shared.items()}
-        kept = keep_best(scores, 1 - (1 - swap) * (1 - ratio), self.pattern, lower)
+        widths = unit_sizes(scores, weights)
+        kept = keep_best(scores, 1 - (1 - swap) * (1 - ratio), self.pattern, lower, widths)
         # Fewer units may remain than the ratio asks for: removed ones come back by their gradient below, not by score.
         kept = {name: k & ~scores[name].isneginf() for name, k in kept.items()}
         if self.pattern.fixed is not None:
             return kept
         found = {name: grads.get(name, torch.zeros_like(weights[name])) for name in kept}
         sizes = {n: torch.linalg.vector_norm(self.pattern.rows(g), dim=1).double() for n, g in found.items()}
-        return keep_best({n: s.masked_fill(kept[n], math.inf) for n, s in sizes.items()}, ratio, self.pattern, shared)
+        grown = {n: s.masked_fill(kept[n], math.inf) for n, s in sizes.items()}
+        return keep_best(grown, ratio, self.pattern, shared, widths)
 
     def _ratios_at(self, done: float, weights: Mapping[str, Tensor]) -> tuple[float, Mapping[str, float] | None]:
         """The ratio at a point of the schedule, and the ratios by tensor; never less than before the training."""

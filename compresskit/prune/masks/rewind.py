@@ -71,7 +71,7 @@ def shuffled(masks: Masks) -> Masks:
     for name, mask in masks.masks.items():
         order = torch.randperm(mask.numel()).to(mask.device)
         drawn[name] = mask.flatten()[order].view(mask.shape)
-    return Masks(drawn, masks.unmasked)
+    return replace(masks, masks=drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class LotteryTicket(Budgeted, Stage):
         rewind: to where; the beginning, or for deep networks a little later (Frankle et al., 1912.05671).
         control: `(masks) -> masks` changes the final masks before the ticket is trained: `shuffled` keeps only their ratios. A
             ticket that is no better than its control owes nothing to the choice of weights.
-        pattern, criterion, allocation, protect, samples: see `plan_mask`.
+        pattern, criterion, allocation, protect, include, samples: see `plan_mask`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
@@ -101,6 +101,7 @@ class LotteryTicket(Budgeted, Stage):
     criterion: Criterion = l2
     allocation: Allocation | Mapping[str, float] | None = None
     protect: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
     samples: int = 1024
 
     def __post_init__(self) -> None:
@@ -148,6 +149,7 @@ class LotteryTicket(Budgeted, Stage):
             criterion=self.criterion,
             allocation=self.allocation,
             protect=self.protect,
+            include=self.include,
             task=task,
             samples=self.samples,
         )

@@ -23,7 +23,8 @@ from compresskit.prune.allocations import Allocation
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
 from compresskit.prune.masks.gradual import GradualMasks
-from compresskit.prune.masks.plan_mask import by_tensor, check_pattern, fitting, maskable, plan_mask, removed_fraction
+from compresskit.prune.masks.maskable import by_tensor, fitting, maskable, unmasked_weights
+from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.schedules import RatioSchedule, check_schedule
@@ -39,7 +40,7 @@ class Sparsify(Budgeted, Stage):
     Args:
         budget: how many of the maskable weights to remove, such as `ck.remove(weights=0.9)`; left out where the pattern (N:M) or
             the allocation prescribes ratios.
-        pattern, criterion, allocation, protect: see `plan_mask`.
+        pattern, criterion, allocation, protect, include: see `plan_mask`.
         finetune: training under the masks, with a learning-rate schedule of its own; None trains nothing and re-estimates
             BatchNorm statistics.
         schedule: when weights are removed during fine-tuning, such as `schedules.Cubic()`; None removes all of them before it.
@@ -60,6 +61,7 @@ class Sparsify(Budgeted, Stage):
     criterion: Criterion = l2
     allocation: Allocation | Mapping[str, float] | None = None
     protect: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
     finetune: Train | None = None
     schedule: RatioSchedule | None = None
     until: float = 0.7
@@ -137,9 +139,10 @@ class Sparsify(Budgeted, Stage):
         if self.schedule is not None and self._largest_ratio(0.0) == 0:
             # Nothing is removed yet, so nothing is scored; masks of the model stay.
             old = masks_of(model)
-            weights, left = fitting(model, self.pattern, self.protect, self._ratios(model))
+            weights, left = fitting(model, self.pattern, self.protect, self.include, self._ratios(model))
             masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
-            return Masks(dict(sorted((masks | ({} if old is None else dict(old.masks))).items())), left)
+            masks |= {} if old is None else dict(old.masks)
+            return Masks(dict(sorted(masks.items())), left, unmasked_weights(model, masks))
         if self.schedule is not None and isinstance(allocation, Mapping):
             allocation = {name: self.schedule(0.0, end=r) for name, r in allocation.items()}
         elif self.schedule is not None and budget is not None and self.pattern.fixed is None:
@@ -151,6 +154,7 @@ class Sparsify(Budgeted, Stage):
             criterion=self.criterion,
             allocation=allocation,
             protect=self.protect,
+            include=self.include,
             task=task,
             samples=self.samples,
         )
@@ -167,14 +171,14 @@ class Sparsify(Budgeted, Stage):
 
     def _ratios(self, model: nn.Module) -> dict[str, float] | None:
         """Ratios by tensor, if the allocation prescribes them."""
-        return by_tensor(model, self.allocation) if isinstance(self.allocation, Mapping) else None
+        return by_tensor(model, self.allocation, self.include) if isinstance(self.allocation, Mapping) else None
 
     def _gradual(self, model: nn.Module) -> GradualMasks:
         assert self.schedule is not None
         ratios = self._ratios(model)
         names = [
             n
-            for n, w in maskable(model, self.protect).items()
+            for n, w in maskable(model, self.protect, self.include).items()
             if not self.pattern.fits(w.shape) and (ratios is None or n in ratios)
         ]
         return GradualMasks(

@@ -21,6 +21,7 @@ from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.normalize import aten
 from compresskit.graph.surgery import mode
+from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import propagate
@@ -137,13 +138,8 @@ def _keeps_outputs(name: str, module: nn.Module, plan: Plan) -> bool:
 def _run_outputs(model: nn.Module, example: Inputs, unchanged: Iterable[str]) -> list[Tensor]:
     """Outputs of the model; where they are few or none (boxes), also those of the layers that keep all their outputs."""
     inner: list[Tensor] = []
-    modules = dict(model.named_modules())
-    handles = [modules[n].register_forward_hook(lambda _m, _i, out: inner.extend(_float_tensors(out))) for n in unchanged]
-    try:
+    with watched_calls(model, list(unchanged), lambda _path, _module, _x, out: inner.extend(_float_tensors(out))):
         outputs = _float_tensors(call(model, example))
-    finally:
-        for handle in handles:
-            handle.remove()
     return outputs + inner if sum(v.numel() for v in outputs) < FEW_OUTPUTS else outputs
 
 

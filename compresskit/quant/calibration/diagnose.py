@@ -18,12 +18,13 @@ from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.calibration.paired_run import Pair, quantizer_of, run_float_and_quantized
+from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import to_integers
 from compresskit.quant.numerics.targets import saturating_matmul
 from compresskit.quant.passes.coverage import Coverage
+from compresskit.quant.passes.insert import quantizer_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Run the float and the quantized graph in lockstep, and look at both values of every operator."""
+"""Run the float and the quantized graph in lockstep and visit both values of every operator."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from compresskit.base.task import Inputs
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.operators import moved_input
-from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
+from compresskit.quant.numerics.quantizers import Quantizer
 
 Pair = tuple[Any, Any]  # (value in the float graph, value in the quantized graph)
 VisitPair = Callable[[Node, Pair, Callable[[Node], Pair]], object]
@@ -29,14 +27,14 @@ def run_float_and_quantized(
     *,
     until: Node | None = None,
 ) -> Pair:
-    """Run one batch through a quantized graph twice at once, with quantizers off and on, and return both outputs.
+    """Run one batch through a quantized graph with quantizers off and on, in lockstep, and return both outputs.
 
     Args:
         body: the graph with quantizers.
         inputs: of one batch.
         visit: called after every operator with (node, its pair of values, a function from an argument's node to its pair).
         float_weights: parameters that the float run uses instead of the graph's own, by name.
-        until: the last node to run, whose pair is returned; nothing that it does not depend on is run.
+        until: the last node to run, whose pair is returned; only the nodes that it depends on are run.
     """
 
     def compute(node: Node, value_of: ValueOf) -> Pair:
@@ -68,14 +66,3 @@ def _compute_pair(body: fx.GraphModule, node: Node, pair_of: Callable[[Node], Pa
     if isinstance(module, Quantizer):
         return module.unrounded(*fx.map_arg(node.args, float_of)), execute(body, node, quantized_of)
     return execute(body, node, float_of), execute(body, node, quantized_of)
-
-
-def quantizer_of(body: fx.GraphModule, value: Node) -> ActivationQuantizer | DynamicActivation | None:
-    """The quantizer on whose grid a value lies, found through operators that only move values; None for a float value."""
-    node: Node | None = value
-    while node is not None:
-        module = body.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, ActivationQuantizer | DynamicActivation):
-            return module
-        node = moved_input(node)
-    return None

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.placement_dynamic import DYNAMIC_KINDS
+from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer, deployed_weight
 from compresskit.quant.numerics.scheme import to_integers
 
@@ -39,18 +40,18 @@ class _DynamicLowering:
         self.first = next(iter(body.graph.nodes))
 
     def run(self) -> None:
-        looked_up = {str(n.args[1].target) for n in self.graph.nodes if self._name(n) == "RowQuantizer"}
-        for node in list(self.graph.nodes):
-            kind = self._name(node)
-            if kind == "RowQuantizer":
+        nodes = list(self.graph.nodes)
+        looked_up = {str(node.args[1].target) for node in nodes if self._calls(node, RowQuantizer)}
+        for node in nodes:
+            if self._calls(node, RowQuantizer):
                 self._rows(node)
-            elif kind == "LstmQuantizer":
+            elif self._calls(node, LstmQuantizer):
                 self._lstm(node)
             elif DYNAMIC_KINDS.get(node.target) in ("linear", "matmul") and self._is_rounded(node):
                 self._product(node, looked_up)
             elif DYNAMIC_KINDS.get(node.target) == "conv" and self._is_rounded(node):
                 self._conv(node)
-        for node in [n for n in self.graph.nodes if self._name(n) == "WeightQuantizer" and n.users]:
+        for node in [n for n in self.graph.nodes if self._calls(n, WeightQuantizer) and n.users]:
             quantizer = self._module(node)
             self.body.add_submodule(node.target, deployed_weight(quantizer, get_tensor(self.body, node.args[0].target)))
             node.args = ()
@@ -58,12 +59,11 @@ class _DynamicLowering:
     def _module(self, node: Node) -> Any:
         return self.body.get_submodule(node.target)
 
-    def _name(self, node: Node) -> str:
-        found = self._module(node) if node.op == "call_module" else None
-        return type(found).__name__ if isinstance(found, Quantizer) else ""
+    def _calls(self, node: Node, kind: type[Quantizer]) -> bool:
+        return node.op == "call_module" and isinstance(self._module(node), kind)
 
     def _is_rounded(self, node: Node) -> bool:
-        return any(self._name(a) == "DynamicActivation" for a in node.args if isinstance(a, fx.Node))
+        return any(self._calls(a, DynamicActivation) for a in node.args if isinstance(a, fx.Node))
 
     def _buffer(self, name: str, values: Tensor) -> Node:
         name = name.replace(".", "_")

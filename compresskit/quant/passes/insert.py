@@ -10,11 +10,12 @@ from torch import fx, nn
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
+from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
 from compresskit.quant.numerics.observers import HistogramMSE, MinMax, Observer
+from compresskit.quant.numerics.operators import moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
-from compresskit.quant.passes.rounding_boundaries import activation_quantizer_of
 
 
 def insert_quantizers_(
@@ -28,7 +29,6 @@ def insert_quantizers_(
     body.add_submodule("quantizers", nn.Module())
     integer = {nodes[name] for name in (*placement.integer, *placement.carried)}
     shared: dict[int, tuple[str, ActivationQuantizer]] = {}
-    grids: dict[Node, ActivationQuantizer] = {}
     for point in placement.points:
         if point.group not in shared:
             name = f"quantizers.{point.node}"
@@ -39,11 +39,10 @@ def insert_quantizers_(
             shared[point.group] = (name, ActivationQuantizer(target.activations, make_observer(), clamp, point.anchor, label))
             body.add_submodule(name, shared[point.group][1])
         name, quantizer = shared[point.group]
-        new = _insert_activation(body, nodes[point.node], name, point, quantizer, integer)
-        grids[new] = quantizer
+        _insert_activation(body, nodes[point.node], name, point, quantizer, integer)
     for name, kind in placement.integer.items():
         if kind in ("conv", "linear"):
-            _insert_weight(body, nodes[name], kind, target, grids)
+            _insert_weight(body, nodes[name], kind, target)
     body.graph.lint()
     body.recompile()
 
@@ -58,6 +57,16 @@ def default_observer(value: Node, placement: Placement) -> Callable[[], Observer
     return HistogramMSE if readers and tokens and value.name not in placement.integer else MinMax
 
 
+def quantizer_of(body: fx.GraphModule, value: object) -> ActivationQuantizer | DynamicActivation | None:
+    """The quantizer on whose grid a value lies, found through operators that only move values; None for a float value."""
+    while isinstance(value, fx.Node):
+        module = body.get_submodule(str(value.target)) if value.op == "call_module" else None
+        if isinstance(module, ActivationQuantizer | DynamicActivation):
+            return module
+        value = moved_input(value)
+    return None
+
+
 def _common_clamp(points: list[QuantizationPoint]) -> tuple[float, float | None] | None:
     clamps = {p.clamp for p in points}
     return clamps.pop() if len(clamps) == 1 else None
@@ -65,7 +74,7 @@ def _common_clamp(points: list[QuantizationPoint]) -> tuple[float, float | None]
 
 def _insert_activation(
     body: fx.GraphModule, node: Node, name: str, point: QuantizationPoint, quantizer: ActivationQuantizer, integer: set[Node]
-) -> Node:
+) -> None:
     readers = [user for user in node.users if point.everywhere or user in integer]
     with body.graph.inserting_after(node):
         new = body.graph.call_module(name, (node,))
@@ -76,10 +85,9 @@ def _insert_activation(
         # The range of the quantizer replaces the clamp.
         new.replace_input_with(node, node.args[0])
         body.graph.erase_node(node)
-    return new
 
 
-def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target, grids: dict[Node, ActivationQuantizer]) -> None:
+def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target) -> None:
     weight = node.args[1]
     name = "quantizers.weight_" + str(parameter_name(weight)).replace(".", "_")
     if name.rpartition(".")[2] not in body.get_submodule("quantizers")._modules:
@@ -93,8 +101,8 @@ def _insert_weight(body: fx.GraphModule, node: Node, kind: str, target: Target, 
         rounded = body.graph.call_module(name, (weight,))
     node.replace_input_with(weight, rounded)
     bias = node.args[2] if len(node.args) > 2 else None
-    source = activation_quantizer_of(node.args[0], grids)
-    if bias is not None and parameter_name(bias) is not None and source is not None:
+    source = quantizer_of(body, node.args[0])
+    if bias is not None and parameter_name(bias) is not None and isinstance(source, ActivationQuantizer):
         name = f"quantizers.bias_{node.name}"
         body.add_submodule(name, BiasQuantizer(source, quantizer))  # type: ignore[arg-type]
         with body.graph.inserting_before(node):

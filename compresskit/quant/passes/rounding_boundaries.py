@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.mixed.formats.parallel import full_tensor
-from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global, moved_input
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.passes.insert import quantizer_of
 
 NUDGE = 4e-6  # relative change per try; a result half a step from zero moves by 2e-6 steps
 TRIES = 128
@@ -33,8 +34,6 @@ HALF_ULP = 2.0**-24  # half a unit in the last place of fp32, relative to the va
 #: Distance that the result of a product must keep from a boundary, in output steps: `DISTANCE + RELATIVE_DISTANCE * |result|`.
 #: A sum in fp32 has an absolute error, a rounded M a relative one. Found by trial on a few ResNets.
 DISTANCE, RELATIVE_DISTANCE = 2.0**-15, 2.0**-23
-
-Grids = dict[Node, ActivationQuantizer]
 
 
 def nudge_scales_(body: fx.GraphModule) -> None:
@@ -45,16 +44,16 @@ def nudge_scales_(body: fx.GraphModule) -> None:
     read a hardsigmoid or, on targets that quantize inputs only, for sums with an unrounded operand. Weights start from their
     calibrated scales, activations from their present ones, so that a second call may enlarge these again.
     """
-    grids = {n: q for n in body.graph.nodes if isinstance(q := _module(body, n), ActivationQuantizer)}
     makers: dict[ActivationQuantizer, list[Node]] = {}
-    for node, quantizer in grids.items():
-        makers.setdefault(quantizer, []).append(_maker(node))
+    for node in body.graph.nodes:
+        if isinstance(quantizer := _module(body, node), ActivationQuantizer):
+            makers.setdefault(quantizer, []).append(_maker(node))
     with torch.no_grad():
         for out, nodes in makers.items():
-            costs = [cost for node in nodes if (cost := _boundary_cost(node, out, grids)) is not None]
+            costs = [cost for node in nodes if (cost := _boundary_cost(body, node, out)) is not None]
             if costs and out.anchor is None:
                 _move_scale_(out, costs)
-        for rounding, (weight, uses) in _weights(body, makers, grids).items():
+        for rounding, (weight, uses) in _weights(body, makers).items():
             _move_weight_(rounding, weight, uses)
 
 
@@ -68,25 +67,16 @@ def _maker(node: Node) -> Node:
     return source.args[0] if OPERATOR_KINDS.get(source.target) == "clamp" else source
 
 
-def activation_quantizer_of(value: object, grids: Grids) -> ActivationQuantizer | None:
-    """The quantizer whose scale and zero point a value has, before all operators that only move it."""
-    while isinstance(value, fx.Node):
-        if value in grids:
-            return grids[value]
-        value = moved_input(value)
-    return None
-
-
 # -- scales of activations
 
 BoundaryCost = Callable[[float], float]  # scale of the output -> how many of the frequent results lie close to a boundary
 
 
-def _boundary_cost(node: Node, out: ActivationQuantizer, grids: Grids) -> BoundaryCost | None:
+def _boundary_cost(body: fx.GraphModule, node: Node, out: ActivationQuantizer) -> BoundaryCost | None:
     """The cost function of an operator between activations; None for other operators."""
     kind = OPERATOR_KINDS.get(node.target)
-    inputs = [activation_quantizer_of(a, grids) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
-    quantizers = [q for q in inputs if q is not None]
+    inputs = [quantizer_of(body, a) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
+    quantizers = [q for q in inputs if isinstance(q, ActivationQuantizer)]
     if len(quantizers) < len(inputs):
         return None
     if kind in ("add", "mul") and len(quantizers) == 2 and len(node.args) == 2:
@@ -161,14 +151,14 @@ Use = tuple[float, Tensor]  # of a weight by a layer: (scale of the input / scal
 
 
 def _weights(
-    body: fx.GraphModule, makers: dict[ActivationQuantizer, list[Node]], grids: Grids
+    body: fx.GraphModule, makers: dict[ActivationQuantizer, list[Node]]
 ) -> dict[WeightQuantizer, tuple[Tensor, list[Use]]]:
     """Weights of layers with quantized input and output, each with its uses."""
     weights: dict[WeightQuantizer, tuple[Tensor, list[Use]]] = {}
     for out, nodes in makers.items():
         for node in (n for n in nodes if len(n.args) > 1):
-            rounding, source = _module(body, node.args[1]), activation_quantizer_of(node.args[0], grids)
-            if isinstance(rounding, WeightQuantizer) and source is not None:
+            rounding, source = _module(body, node.args[1]), quantizer_of(body, node.args[0])
+            if isinstance(rounding, WeightQuantizer) and isinstance(source, ActivationQuantizer):
                 weight = get_tensor(body, node.args[1].args[0].target)
                 uses = weights.setdefault(rounding, (weight, []))[1]
                 uses.append((float(source.scale) / float(out.scale), _boundaries(out)))

@@ -64,12 +64,15 @@ def test_a_cache_of_the_top_k(tmp_path) -> None:
     ck.Distill(epochs=1, teacher=cached, temperature=2.0)(student, task)
 
 
-def test_a_cache_is_used_again_without_the_teacher_running(tmp_path) -> None:
+def test_a_cache_is_used_again_and_the_teacher_answers_one_batch(tmp_path, monkeypatch) -> None:
     teacher, task = build(networks.Residual), images_task(ck)
     cache(teacher, task, tmp_path / "c")
     written = (tmp_path / "c" / "values.bin").stat().st_mtime_ns
-    teacher.forward = None  # it would fail
+    asked = []
+    answer = Teacher.predictions
+    monkeypatch.setattr(Teacher, "predictions", lambda *args: asked.append(args) or answer(*args))
     cache(teacher, task, tmp_path / "c")
+    assert len(asked) == 1 < len(task.train)
     assert (tmp_path / "c" / "values.bin").stat().st_mtime_ns == written
 
 
@@ -168,3 +171,30 @@ def test_missing_and_damaged_caches_are_refused(tmp_path) -> None:
     write_json(info, {"format": 1})
     with pytest.raises(CheckpointError, match="a damaged cache of predictions"):
         Cached(tmp_path / "c")
+
+
+class Bent(nn.Linear):
+    """A linear layer whose forward can be another with the same weights."""
+
+    bend = staticmethod(torch.tanh)
+
+    def forward(self, x):
+        return self.bend(super().forward(x))
+
+
+@pytest.mark.parametrize("top", [None, 2])
+def test_a_cache_of_other_answers_is_refused_though_the_weights_are_the_same(tmp_path, monkeypatch, top) -> None:
+    torch.manual_seed(0)
+    teacher, x = Bent(8, 4).eval(), torch.randn(16, 8)
+    batches = [(x, torch.arange(16) % 4)]
+    task = ck.Task(train=batches, val=batches)
+    cache(Teacher(teacher), task, tmp_path / "c", top=top)
+    assert len(cache(Teacher(teacher), task, tmp_path / "c", top=top)) == 16
+    flipped = Teacher(teacher, inputs=lambda inputs: (-inputs[0],))
+    negated = ck.Task(train=batches, val=batches, predict=lambda output: -output)
+    for other, its in ((flipped, task), (Teacher(teacher), negated)):
+        with pytest.raises(CheckpointError, match="the teacher answers otherwise than when it was made, with the same weights"):
+            cache(other, its, tmp_path / "c", top=top)
+    monkeypatch.setattr(Bent, "bend", staticmethod(torch.relu))
+    with pytest.raises(CheckpointError, match="answers otherwise"):
+        cache(Teacher(teacher), task, tmp_path / "c", top=top)

@@ -44,3 +44,9 @@ def test_feature_losses_refuse_shapes_and_settings_that_do_not_fit() -> None:
         losses.attention_kl(image, image, mask=a)
     with pytest.raises(DataError, match=r"relation_kl: wanted values \(N, heads, T, d\), got \(2, 3\)"):
         losses.relation_kl(a, a)
+
+
+@pytest.mark.parametrize("shape", [(8, 12, 32), (8, 4, 12, 32), (8, 12)])
+def test_what_is_no_attention_score_is_refused(shape) -> None:
+    with pytest.raises(DataError, match=r"attention_scores: wanted scores \(N, heads, T, T\) before the softmax, got \(8, "):
+        losses.attention_scores(torch.randn(shape), torch.randn(shape))

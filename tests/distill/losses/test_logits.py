@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import oracles
 import pytest
 import torch
@@ -134,3 +137,63 @@ def test_a_threshold_of_one_is_refused() -> None:
 def test_a_negative_temperature_is_refused() -> None:
     with pytest.raises(SettingError, match="wanted a positive number"):
         soft_targets(torch.zeros(1, 2), torch.zeros(1, 2), temperature=-1)
+
+
+IGNORED = torch.full((2, 4), -100)
+NONE = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        partial(losses.soft_targets, weight=NONE),
+        partial(losses.reverse_kl, weight=NONE, temperature=4.0),
+        partial(losses.jsd, weight=NONE, temperature=4.0),
+        partial(losses.standardized_soft_targets, weight=NONE),
+        partial(losses.chunked_soft_targets, weight=NONE),
+        partial(losses.dkd, target=IGNORED),
+        lambda s, t: losses.label_smoothing(s, IGNORED),
+        lambda s, t: losses.hard_targets(s, t * 0, threshold=0.9),
+        lambda s, t: losses.hint(s, t, weight=torch.zeros(2)),
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 100.0, 65536.0])
+def test_a_batch_in_which_nothing_counts_gives_zero_and_a_gradient_of_zero(loss, scale) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 5, 4, requires_grad=True), torch.randn(2, 5, 4)
+    value = scale * loss(student, teacher)
+    assert value.item() == 0
+    assert torch.equal(torch.autograd.grad(value, student)[0], torch.zeros(2, 5, 4))
+
+
+def _without_last(loss, student, teacher):
+    return loss(student[:, :-1], teacher[:, :-1])
+
+
+KLS = [losses.soft_targets, losses.reverse_kl, losses.jsd, losses.standardized_soft_targets, losses.chunked_soft_targets,
+       partial(losses.dkd, target=torch.tensor([0, 1]))]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", KLS)
+def test_a_class_masked_in_both_networks_does_not_count(loss) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 4), torch.randn(2, 4)
+    student[:, 3] = teacher[:, 3] = -math.inf
+    student.requires_grad_()
+    value, wanted = loss(student, teacher), _without_last(loss, student, teacher)
+    assert value.item() == pytest.approx(wanted.item(), rel=1e-5)
+    (gradient,), (other,) = torch.autograd.grad(value, student), torch.autograd.grad(wanted, student)
+    torch.testing.assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("loss", [KLS[0], KLS[2], KLS[4], KLS[5]])
+def test_a_class_masked_in_the_teacher_alone_counts_as_its_limit(loss) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4)
+    values = []
+    for logit in (-math.inf, -500.0):
+        teacher[:, 3] = logit
+        values.append(loss(student, teacher))
+    gradients = [torch.autograd.grad(value, student)[0] for value in values]
+    torch.testing.assert_close(values[0], values[1])
+    torch.testing.assert_close(gradients[0], gradients[1])

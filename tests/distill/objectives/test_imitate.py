@@ -145,3 +145,17 @@ def test_one_channel_has_no_soft_targets() -> None:
     with pytest.raises(ModelError, match="gives one channel, of which a softmax says nothing"):
         ck.Distill(epochs=1, teacher=teacher)(model, task)
     ck.Train(epochs=1, objective=ck.imitate(teacher, loss=F.mse_loss))(model, task)
+
+
+@pytest.mark.parametrize("form", [lambda x: {"input": x}, lambda x: (x,), lambda x: x])
+def test_no_label_is_asked_for_where_none_is_used(form) -> None:
+    torch.manual_seed(0)
+    x, student = torch.randn(16, 8), nn.Linear(8, 4)
+    goal = ck.imitate(nn.Linear(8, 4).eval(), weight=1.0, task_weight=0.0)
+    val = [{"input": x, "labels": torch.arange(16) % 4}]
+    before = student.weight.detach().clone()
+    trained = ck.fit_(student, ck.Task(train=[form(x)], val=val, calibration=[form(x)]), ck.Train(epochs=1, objective=goal))
+    assert not torch.equal(before, trained.weight)
+    with pytest.raises(DataError, match="no entry 'labels' for the target"):
+        task = ck.Task(train=[{"input": x}], val=val)
+        ck.fit_(student, task, ck.Train(epochs=1, objective=ck.imitate(nn.Linear(8, 4).eval())))

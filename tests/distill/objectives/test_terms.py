@@ -166,3 +166,28 @@ def test_terms_that_do_not_fit_the_models_are_refused() -> None:
     with pytest.raises(SettingError, match=r"imitate\(terms=\.\.\.\): wanted Terms, got function"):
         ck.imitate(teacher, terms=[kd.losses.hint])
     assert not hasattr(student, ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        lambda net: ck.imitate(net(12).eval(), terms=[kd.Term(kd.losses.hint, "0", adapt=kd.project)]),
+        lambda net: kd.mutual(net(6)),
+        lambda net: kd.self_distill("0"),
+        lambda net: kd.self_distill("0.0"),
+    ],
+)
+def test_adapters_peers_and_heads_of_a_sequential_student_are_trained_and_removed(goal) -> None:
+    def net(width):
+        return nn.Sequential(nn.Sequential(nn.Linear(8, width), nn.ReLU()), nn.Linear(width, 4))
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 8), torch.arange(16) % 4)] * 2
+    task, student = ck.Task(train=batches, val=batches), net(8)
+    bound = goal(net).bind(student, task)
+    assert len(student) == 2
+    assert len(list(student.parameters())) > 4
+    assert all(value.isfinite() for value in bound(student, batches[0]).values())
+    bound.close()
+    ck.fit_(student, task, ck.Train(epochs=1, objective=goal(net)))
+    assert list(student.state_dict()) == list(net(8).state_dict())

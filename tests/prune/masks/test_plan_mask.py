@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import networks
@@ -22,7 +23,7 @@ from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import Masks, detach_masks_, mask_sensitivity, masks_of, plan_mask, shuffled
 from compresskit.prune.allocations import erk_ratios, lamp_ratios, uniform_ratios
 from compresskit.prune.criteria import grasp, random_scores, snip, taylor, wanda
-from compresskit.prune.patterns import NM, Block
+from compresskit.prune.patterns import NM, Block, Pattern
 from compresskit.prune.sensitivity import MaskSensitivity
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  # which has a test of its own
@@ -306,3 +307,27 @@ def test_quantized_models_are_refused() -> None:
     model[0].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"0\.weight is torch\.int8; sparsify the float model"):
         plan_mask(model, ck.remove(weights=0.5))
+
+
+@dataclass(frozen=True)
+class Rows(Pattern):
+    """Whole rows: the units of two tensors have different sizes."""
+
+    def fits(self, shape):
+        return ""
+
+    def rows(self, values):
+        return values.reshape(len(values), -1)
+
+    def spread(self, units, shape):
+        return units.view(-1, *[1] * (len(shape) - 1)).expand(*shape)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.005, 0.02, 0.3, 0.5, 0.9])
+def test_the_ratio_counts_weights_where_units_have_different_sizes(ratio) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 40), nn.Linear(40, 10))
+    model[1].weight.data *= 10
+    masks = plan_mask(model, ck.remove(weights=ratio), pattern=Rows())
+    assert abs(masks.removed - ratio * 720) <= (4 if ratio < 0.3 else 20)  # half a unit
+    assert [int(m.any(1).sum()) + int((~m).all(1).sum()) for m in masks.masks.values()] == [40, 10]

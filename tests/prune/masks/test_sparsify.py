@@ -140,7 +140,11 @@ def test_every_setting_matters() -> None:
 
     plain = weights(base)
     assert torch.equal(plain, weights(base))
-    assert set(other) == {f.name for f in fields(Sparsify)} - {"rewind", "samples"}
+    assert set(other) == {f.name for f in fields(Sparsify)} - {
+        "rewind",
+        "samples",
+        "include",
+    }  # the last three: tests of their own
     for name, value in other.items():
         assert not torch.equal(plain, weights(replace(base, **{name: value}))), name
 
@@ -197,3 +201,32 @@ def test_bad_settings() -> None:
         rewind_(model, state)
     with pytest.raises(ModelError, match="rewind: .* is only in one of model and snapshot"):
         rewind_(networks.Residual(), state)
+
+
+@pytest.mark.parametrize("kind", [partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1), torch.optim.AdamW])
+def test_a_plain_optimizer_holds_masks(kind) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    plan_mask(model, ck.remove(weights=0.9)).apply_(model)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.randn(32, 16)).square().mean().backward()
+        optimizer.step()
+        return masks_of(model).violations(model)
+
+    release = enforce_masks_(model, optimizer)
+    before = model.weight.detach().clone()
+    assert [step(), step()] == [{}, {}]
+    assert not torch.equal(before, model.weight)
+    release()
+    assert step()
+    assert not model.weight._backward_hooks
+
+
+def test_an_optimizer_of_other_parameters_cannot_hold_masks() -> None:
+    model, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    plan_mask(model, ck.remove(weights=0.5)).apply_(model)
+    with pytest.raises(ModelError, match="enforce_masks_: the SGD does not update weight; pass the one that does, or the Run of"):
+        enforce_masks_(model, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert not model.weight._backward_hooks

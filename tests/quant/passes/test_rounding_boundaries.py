@@ -164,11 +164,9 @@ def test_scales_with_an_anchor_are_not_moved(monkeypatch) -> None:
     quantized = quantize_static(Gate().eval(), [image(8)])
     (anchored,) = [q for q in quantized.activation_quantizers() if q.anchor is not None]
     assert anchored not in tried
-    grids = {
-        n: q for n in quantized.body.graph.nodes if isinstance(q := boundaries._module(quantized.body, n), ActivationQuantizer)
-    }
-    (made,) = [boundaries._maker(n) for n, q in grids.items() if q is anchored]
-    assert boundaries._boundary_cost(made, anchored, grids) is not None  # it would have moved
+    body = quantized.body
+    (made,) = [boundaries._maker(n) for n in body.graph.nodes if boundaries._module(body, n) is anchored]
+    assert boundaries._boundary_cost(body, made, anchored) is not None  # it would have moved
     steps = 3.0 / float(anchored.scale)
     assert abs(steps - round(steps)) < 1e-4
 
@@ -186,11 +184,11 @@ def test_a_weight_that_two_layers_share_keeps_away_from_both_boundaries() -> Non
             return self.head(x).relu().mean((2, 3)) + self.head(self.down(x).relu()).relu().mean((2, 3))
 
     quantized = quantize_static(Shared().eval(), [(torch.randn(4, 3, 24, 24),)])
-    grids = {
-        n: q for n in quantized.body.graph.nodes if isinstance(q := boundaries._module(quantized.body, n), ActivationQuantizer)
-    }
-    makers = {q: [boundaries._maker(n) for n, g in grids.items() if g is q] for q in grids.values()}
-    found = boundaries._weights(quantized.body, makers, grids)
+    body, makers = quantized.body, {}
+    for node in body.graph.nodes:
+        if isinstance(quantizer := boundaries._module(body, node), ActivationQuantizer):
+            makers.setdefault(quantizer, []).append(boundaries._maker(node))
+    found = boundaries._weights(body, makers)
     ((rounding, (weight, uses)),) = [(r, pair) for r, pair in found.items() if len(pair[1]) == 2]
     assert float(rounding.scale_factor.max()) <= 1 + boundaries.TRIES * boundaries.NUDGE + 1e-6
     scales = rounding.qparams(weight)[0].double()
@@ -210,12 +208,15 @@ def test_an_addition_with_one_quantizer_has_no_cost() -> None:
 
     class Twice(nn.Module):
         def forward(self, x):
-            return x.flip(1) + x
+            return torch.ops.aten.add.Tensor(x.flip(1), x)
 
-    shared = grid(0.1, 7)
     body = torch.fx.symbolic_trace(Twice())
+    body.add_submodule("grid", grid(0.1, 7))
     node = next(n for n in body.graph.nodes if n.op == "output").args[0]
-    assert boundaries._boundary_cost(node, shared, dict.fromkeys(node.args, shared)) is None
+    with body.graph.inserting_before(node):
+        node.args = tuple(body.graph.call_module("grid", (value,)) for value in node.args)
+    assert boundaries.quantizer_of(body, node.args[0]) is boundaries.quantizer_of(body, node.args[1]) is body.grid
+    assert boundaries._boundary_cost(body, node, body.grid) is None
 
 
 def test_calibrating_again_resets_the_scale_factors() -> None:
