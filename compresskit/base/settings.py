@@ -47,7 +47,7 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 def _mismatch_with(annotation: Any, value: Any) -> str | None:
-    """What was wanted, in words, where the value is not of the annotated type; None where it is, or is not checked."""
+    """Describe the annotated type where a value is not of it; None where it is, or where the type is not checked."""
     if get_origin(annotation) is Mapping:
         return None if isinstance(value, Mapping) else "a mapping"
     if annotation == tuple[str, ...]:

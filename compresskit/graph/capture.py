@@ -118,7 +118,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     Raises:
         ModelError, SettingError: as `capture` does.
     """
-    if varies(dynamic):
+    if _has_dynamic_batch(dynamic):
         example = _two_rows(model, example, dynamic)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dims = dynamic_dims(model, example, dynamic)
@@ -174,9 +174,9 @@ def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, t
     return varying
 
 
-def varies(dynamic: Dynamic, dim: int = 0) -> bool:
-    """Whether a dimension, by default the batch, is dynamic in any input."""
-    return any(dim in dims for dims in dynamic.values()) if isinstance(dynamic, Mapping) else dim in dynamic
+def _has_dynamic_batch(dynamic: Dynamic) -> bool:
+    """Whether the first dimension of any input is dynamic."""
+    return any(0 in dims for dims in dynamic.values()) if isinstance(dynamic, Mapping) else 0 in dynamic
 
 
 def input_names(model: nn.Module, example: Inputs) -> list[str]:

@@ -85,7 +85,7 @@ def feature(features: Mapping[str, Tensor], tap: str) -> Tensor:
 
 @contextmanager
 def watched(model: nn.Module, taps: Sequence[str], on_value: OnValue) -> Iterator[None]:
-    """Call `on_value(tap, value)` for every value that flows through a tap while the block runs; `tapped` stands on it.
+    """Call `on_value(tap, value)` for every value that flows through a tap while the block runs.
 
     An input is a module's arguments as a tuple, positional ones first; an output is what the module returns. In a captured graph
     both are the value of one operator.

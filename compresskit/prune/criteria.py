@@ -208,14 +208,15 @@ def group_l2(slices: Slices) -> Tensor:
 def fpgm(slices: Slices) -> Tensor:
     """Sum of distances to the other rows: those close to the geometric median can be replaced by others (He et al., 1811.00250).
 
-    A row of zeros is not the first to go, one that resembles all others is.
+    The lowest score has a row that resembles all others, which need not be a row of zeros.
     """
     return torch.cdist(slices.weight, slices.weight, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
 
 
 def lamp(slices: Slices) -> Tensor:
-    """Share of a row's energy in that of all rows not smaller (Lee et al., 2010.07611, eq. 2), so that layers can be ranked
-    against one another without any other normalisation: pass `normalize=unscaled`.
+    """Squared norm of a row over the sum of those that are not smaller (LAMP, Lee et al., 2010.07611, eq. 2).
+
+    The scores are comparable between layers without further normalization: pass `normalize=unscaled`.
     """
     energy, order = slices.weight.double().square().sum(1).sort()
     at_least = energy.flip(0).cumsum(0).flip(0).clamp(min=1e-300)
@@ -223,7 +224,7 @@ def lamp(slices: Slices) -> Tensor:
 
 
 def bn_scale(slices: Slices) -> Tensor:
-    """Mean absolute factor of the norms that the channel passes (Liu et al., 1708.06519); its L2 norm where it passes none."""
+    """Mean absolute scale of the norms behind the channel (Liu et al., 1708.06519); its L2 norm where there is none."""
     return l2(slices) if slices.scales is None else slices.scales.abs().mean(1)
 
 
@@ -246,8 +247,8 @@ def _hashed(weight: Tensor, seed: int) -> Tensor:
 def taylor(slices: Slices) -> Tensor:
     """Squared first-order change of a batch's loss when the channel is removed (Molchanov et al., 1906.10771, eq. 8).
 
-    Removing a channel is removing the columns that read it, so only those are summed; a group that nothing with weights
-    reads falls back on the rows that make it.
+    Removing a channel is removing the columns that read it, so only those are summed. Where no layer with
+    weights reads the group, the rows that make it are summed instead.
     """
     return (slices.weight * slices.gradient)[:, slices.used].sum(1).square()
 
@@ -290,13 +291,13 @@ def mean_activation(slices: Slices) -> Tensor:
 
 @needs("activations")
 def apoz(slices: Slices) -> Tensor:
-    """Share of positions where the channel is not zero: 1 - the average percentage of zeros (Hu et al., 1607.03250)."""
+    """Fraction of positions at which the channel is not zero: 1 - the average percentage of zeros (Hu et al., 1607.03250)."""
     return (slices.values != 0).double().mean(1)
 
 
 @needs("activations")
 def output_energy(slices: Slices) -> Tensor:
-    """What the layers that read the channel lose beyond a constant: variance of its values times the squared norm of the columns.
+    """Variance of the channel's values times the squared norm of the columns that read it: the energy that its readers lose.
 
     The mean of a channel can be folded into the bias or BatchNorm that follows, its variation cannot. Needs no labels.
     """
@@ -308,20 +309,20 @@ def optimal_brain_surgeon(slices: Slices, *, damping: float = 1e-3) -> Tensor:
     """Output error of the layers that read the channel, after the remaining channels compensate for it by least squares.
 
     Optimal brain surgeon (Hassibi & Stork, 1993; layer by layer as in Kurtic et al., 2302.04089), one channel after another: the
-    channel with the least error goes, its columns are distributed over the others, and so on; the score is the error at that
-    moment. The positions of a filter are assumed to vary alike. It goes with `reconstruct_`, which computes the compensated
-    weights. Needs no labels.
+    channel with the least error is removed, its columns are distributed over the others, and so on. The score of a channel is
+    the error when it is removed. The positions of a filter are assumed to vary alike. `reconstruct_` computes the weights with
+    that compensation. Needs no labels.
     """
     values, columns = slices.values.double(), slices.weight[:, slices.used].double()
     covariance = torch.cov(values, correction=0).reshape(len(values), len(values))
     diagonal = covariance.diagonal().mean().clamp(min=1e-30)
     inverse = torch.linalg.inv(covariance + damping * diagonal * torch.eye(len(covariance), device=values.device))
-    scores, alive = torch.zeros_like(values[:, 0]), torch.ones_like(values[:, 0], dtype=torch.bool)
+    scores, kept = torch.zeros_like(values[:, 0]), torch.ones_like(values[:, 0], dtype=torch.bool)
     for _ in range(len(scores)):
         cost = columns.square().sum(1) / inverse.diagonal().clamp(min=1e-300)
-        channel = int(cost.masked_fill(~alive, torch.inf).argmin())
+        channel = int(cost.masked_fill(~kept, torch.inf).argmin())
         scores[channel] = cost[channel]
-        alive[channel] = False
+        kept[channel] = False
         share = inverse[:, channel] / inverse[channel, channel]
         columns = columns - torch.outer(share, columns[channel])
         inverse = inverse - torch.outer(share, inverse[channel])

@@ -66,7 +66,7 @@ def collect(
         task: training data and loss; where no evidence needs labels, the calibration data.
         needs: what criteria declare.
         samples: how many samples to read.
-        prefix: where the names of `Places`, which losses are asked for, begin.
+        prefix: prefix of the tensor names in the `Places` that `Evidence.loss` is called with.
     """
     objective = bind_objective(None, model, task)
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]

@@ -13,20 +13,20 @@ Normalizer = Callable[[Tensor], Tensor]
 
 
 def unscaled(scores: Tensor) -> Tensor:
-    """As they are: for scores that mean the same everywhere, such as changes of the loss or `lamp`."""
+    """Leave scores as they are: for scores that are comparable between groups, such as changes of the loss or `lamp`."""
     return scores
 
 
 def by_mean(scores: Tensor) -> Tensor:
-    """The mean of a group becomes 1. Global ranking then cuts every group by about the same ratio."""
+    """Divide by the mean of the group. Global ranking then removes about the same ratio of every group."""
     return scores / scores.mean().clamp(min=1e-30)
 
 
 def by_largest(scores: Tensor) -> Tensor:
-    """The largest of a group becomes 1: groups with a few strong channels are cut more."""
+    """Divide by the largest score of the group: more channels go from groups in which few have large scores."""
     return scores / scores.amax().clamp(min=1e-30)
 
 
 def by_deviation(scores: Tensor) -> Tensor:
-    """Mean 0, standard deviation 1, as a plain ranking of outliers."""
+    """Subtract the mean of the group and divide by its standard deviation (z-scores)."""
     return (scores - scores.mean()) / scores.std(correction=0).clamp(min=1e-30)

@@ -75,7 +75,7 @@ class ChannelSensitivity(SensitivityCurves):
     prefix: str = ""
 
     def drop(self, name: str, ratio: float) -> float:
-        """What the metric loses at a ratio: linear between the points, never less than at a smaller ratio."""
+        """Drop of the metric at a ratio: linear between the points, never less than at a smaller ratio."""
         worst, known = 0.0, [(0.0, 0.0)]
         for r, metric in self.points[name]:
             worst = max(worst, self.dense - metric)

@@ -99,7 +99,7 @@ class Function(LRSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Tail(LRSchedule):
-    """The rest of another schedule, stretched over a whole training: for training on from a rewound state.
+    """The rest of another schedule over a whole training, to continue from a rewound state.
 
     Args:
         schedule: the schedule of the training before.

@@ -68,11 +68,11 @@ def benchmark(
     ]
 
 
-def open_session(path: str | Path, *, threads: int = 1, optimize: bool | str = True) -> Any:
+def open_session(path: str | Path, *, optimize: bool | str = True) -> Any:
     """An ONNX Runtime session; ExportError where the file does not load or names weights outside its folder."""
     read_proto(path)
     try:
-        return session(path, threads=threads, optimize=optimize)
+        return session(path, optimize=optimize)
     except Exception as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: {str(error).strip().splitlines()[-1]}") from error
 

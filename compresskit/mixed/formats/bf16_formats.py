@@ -1,4 +1,4 @@
-"""How a bf16 weight without an fp32 master keeps what bf16 cannot hold; pure functions on one tensor.
+"""Update bf16 weights without an fp32 master: formats that keep the bits bf16 cannot hold; pure functions on one tensor.
 
     "split"       all of it, as an int16 remainder                                (Split-SGD, 2005.04680)
     "kahan"       the next eight bits, as a bf16 compensation                     (Zamirai et al., 2010.06192)

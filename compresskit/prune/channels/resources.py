@@ -23,7 +23,7 @@ def measured_quantity(budget: Budget) -> Literal["bytes", "latency"] | None:
 
 
 def counted_unit(budget: Budget) -> Literal["MACs", "parameters", "channels"]:
-    """What is counted while channels are chosen: latency is approached through MACs, bytes through parameters."""
+    """Unit that is counted while channels are chosen: MACs for a latency, parameters for bytes."""
     if budget.quantity == "channels":
         return "channels"
     return "parameters" if budget.quantity in ("parameters", "bytes") else "MACs"

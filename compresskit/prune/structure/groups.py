@@ -71,7 +71,7 @@ class ChannelGroup:
 
     @property
     def architecture(self) -> tuple[tuple[str, int, int], ...]:
-        """What the group is made of, whatever its size: (role, dimension, rank) of its tensors."""
+        """(role, dimension, rank) of the group's tensors: equal for groups that are built of the same layers, of any size."""
         axes = zip(self.indices, self.shapes, strict=True)
         return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in axes))
 
@@ -136,7 +136,7 @@ class ChannelAnalysis:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of tensors in the user's model: "", or the path of the traced part with a dot."""
+        """Prefix of tensor names in the user's model: "", or the path of the traced part with a dot."""
         return self.propagation.trace.name_prefix
 
 

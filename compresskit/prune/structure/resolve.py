@@ -21,7 +21,7 @@ _ROLES = ("out", "in", "with")
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Decisions about a model's code that its graph does not show: found by trial, or asked for by the user.
+    """Decisions about a model's code that its graph does not show: found by trial, or set by the user.
 
     whole_heads: modules in which whole heads go. tied_heads: modules whose heads are together as wide as their input.
     attributes: attributes of modules, as (path, name), that follow a width. locked_modules: modules whose sizes stay -> why.

@@ -146,7 +146,7 @@ _OF_PYTORCH = {"fbgemm": "X86", "x86": "X86", "onednn": "X86", "qnnpack": "ARM",
 
 
 def check_target(target: object, where: str) -> None:
-    """Raise SettingError for anything but a `Target`; names of PyTorch's backends are told which target replaces them."""
+    """Raise SettingError for anything but a `Target`; for a backend of PyTorch by name, the message names the target."""
     if isinstance(target, Target):
         return
     known = _OF_PYTORCH.get(target.lower()) if isinstance(target, str) else None

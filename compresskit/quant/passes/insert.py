@@ -1,4 +1,4 @@
-"""Insert quantizer modules into a captured graph, where a placement says."""
+"""Insert quantizer modules into a captured graph, at the points of a placement; find the quantizer of a value."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_protected_layers() -> None:
         ({"budget": HALF, "ranking": "global"}, r"\(ranking=...\): wanted a function"),
     ],
 )
-def test_bad_settings(settings, message) -> None:
+def test_settings_out_of_range_are_refused_by_the_function_and_the_stage(settings, message) -> None:
     with pytest.raises(SettingError, match=message):
         plan_channels(build(networks.Chain), image(2), **settings)
     with pytest.raises(SettingError, match=message):

@@ -243,7 +243,7 @@ def test_a_ratio_as_a_keyword_is_told_what_to_write() -> None:
             make(ratio=0.5)
 
 
-def test_bad_settings() -> None:
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
     model = Net()
     with pytest.raises(SettingError, match=r"removes 0\.5, got remove\(weights=0\.9\); leave the budget out"):
         plan_mask(model, ck.remove(weights=0.9), pattern=NM())

@@ -149,7 +149,7 @@ def test_every_setting_matters() -> None:
         assert not torch.equal(plain, weights(replace(base, **{name: value}))), name
 
 
-def test_bad_settings() -> None:
+def test_settings_that_contradict_are_refused() -> None:
     cases = [
         (dict(budget=ck.remove(weights=0.5), allocation={"head": 0.5}), "leaves no room for budget="),
         (

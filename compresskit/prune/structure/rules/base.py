@@ -191,7 +191,7 @@ class OperatorCall:
         return expand_along(self.state.axis_labels(parameter.name, axis[0])[axis[1]], dim, parameter.shape)
 
     def vector_labels(self, parameter: ParameterView) -> Tensor | None:
-        """The own labels of a parameter that is a vector, whatever the shape in which it is read; None where it is not."""
+        """Labels of a parameter that is a vector, read in any shape; None where it is not a vector."""
         dims = [d for d in range(len(parameter.axes)) if self.state.size(parameter.name, d) > 1]
         return self.state.axis_labels(parameter.name, dims[0])[parameter.axes[dims[0]]] if len(dims) == 1 else None
 
