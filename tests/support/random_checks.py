@@ -29,6 +29,7 @@ def assert_same(got, wanted, tolerance: float) -> None:
     assert a_spec == b_spec
     for x, y in zip(a, b, strict=True):
         assert x.shape == y.shape
+        x, y = x.detach(), y.detach()
         assert (x - y).abs().max() <= tolerance * max(1.0, float(y.abs().max()))
 
 
