@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked
 from compresskit.graph.surgery import mode
 
@@ -44,6 +44,8 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
     inputs = as_inputs(inputs, "count_macs")
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
     fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags would set, and warn of, more than this
@@ -51,13 +53,23 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
         with (
             torch.no_grad(),
             mode(model, training=False),
-            FlopCounterMode(display=False) as counter,
+            counter,
         ):
             call(model, inputs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fused[0])
         torch._C._set_mkldnn_enabled(fused[1])
     return counter.get_total_flops() // 2 // batch_size(inputs)
+
+
+class _WholeModel:
+    """In the place of the flop counter's tracker of modules, whose gradient hooks fail on views of parameters."""
+
+    parents: ClassVar[set[str]] = {"Global"}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") -> float:
@@ -78,7 +90,7 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
         metric.reset()
     context = mode(model, training=False) if isinstance(model, nn.Module) else nullcontext()
     with torch.no_grad(), context:
-        for batch in tqdm(task.batches("val"), total=total, desc=label, disable=None, leave=False):
+        for batch in progress_bar(task.batches("val"), total=total, desc=label):
             inputs, target = task.split(batch)
             predictions = task.predict(call_checked(model, inputs, "validation data")).float()
             if isinstance(metric, RunningMetric):

@@ -49,6 +49,18 @@ def test_macs_of_convolutions() -> None:
     assert ck.count_macs(model, image(5)) == want
 
 
+def test_macs_of_a_learned_query_that_a_submodule_reads() -> None:
+    class Query(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.layer = nn.Parameter(torch.zeros(1, 1, 8)), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(torch.cat([self.layer(self.token.expand(len(x), -1, -1)), x], 1))
+
+    assert ck.count_macs(Query(), (torch.randn(2, 6, 8),)) == (1 + 7) * 8 * 8
+
+
 def test_latency_tells_large_from_small(tmp_path) -> None:
     paths = []
     for width in (8, 256):

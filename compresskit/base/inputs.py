@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
-from tqdm import tqdm
 
 from compresskit.base.errors import DataError
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size
 
 #: Inputs of one batch, as a caller may pass them.
@@ -64,7 +64,7 @@ def first_and_all(batches: Batches, where: str) -> tuple[Inputs, Iterator[Inputs
 def some_batches(task: Task, which: Literal["train", "val", "calibration"], samples: int, label: str) -> Iterator[Any]:
     """Yield batches of a loader of the task until `samples` samples were seen, with a progress bar; batches are not cut."""
     seen = 0
-    with tqdm(total=samples, desc=label, disable=None, leave=False, unit="sample") as bar:
+    with progress_bar(total=samples, desc=label, unit="sample") as bar:
         for batch in task.batches(which):
             yield batch
             rows = batch_size(task.inputs(batch))

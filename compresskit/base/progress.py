@@ -15,15 +15,17 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, Interrupted, SettingError
@@ -35,6 +37,12 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS_KEPT = 2  # of a training
 CHECKPOINT_NAME = re.compile(r"(\d+)-(\d+|end)\.safetensors")
+
+
+def progress_bar(steps: Iterable[Any] | None = None, **settings: Any) -> tqdm[Any]:
+    """Return tqdm's progress bar, silent where standard error is no terminal, or is not there at all, as in a service."""
+    silent = sys.stderr is None or sys.stderr.closed or None  # None: tqdm looks whether it is a terminal
+    return tqdm(steps, disable=silent, leave=False, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,14 @@ class Stage(ABC):
         """
         return model
 
+    def rehearse(self, model: nn.Module, task: Task) -> None:  # noqa: B027  by default nothing
+        """Raise an error where it is plain before the first stage runs that this one cannot.
+
+        Args:
+            model: the recipe's incoming model, on the task's device and in eval mode; it must not be changed.
+            task: data, loss, metric and device.
+        """
+
     @abstractmethod
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         """Run the stage.

@@ -158,6 +158,8 @@ class Task:
         loss: `(predictions, target) -> scalar`.
         metric: `(predictions, targets) -> number` over the whole validation set;
             or a `RunningMetric`, for validation sets whose predictions are too large to keep.
+        lower_is_better: whether a smaller metric is a better one (an error such as RMSE). None: not said; what has to know, such
+            as `channel_sensitivity`, asks for it where the measured values look like it.
         predict: returns the predictions in the output of the model.
         target: key of the target in batches that are dicts; the other entries are passed to the model by name.
         calibration: batches for quantization ranges, BatchNorm statistics and pruning scores; by default the training data.
@@ -172,6 +174,7 @@ class Task:
     train: Iterable[Any] | None = None
     loss: Callable[[Tensor, Any], Tensor] = F.cross_entropy
     metric: Metric | RunningMetric = accuracy
+    lower_is_better: bool | None = None
     predict: Callable[[Any], Tensor] = first_tensor
     target: str = "labels"
     calibration: Iterable[Any] | None = None

@@ -6,14 +6,16 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from compresskit.base.errors import SettingError
-from compresskit.base.task import Task
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.task import Task, call, first_rows
 from compresskit.distill.models.teacher import TeacherLike
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
 from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
+from compresskit.graph.surgery import mode
 from compresskit.train.train import Train, fit_
 
 
@@ -62,6 +64,20 @@ class Distill(Train):
     def starts_from_trained(self) -> bool:
         """Whether the incoming model becomes the teacher; without a student it is trained itself."""
         return self.makes_student
+
+    def rehearse(self, model: nn.Module, task: Task) -> None:
+        """Raise `ModelError` where the student's predictions have one channel, and no other loss than soft targets is given."""
+        if self.loss is not None or not self.weight:
+            return
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            student = self.skeleton(model).to(task.device)
+            with mode(student, training=False):
+                predictions = task.predict(call(student, first_rows(task.example(), 2)))
+        if predictions.shape[1:2] == (1,):
+            raise ModelError(
+                f"Distill(): {type(student).__name__} gives one channel, of which a softmax says nothing; pass"
+                " Distill(loss=...) such as F.mse_loss"
+            )
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         teacher = self.teacher

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
 from compresskit.export.files import KEY, write_model
@@ -70,7 +70,7 @@ def export_onnx(
         raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
-    with tqdm(total=3, desc="export", disable=None, leave=False, unit="step") as bar:
+    with progress_bar(total=3, desc="export", unit="step") as bar:
         try:
             if inside:
                 with torch.no_grad(), mode(model, training=False):
@@ -104,6 +104,8 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     _name_dimensions(file, dynamic)
     if least_precise_dtype(model) is torch.bfloat16:
         store_bf16_(file)
+    if file.opset_imports[""] <= 20:
+        file.ir_version = 9  # the oldest for these operators: runtimes of 2023 load it
     file.producer_name, file.producer_version = "compresskit", __version__
     file.metadata_props.update({KEY: json.dumps(_model_record(model)), **metadata})
     return file
@@ -136,16 +138,18 @@ def to_program(
     nodes = [
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
     ]
+    inputs = [node.name for node in nodes]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter warns of its own internals
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+            logging.getLogger("onnxscript").setLevel(logging.ERROR)  # constant folding names the operators that it left
             result = torch.onnx.export(
                 program,
                 dynamo=True,
                 opset_version=opset,
-                input_names=[node.name for node in nodes],
-                output_names=outputs,
+                input_names=inputs,
+                output_names=_distinct(outputs, [*inputs, *program.state_dict, *program.constants]),
                 custom_translation_table=translations(),
                 verbose=False,
             )
@@ -197,6 +201,18 @@ def _name_dimensions(file: Any, dynamic: Dynamic) -> None:
     for value in [*file.graph.inputs, *file.graph.outputs]:
         if value.shape is not None:
             value.shape = ir.Shape([s if isinstance(s, int) else names.get(s, s) for s in value.shape])
+
+
+def _distinct(outputs: list[str], others: list[str]) -> list[str]:
+    """Names of the outputs in a file, where no two values have one name: `x_out` where an input or a weight is called `x`."""
+    taken, names = {*outputs, *others}, []
+    for name in outputs:
+        other = name
+        while other in others or (other != name and other in taken):
+            other = f"{other}_out"
+        taken.add(other)
+        names.append(other)
+    return names
 
 
 def output_names(output: Any) -> list[str]:

@@ -26,7 +26,7 @@ from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, shapes_of
 from compresskit.graph.interpreter import run_graph
-from compresskit.graph.normalize import Node, is_inplace, normalize_, replace_chunks_
+from compresskit.graph.normalize import Node, is_inplace, normalize_, replace_chunks_, replace_divisors_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.surgery import mode
 
@@ -93,6 +93,11 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:
     """Raise `ModelError` unless the model runs on the example in eval mode; the model is not changed."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{model.original_name} is a TorchScript module, whose code cannot be captured; wanted the nn.Module that it was"
+            " scripted or traced from, with `load_state_dict(scripted.state_dict())` if only the script has the weights"
+        )
     try:
         with torch.no_grad(), mode(model, training=False):
             call(model, example)
@@ -132,11 +137,10 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n"
-            "  Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
-            " inside='backbone' (the dotted name of a submodule), or rewrite that line."
+            f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n  {_advice(error)}"
         ) from error
     replace_chunks_(program.graph_module)
+    replace_divisors_(program.graph_module)
     return program, example
 
 
@@ -202,6 +206,20 @@ def _index(key: Any) -> Any:
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+
+
+def _advice(error: BaseException) -> str:
+    """What the user can do about an error of `torch.export`."""
+    if found := re.search(r"<class '([^']+)'> in (output|input)", str(error)):
+        return (
+            f"An {found[2]} of the model is of the class {found[1]}, wanted tensors, alone or in tuples, lists and dicts. Let the"
+            " model leave it out (models of Hugging Face: `model.config.use_cache = False`), or wrap the model in a module that"
+            " returns its tensors."
+        )
+    return (
+        "Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
+        " inside='backbone' (the dotted name of a submodule), or rewrite that line."
+    )
 
 
 def _blame(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+
+from compresskit.base.errors import ModelError
 
 aten = torch.ops.aten
 
@@ -99,6 +102,34 @@ def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
             user.replace_all_uses_with(plain)
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+_POOLS = frozenset({aten.avg_pool2d.default, aten.avg_pool3d.default})
+
+
+def replace_divisors_(module: fx.GraphModule) -> None:
+    """Replace `divisor_override` of average pooling by a factor: ONNX's exporter would drop it.
+
+    Raises ModelError with `ceil_mode=True`, where the windows at the border are of another size.
+    """
+    for node in list(module.graph.nodes):
+        divisor = (*node.args, *[None] * 7)[6] if node.target in _POOLS else None
+        if divisor is None:
+            continue
+        x, kernel, stride, padding, ceil_mode, _, _ = node.args
+        if ceil_mode:
+            raise ModelError(
+                f"{node.target} with divisor_override={divisor} and ceil_mode=True has no form in ONNX: pad the input and leave"
+                " out ceil_mode, or divide by a number after pooling"
+            )
+        spatial = 2 if node.target is aten.avg_pool2d.default else 3
+        count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** spatial
+        node.args = (x, kernel, stride, padding)  # zeros of the padding count, every window has `count` values
+        with module.graph.inserting_after(node):
+            scaled = module.graph.call_function(aten.mul.Tensor, (node, count / divisor))
+        scaled.meta = dict(node.meta)
+        node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+    module.recompile()
 
 
 def replace_chunks_(module: fx.GraphModule) -> None:

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeVar
 
 from torch import nn
-from tqdm import tqdm
 
 from compresskit.base.budget import Budget
 from compresskit.base.errors import CheckpointError, DataError, SettingError
 from compresskit.base.inputs import AnyInputs, calibration_inputs, some_batches
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Task, batch_size
 from compresskit.measure import evaluate
 from compresskit.prune.allocations import Allocation, measured_ratios
@@ -70,15 +70,19 @@ class SensitivityCurves:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSensitivity(SensitivityCurves):
-    """The task's metric against the ratio of one layer's channels that is removed. prefix: where the names of layers begin."""
+    """The task's metric against the ratio of one layer's channels that is removed.
+
+    prefix: where the names of layers begin. lower_is_better: whether the metric is an error.
+    """
 
     prefix: str = ""
+    lower_is_better: bool = False
 
     def drop(self, name: str, ratio: float) -> float:
         """Drop of the metric at a ratio: linear between the points, never less than at a smaller ratio."""
         worst, known = 0.0, [(0.0, 0.0)]
         for r, metric in self.points[name]:
-            worst = max(worst, self.dense - metric)
+            worst = max(worst, metric - self.dense if self.lower_is_better else self.dense - metric)
             known.append((r, worst))
         i = min(max(1, bisect_left([r for r, _ in known], ratio)), len(known) - 1)
         (r0, d0), (r1, d1) = known[i - 1], known[i]
@@ -138,7 +142,7 @@ def channel_sensitivity(
 
     Args:
         model: a float model.
-        task: metric and data.
+        task: metric and data; `lower_is_better` where the metric is an error.
         ratios: fractions of a group's channels to remove, in (0, 1); rounded to widths that are multiples of `round_to`.
         criterion: scores channels.
         reconstruct: also refit the layers that read them, as `Prune` does.
@@ -165,7 +169,21 @@ def channel_sensitivity(
             curve[count / group.size] = evaluate(pruned, task)
             group.removed = 0
     curves = {name: tuple(sorted(curve.items())) for name, curve in points.items() if curve}
-    return ChannelSensitivity(dense=dense, points=curves, prefix=prefix)
+    lower_is_better = _lower_is_better(task, dense, [curve[-1][1] for curve in curves.values()])
+    return ChannelSensitivity(dense=dense, points=curves, prefix=prefix, lower_is_better=lower_is_better)
+
+
+def _lower_is_better(task: Task, dense: float, pruned: Sequence[float]) -> bool:
+    """What the task says; SettingError where it says nothing and the metric grows with what is removed."""
+    if task.lower_is_better is not None or not pruned:
+        return bool(task.lower_is_better)
+    mean = sum(pruned) / len(pruned)
+    if mean > dense:
+        raise SettingError(
+            f"channel_sensitivity: the metric grows from {dense:.4g} to {mean:.4g} on average where channels are removed; set"
+            " Task(lower_is_better=True) where it is an error such as RMSE, False where it is not"
+        )
+    return False
 
 
 def mask_sensitivity(
@@ -220,4 +238,4 @@ def _check_ratios(ratios: Sequence[float], where: str) -> None:
 
 
 def _with_progress(points: Iterator[Point], total: int) -> Iterator[Point]:
-    yield from tqdm(points, total=total, desc="sensitivity", disable=None, leave=False)
+    yield from progress_bar(points, total=total, desc="sensitivity")

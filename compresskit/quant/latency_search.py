@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
-from tqdm import tqdm
 
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, first_rows
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic
@@ -125,7 +125,7 @@ class _Variants:
 
     def measure(self, variants: Sequence[Floating]) -> list[float]:
         """Milliseconds of the variants whose given nodes stay float."""
-        bar = tqdm(variants, desc="measure placement", disable=None, leave=False, unit="part")
+        bar = progress_bar(variants, desc="measure placement", unit="part")
         return latency([self._file(floating) for floating in bar], self.row, seconds=self.seconds)
 
     def measure_float(self) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from compresskit.base import distributed
-from compresskit.base.errors import ModelError
-from compresskit.base.files import FORMAT, write_json
+from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.files import FORMAT, read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, Progress, Stop
 from compresskit.base.randomness import generators_in, reseed_
@@ -44,6 +44,7 @@ from compresskit.recipe.folder import (
     delete_checkpoints,
     file_digests,
     read_finished_stage,
+    why_unknown,
 )
 from compresskit.recipe.measure_stage import measure_stage
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
@@ -62,6 +63,7 @@ class RunSettings:
         seed, save, dynamic: settings of the recipe.
         stop: whether a signal asked the run to stop.
         record: what recipe.json says of the recipe.
+        reused: of each step so far, whether it was read from its folder.
     """
 
     out: Path
@@ -70,6 +72,7 @@ class RunSettings:
     dynamic: Dynamic
     stop: Stop
     record: dict[str, Any]
+    reused: list[bool] = field(default_factory=list)
 
 
 def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Task) -> tuple[nn.Module, list[StageReport]]:
@@ -108,8 +111,11 @@ def run_or_read_step(
     """
     folder = run.out / step.name
     record = distributed.on_rank_zero(partial(read_finished_stage, folder, step))
+    run.reused.append(record is not None)
     if record is not None:
         return read_step(step, folder, record, model, task, snapshots)
+    if step.unknown and (folder / ROW).exists():
+        log.warning("%s runs again: %s", folder.name, why_unknown(step.unknown))
     distributed.on_rank_zero(partial(clear_stage_folder, folder))
     return run_step(run, step, index, model, task, snapshots)
 
@@ -156,11 +162,16 @@ def run_step(
 def run_stage(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
     """Run one stage, and check that it kept the masks of the incoming model.
 
-    Raises ModelError if the masks are gone, if a masked weight is no longer zero, or if a mask removes fewer weights than before.
+    Raises ModelError if the stage returns no module, if the masks are gone, if a masked weight is no longer zero, or if a mask
+    removes fewer weights than before.
     """
     masks = masks_of(model)
     zeros_before = {} if masks is None else {name: int((~mask).sum()) for name, mask in masks.masks.items()}
     model = stage(model, task)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{type(stage).__name__} returned {type(model).__name__}, wanted a module; a stage ends with `return model`"
+        )
     if masks is not None and "dense" not in stage.restores:
         check_masks_kept_(stage, model, zeros_before)
     return model
@@ -204,13 +215,30 @@ def seed_generators(seed: int, task: Task) -> None:
 
 
 def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:
-    """Measure the latency of all ONNX files in turn, write report.json, and copy the last step's file to model.onnx."""
+    """Measure the latency of all ONNX files in turn, write report.json, and copy the last step's file to model.onnx.
+
+    Where all steps were finished, the latencies that were measured then stay.
+    """
     files = [run.out / step.name / "model.onnx" for step in steps]
     exported = [i for i, file in enumerate(files) if file.exists()]
-    times = latency([files[i] for i in exported], first_rows(task.example(), 1))
+    times = latencies_before(run, steps, exported) if all(run.reused) else None
+    if times is None:
+        times = latency([files[i] for i in exported], first_rows(task.example(), 1))
     reports = list(reports)
     for i, milliseconds in zip(exported, times, strict=True):
         reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
     write_report(run.out / "report.json", reports, stages=run.record["stages"], torch=torch.__version__)
     copy_model(files[-1], run.out / "model.onnx")
     return reports
+
+
+def latencies_before(run: RunSettings, steps: list[RunStep], exported: list[int]) -> list[float] | None:
+    """The latencies of the exported steps in report.json, in ms; None where it lacks one or is damaged."""
+    path = run.out / "report.json"
+    try:
+        rows = [read_stage_report(row, path) for row in read_json(path, "a report")["rows"]] if path.exists() else []
+    except (CheckpointError, KeyError, TypeError):
+        return None
+    found = {row.stage: row.latency_ms for row in rows}
+    times = [time for i in exported if (time := found.get(steps[i].name)) is not None]
+    return times if len(times) == len(exported) else None

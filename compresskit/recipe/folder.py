@@ -18,17 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from compresskit.base.distributed import rank
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json, unwritable, write_json
-from compresskit.base.fingerprint import describe, fingerprint
+from compresskit.base.fingerprint import fingerprint
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task
-from compresskit.base.version import __version__
-from compresskit.graph.surgery import structure
+from compresskit.recipe.dependencies import structure_hash
 from compresskit.train.snapshots import SNAPSHOTS
 
 try:
@@ -51,6 +48,7 @@ class RunStep:
         stage: that runs; None for the incoming model, which is only measured.
         export: whether an ONNX file is written.
         snapshot: fraction of the stage's training at which its weights are kept for the next stage; None for none.
+        unknown: what the result depends on and cannot be described, so that the stage always runs again.
     """
 
     name: str
@@ -58,6 +56,7 @@ class RunStep:
     stage: Stage | None
     export: bool
     snapshot: float | None = None
+    unknown: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -69,6 +68,7 @@ def locked(out: Path) -> Iterator[None]:
     if rank() != 0:
         yield
         return
+    check_not_foreign(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / LOCK).open("a+")
@@ -174,39 +174,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def stage_keys(model: nn.Module, task: Task, stages: list[Any], settings: dict[str, Any], *, trained: bool) -> list[str]:
-    """One key per stage: a hash of everything its result depends on.
-
-    That is the model's structure, the settings of the recipe, of the stage and of all stages before it, the data (lengths and the
-    first validation batch), the loss and the metric, the versions of this library and of torch.
-
-    Args:
-        stages: settings of each stage, JSON-ready.
-        settings: of the recipe, JSON-ready.
-        trained: whether the weights of the incoming model count too.
-    """
-    lengths = [None if getattr(task, name) is None else task.length(name) for name in ("train", "val", "calibration")]
-    data = [lengths, fingerprint(next(iter(task.batches("val")))), describe([task.loss, task.metric, task.predict])]
-    weights = fingerprint(model) if trained else None
-    common = [structure(model), settings, data, weights, versions()]
-    digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode())
-    keys = []
-    for record in stages:
-        digest.update(json.dumps(record, sort_keys=True).encode())
-        keys.append(digest.hexdigest()[:16])
-    return keys
-
-
-def structure_hash(model: nn.Module) -> str:
-    """A short hash of a model's structure."""
-    return hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def versions() -> list[str]:
-    """Versions that results depend on: of this library, and of torch without its patch number."""
-    return [__version__, ".".join(torch.__version__.split(".")[:2])]
-
-
 @dataclass(frozen=True)
 class StagePlan:
     """What a run would do for one stage: `action` is "reuse", "resume" or "run"; `why` is a sentence."""
@@ -244,6 +211,8 @@ def plan_run(out: Path, steps: Sequence[RunStep], record: dict[str, Any]) -> Run
             action, why = "resume", f"it was interrupted; from {PROGRESS}/{newest.name}"
         elif old is None or not folder.exists():
             action, why = "run", "not done yet"
+        elif step.unknown:
+            action, why = "run", why_unknown(step.unknown)
         else:
             action, why = "run", _what_changed(old, record, step.name)
         plans.append(StagePlan(step.name, action, why))
@@ -260,7 +229,21 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
     for setting in ("seed", "dynamic"):
         if old.get(setting) != new[setting]:
             return f"{setting} has changed: {old.get(setting)} then, {new[setting]} now"
-    return "interrupted, or the data, the loss, the metric or the weights it starts from have changed"
+    before, after = old.get("task", {}), new["task"]
+    if changed := [key for key in after if key in before and before[key] != after[key]]:
+        return f"of the task has changed: {', '.join(changed)}"
+    return "interrupted, or the model, or the weights it starts from, have changed"
+
+
+def why_unknown(unknown: Sequence[str]) -> str:
+    """The sentence that says why a stage runs again although nothing may have changed."""
+    return f"whether these are the same as before cannot be told: {', '.join(unknown)}"
+
+
+def check_not_foreign(out: Path) -> None:
+    """Raise `CheckpointError` where a folder holds files and is not that of a run. Nothing is written."""
+    if out.is_dir() and not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
+        raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
 
 
 def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> None:
@@ -269,11 +252,10 @@ def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: 
     Raises CheckpointError where the folder belongs to another recipe, holds other files, or cannot be written. If the recipe
     begins with training, other initial weights only give a warning: finished stages do not depend on them any more.
     """
+    check_not_foreign(out)
     record = record | {"model": type(model).__name__, "structure": structure_hash(model), "weights": fingerprint(model)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (out / "recipe.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
-            raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
     if (out / "recipe.json").exists():

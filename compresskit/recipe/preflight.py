@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from compresskit.base.errors import CompressError, DataError
+from compresskit.base.stage import Stage
 from compresskit.base.task import RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.train.objective import supervised_loss
 
 
-def preflight_check(model: nn.Module, task: Task) -> None:
+def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) -> None:
     """Run the model, its capture, the loss and the metric once, on the first batch of each loader.
 
     The model is not changed. Raises ModelError where the model does not run or cannot be captured, DataError where the loss or
@@ -44,5 +46,8 @@ def preflight_check(model: nn.Module, task: Task) -> None:
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first_line}"
                 ) from error
+    probe = copy.deepcopy(model).to(task.device).eval()
+    for stage in stages:
+        stage.rehearse(probe, task)
     if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))

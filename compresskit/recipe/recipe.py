@@ -9,12 +9,12 @@ out/model.onnx                  of the last stage
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from compresskit.base import distributed
@@ -27,13 +27,15 @@ from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
+from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
 from compresskit.recipe.engine import RunSettings, run_steps
-from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run, stage_keys, structure_hash, versions
+from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, table
 from compresskit.train.train import Train
 
 DEFAULT_SAVE = Every()
+MOST_PERMUTED = 6  # stages of which all orders are tried for an advice
 _LOST = {"float": "quantized the model", "dense": "put masks on the model"}
 
 
@@ -64,6 +66,18 @@ class Result:
 
 def check_order(stages: Sequence[Stage]) -> None:
     """Raise `StageOrderError` if a stage needs a property that an earlier stage removed; the message names a legal order."""
+    try:
+        _check_needs(stages)
+    except StageOrderError as error:
+        legal = next(filter(_is_legal, _other_orders(stages)), None)
+        if legal is None:
+            advice = "no order of these stages is legal, leave one of them out"
+        else:
+            advice = f"a legal order is {', '.join(type(s).__name__ for s in legal)}"
+        raise StageOrderError(f"{error}; {advice}") from None
+
+
+def _check_needs(stages: Sequence[Stage]) -> None:
     lost_at: dict[str, int] = {}
     for i, stage in enumerate(stages):
         if stage.makes_student and (sparsifier := lost_at.get("dense")) is not None:
@@ -74,16 +88,31 @@ def check_order(stages: Sequence[Stage]) -> None:
             )
         if missing := sorted(stage.needs & lost_at.keys()):
             first = min(lost_at[name] for name in missing)
-            legal = [*stages[:first], stage, *stages[first:i], *stages[i + 1 :]]
             culprit = type(stages[first]).__name__
             raise StageOrderError(
                 f"stage {i + 1}, {type(stage).__name__}, needs a {' and '.join(missing)} model, but stage {first + 1}, {culprit},"
-                f" {_LOST[missing[0]]}; a legal order is {', '.join(type(s).__name__ for s in legal)}"
+                f" {_LOST[missing[0]]}"
             )
-        for name in stage.restores:
+        for name in PROPERTIES if stage.makes_student else stage.restores:  # a student's weights are its own
             lost_at.pop(name, None)
         for name in PROPERTIES - stage.keeps:
             lost_at.setdefault(name, i)
+
+
+def _is_legal(stages: Sequence[Stage]) -> bool:
+    try:
+        _check_needs(stages)
+    except StageOrderError:
+        return False
+    return True
+
+
+def _other_orders(stages: Sequence[Stage]) -> Iterator[Sequence[Stage]]:
+    """Orders with one stage at an earlier place; then, of a few stages, all orders."""
+    for i, j in itertools.combinations(range(len(stages)), 2):
+        yield [*stages[:i], stages[j], *stages[i:j], *stages[j + 1 :]]
+    if len(stages) <= MOST_PERMUTED:
+        yield from itertools.permutations(stages)
 
 
 def snapshot_fractions(stages: Sequence[Stage]) -> dict[int, float]:
@@ -151,16 +180,6 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(repr, self.stages))}, seed={self.seed}, export={self.export!r})"
 
-    def describe(self) -> list[Any]:
-        """The settings of all stages, JSON-ready. A student that a function makes is described by its structure too."""
-        records = [describe(stage) for stage in self.stages]
-        for record, stage in zip(records, self.stages, strict=True):
-            if stage.makes_student:
-                with torch.random.fork_rng(devices=[]):
-                    student = structure_hash(stage.skeleton(nn.Module()))
-                record["student"] = {"made by": record["student"], "structure": student}
-        return records
-
     def run(self, model: nn.Module, task: Task, out: str | Path) -> Result:
         """Run all stages that are not finished yet.
 
@@ -180,26 +199,20 @@ class Recipe:
         """
         out = Path(out)
         self._check_model(model)
-        preflight_check(model, task)
+        preflight_check(model, task, self.stages)
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy.deepcopy(model).to(task.device)
             distributed.broadcast_model_(model)
-            run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=self._record())
-            model, rows = run_steps(run, self._steps(model, task), model, task)
+            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task))
+            run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=record)
+            model, rows = run_steps(run, self._steps(keys), model, task)
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
 
     def plan(self, model: nn.Module, task: Task, out: str | Path) -> RunPlan:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
         self._check_model(model)
-        return plan_run(Path(out), self._steps(model, task), self._record())
-
-    def _record(self) -> dict[str, Any]:
-        """The contents of recipe.json, but for the model."""
-        return {"format": FORMAT, "stages": self.describe(), **self._settings(), "versions": versions()}
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings of the recipe itself that all results depend on."""
-        return {"seed": self.seed, "dynamic": describe(self.dynamic)}
+        record, keys = self._record_and_keys(model, task)
+        return plan_run(Path(out), self._steps(keys), record)
 
     def _check_model(self, model: nn.Module) -> None:
         if is_quantized(model) and "float" in self.stages[0].needs:
@@ -209,14 +222,25 @@ class Recipe:
                 f"the model carries masks, and {type(stage).__name__} needs a dense model; put Densify before it, or leave it out"
             )
 
-    def _steps(self, model: nn.Module, task: Task) -> list[RunStep]:
+    def _record_and_keys(self, model: nn.Module, task: Task) -> tuple[dict[str, Any], list[StageKey]]:
+        """The contents of recipe.json but for the model, and the key of each stage."""
+        settings = {"seed": self.seed, "dynamic": describe(self.dynamic)}
+        depends = Dependencies(
+            stages=describe_stages(self.stages),
+            task=describe_task(task),
+            model=describe_model(model, trained=self.stages[0].starts_from_trained),
+            settings=settings,
+        )
+        record = {"format": FORMAT, "stages": depends.stage_records, "task": depends.task_records, **settings}
+        return record | {"versions": versions()}, depends.keys()
+
+    def _steps(self, keys: list[StageKey]) -> list[RunStep]:
         """One step per folder of the run; step 0 is the incoming model, if the first stage starts from a trained one."""
-        reports_start = self.stages[0].starts_from_trained
-        keys = stage_keys(model, task, self.describe(), self._settings(), trained=reports_start)
         steps = []
-        if reports_start:  # the row that all others are compared with
-            steps.append(RunStep(name="0-start", key=f"{keys[0]}-start", stage=None, export=True))
-        for i, (stage, key) in enumerate(zip(self.stages, keys, strict=True)):
+        if self.stages[0].starts_from_trained:  # the row that all others are compared with
+            key, unknown = keys[0]
+            steps.append(RunStep(name="0-start", key=f"{key}-start", stage=None, export=True, unknown=unknown))
+        for i, (stage, (key, unknown)) in enumerate(zip(self.stages, keys, strict=True)):
             steps.append(
                 RunStep(
                     name=f"{i + 1}-{type(stage).__name__.lower()}",
@@ -224,6 +248,7 @@ class Recipe:
                     stage=stage,
                     export=self.export == "each" or not steps or i == len(self.stages) - 1,
                     snapshot=self.snapshot_fractions.get(i),
+                    unknown=unknown,
                 )
             )
         return steps

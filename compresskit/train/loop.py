@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, is_out_of_memory
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
-from compresskit.base.progress import Training
+from compresskit.base.progress import Training, progress_bar
 from compresskit.base.task import Task, shapes_of
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
 from compresskit.train.lr import LRSchedule
+
+log = logging.getLogger(__name__)
 
 Hook = Callable[[int, int], None]
 #: Errors that a state of another training causes when it is restored; they become one CheckpointError.
@@ -46,6 +49,7 @@ class TrainingLoop:
         hooks: called as `hook(step, steps)` after every optimizer step.
         resumables: objects whose state belongs into the checkpoints, besides the model, the optimizer and the objective.
         training: reads and writes checkpoints; None for none.
+        label: name of the training, for the progress bar and the log.
         step: optimizer steps that are done.
     """
 
@@ -60,6 +64,7 @@ class TrainingLoop:
     hooks: Sequence[Hook]
     resumables: Sequence[Resumable]
     training: Training | None
+    label: str
     step: int = 0
     base_rates: list[float] = field(init=False)
     cursor: DataCursor = field(init=False)
@@ -67,7 +72,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.base_rates = [group["lr"] for group in self.run.optimizer.param_groups]
 
-    def train(self, label: str) -> None:
+    def train(self) -> None:
         """Run all epochs, or those that a checkpoint left to do."""
         training = self.training
         self.cursor = DataCursor(self.task.batches("train"), torch.get_rng_state())
@@ -79,7 +84,7 @@ class TrainingLoop:
                     self._resume_(state)
             first = max(1, self.cursor.epoch)
             done = (first - 1) * self.batches + self.cursor.batch
-            bar = tqdm(total=self.epochs * self.batches, initial=done, desc=label, disable=None, leave=False, unit="batch")
+            bar = progress_bar(total=self.epochs * self.batches, initial=done, desc=self.label, unit="batch")
             with bar, distributed.synced_batchnorm(self.run.model):
                 for epoch in range(first, self.epochs + 1):
                     self._epoch(epoch, bar)
@@ -91,6 +96,7 @@ class TrainingLoop:
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
         """Train on every batch once; DataError where their number is not the length of the loader."""
         run, batches = self.run, self.batches
+        seen_losses: list[Tensor] = []  # where no bar shows them
         for batch in self.cursor.next_epoch():
             seen = self.cursor.batch
             where = f"epoch {epoch}, batch {seen}"
@@ -105,6 +111,8 @@ class TrainingLoop:
             total = _forward(run, self.objective, rows, where, check=check)
             _backward(run, total / batches_in_step * weight, rows, where)
             total = total.detach()
+            if bar.disable:
+                seen_losses.append(total)
             if seen % self.accumulate == 0 or seen == batches:
                 self._optimizer_step(where)
             bar.update()
@@ -112,6 +120,9 @@ class TrainingLoop:
                 bar.set_postfix(epoch=f"{epoch}/{self.epochs}", loss=f"{total.item():.3f}")
         if self.cursor.batch != batches:
             raise DataError(f"the training loader has length {batches} and gave {self.cursor.batch} batches; it must not change")
+        if seen_losses:
+            mean = torch.stack([loss.reshape(()) for loss in seen_losses]).mean().item()
+            log.info("%s: epoch %d/%d, loss %.4g", self.label, epoch, self.epochs, mean)
 
     def _optimizer_step(self, where: str) -> None:
         for group, rate in zip(self.run.optimizer.param_groups, self.base_rates, strict=True):
@@ -279,10 +290,22 @@ def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, ch
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first}") from error
+    if wrong := _no_scalar(losses):
+        raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if check and not math.isfinite(total.item()):
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))
     return total
+
+
+def _no_scalar(losses: Any) -> str:
+    """What an objective returned that is no scalar tensor; empty where all is well."""
+    if not isinstance(losses, Mapping) or not losses:
+        return type(losses).__name__ if losses or not isinstance(losses, Mapping) else "no loss"
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return f"{name} = {f'a tensor {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__}"
+    return ""
 
 
 def _backward(run: mixed.Run, loss: Tensor, batch: Any, where: str) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from compresskit.base.errors import DataError
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
 from compresskit.base.task import Task, call, check_labels
 from compresskit.mixed.formats.parallel import reshard_
@@ -39,14 +44,50 @@ def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
         target: what the loss takes, such as class indices (N, ...).
 
     Raises:
-        DataError: the loss fails because labels lie outside the classes; the message names one.
+        DataError: the loss fails because labels lie outside the classes, returns no scalar tensor, or compares each prediction
+            with every target; the message says which.
     """
     try:
-        return task.loss(predictions, target)
+        with _checked_shapes(predictions, target):
+            loss = task.loss(predictions, target)
     except IndexError:
         if isinstance(target, Tensor) and predictions.ndim == target.ndim + 1 and not target.is_floating_point():
             check_labels(target, predictions.shape[1], "training data")
         raise
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise DataError(
+            f"Task(loss=...): wanted a scalar tensor, got {got}; let the loss return one number with a gradient, such as the mean"
+            " over the batch"
+        )
+    return loss
+
+
+def _checked_shapes(predictions: Tensor, target: Any) -> AbstractContextManager[Any]:
+    """Inside the block, watch predictions (N, 1) beside targets (N,), which most losses would broadcast to (N, N)."""
+    columns = isinstance(target, Tensor) and target.shape[:1] > (1,) and predictions.shape == (*target.shape, 1)
+    return BroadcastCheck(predictions.shape, target.shape) if columns else nullcontext()
+
+
+class BroadcastCheck(TorchDispatchMode):
+    """Raise `DataError` where predictions (N, 1) and targets (N,) are broadcast to (N, N)."""
+
+    def __init__(self, predictions: torch.Size, target: torch.Size) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.predictions, self.target = predictions, target
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shapes = {leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
+        column = func is torch.ops.aten.expand.default and shapes == {self.predictions}
+        square = torch.broadcast_shapes(self.predictions, self.target)
+        if (column or shapes == {self.predictions, self.target}) and isinstance(result, Tensor) and result.shape == square:
+            raise DataError(
+                f"predictions {tuple(self.predictions)} and targets {tuple(self.target)} are broadcast to {tuple(square)}, each"
+                f" prediction beside every target; let the loader give targets {tuple(self.predictions)}, or pass a predict="
+                " that squeezes the last dimension"
+            )
+        return result
 
 
 def bind_objective(objective: Objective | LossFunction | None, model: nn.Module, task: Task) -> Objective:

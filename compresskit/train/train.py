@@ -191,8 +191,9 @@ def _train_(
             hooks=[functools.partial(fill_snapshots_, task.snapshots, model, run), *after_step],
             resumables=resumables,
             training=training,
+            label=label,
         )
-        loop.train(label)
+        loop.train()
 
 
 def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:

@@ -73,3 +73,63 @@ def test_an_old_file_survives_a_failed_export(tmp_path) -> None:
     with pytest.raises(ExportError):
         ck.export_onnx(Untranslatable(), path, (torch.randn(2, 3, 3),))
     assert path.read_bytes() == before
+
+
+class Named(nn.Linear):
+    """Outputs called like an input, a weight, and the name that the first would get."""
+
+    def forward(self, x):
+        return {"x": 2 * x, "weight": super().forward(x), "x_out": x + 1}
+
+
+class Single(nn.Linear):
+    """Its only output gets the name of its input."""
+
+    def forward(self, output):
+        return super().forward(output)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [(Named, ["x_out_out", "weight_out", "x_out"]), (Single, ["output_out"])], ids=["dict", "tensor"]
+)
+def test_outputs_called_like_another_value_get_a_name_of_their_own(kind, names, tmp_path) -> None:
+    model, x = kind(8, 8).eval(), torch.randn(2, 8)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", (x,))
+    assert [value.name for value in onnx.load(path).graph.output] == names
+    assert ck.verify_onnx(path, model, [(x,)]).passed
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [
+        (nn.AvgPool2d(2, divisor_override=3), (12, 12)),
+        (nn.AvgPool2d((3, 2), stride=2, padding=1, divisor_override=5), (12, 12)),
+        (nn.AvgPool3d(2, divisor_override=3), (4, 6, 6)),
+    ],
+)
+def test_the_divisor_of_average_pooling_is_exported(pool, shape, tmp_path) -> None:
+    model, x = nn.Sequential(pool, nn.Flatten()).eval(), torch.randn(4, 3, *shape)
+    assert ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", (x,)), model, [(x,)]).passed
+
+
+def test_a_divisor_that_onnx_cannot_express_is_refused(tmp_path) -> None:
+    model = nn.AvgPool2d(2, ceil_mode=True, divisor_override=3)
+    with pytest.raises(ModelError, match=r"divisor_override=3 and ceil_mode=True has no form in ONNX: pad the input"):
+        ck.export_onnx(model, tmp_path / "f.onnx", (torch.randn(2, 3, 5, 5),))
+
+
+@pytest.mark.parametrize(("opset", "version"), [(19, 9), (20, 9), (21, 10)])
+def test_files_have_the_oldest_ir_version_of_their_operators(opset, version, tmp_path) -> None:
+    path = ck.export_onnx(nn.Linear(8, 4).eval(), tmp_path / "f.onnx", (torch.randn(2, 8),), opset=opset)
+    assert onnx.load(path).ir_version == version
+
+
+def test_export_is_silent_about_tables_that_stay_unfolded(tmp_path, caplog) -> None:
+    class Types(nn.Embedding):
+        def forward(self, x):
+            return super().forward(x + torch.gather(self.table, 1, torch.arange(6)[None]))
+
+    model = Types(99, 8).eval()
+    model.register_buffer("table", torch.zeros(1, 99).long())
+    ck.export_onnx(model, tmp_path / "f.onnx", (torch.randint(0, 20, (4, 6)),))
+    assert not [record for record in caplog.records if record.name.startswith("onnxscript")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import networks
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from networks import NETWORKS, build, image
 from torch import nn
 
+import compresskit as ck
 from compresskit.base.errors import ModelError
 from compresskit.graph.capture import capture
 
@@ -88,3 +90,27 @@ def test_a_submodule_is_captured_with_the_inputs_it_receives() -> None:
 def test_an_example_that_does_not_run_is_refused() -> None:
     with pytest.raises(ModelError, match=r"Chain does not run on the example \(inputs of shape \[\(2, 5\)\]\)"):
         capture(networks.Chain(), (torch.randn(2, 5),))
+
+
+def test_a_script_module_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        scripted = torch.jit.script(nn.Linear(8, 4))
+    for refused in (capture, lambda model, example: ck.quant.quantize_static(model, [example])):
+        with pytest.raises(ModelError, match="Linear is a TorchScript module, .* wanted the nn.Module that it was scripted"):
+            refused(scripted, (torch.randn(2, 8),))
+
+
+def test_an_output_that_is_no_tensor_is_named() -> None:
+    class Cache:
+        def __init__(self, key):
+            self.key = key
+
+    class Head(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"logits": y, "past_key_values": Cache(y)}
+
+    message = r"(?s)An output of the model is of the class .*Cache, wanted tensors.*`model.config.use_cache = False`"
+    with pytest.raises(ModelError, match=message):
+        capture(Head(8, 4).eval(), (torch.randn(2, 8),))

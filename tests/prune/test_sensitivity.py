@@ -8,7 +8,9 @@ import json
 import networks
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import build, image, images_task
+from torch import nn
 
 import compresskit as ck
 from compresskit import count_macs
@@ -39,6 +41,34 @@ def test_sensitivity_is_what_cutting_one_group_costs() -> None:
     assert "inner.0: 25% ->" in str(curves)
     refit = channel_sensitivity(model, task, ratios=(0.25, 0.75), round_to=4, samples=128, reconstruct=True)
     assert refit.points != curves.points
+
+
+def regression(sign: int, **settings):
+    """A network with 24 useless channels of 32 in its second layer, and a task whose metric is `sign` times the RMSE."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    model[4].weight.data[:, 8:] = 0
+    x = torch.randn(400, 10)
+    batches = list(zip(x.split(100), model(x).detach().split(100), strict=True))
+    error = lambda p, t: sign * F.mse_loss(p, t).sqrt().item()  # noqa: E731
+    return model, ck.Task(train=batches, val=batches, loss=F.mse_loss, metric=error, **settings), (x[:4],)
+
+
+def test_an_error_as_the_metric_gives_the_ratios_of_its_negative() -> None:
+    ratios = []
+    for sign, lower in ((-1, None), (1, True)):
+        model, task, example = regression(sign, lower_is_better=lower)
+        curves = channel_sensitivity(model, task)
+        assert ChannelSensitivity.from_json(json.loads(json.dumps(curves.to_json()))) == curves
+        ratios.append(curves.ratios(model, example, ck.keep(macs=0.5)))
+    assert ratios[0] == ratios[1]
+    assert ratios[0]["2"] >= 0.5 > ratios[0]["0"], "the useless channels go"
+
+
+def test_a_metric_that_grows_with_damage_has_to_say_its_direction() -> None:
+    model, task, _ = regression(1)
+    with pytest.raises(SettingError, match=r"the metric grows from 0 to .* set Task\(lower_is_better=True\)"):
+        channel_sensitivity(model, task)
 
 
 def test_allocation_spares_what_the_metric_needs() -> None:

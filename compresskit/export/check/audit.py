@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,22 +88,24 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
 
     Args:
         path: of the file.
-        size: of input dimensions that vary, except the batch, for counting MACs.
+        size: of input dimensions that vary, except the batch, for counting MACs. The batch is the first dimension of the first
+            input; of an `If`, the operators of both branches count.
 
     Raises ExportError where the file does not load.
     """
     import onnx  # heavy, and only auditing needs it
 
     proto = read_proto(path)
-    graph = optimized_graph(path)
-    varies = _fix_dimensions_(proto.graph, size)
-    shapes = _value_shapes(onnx.shape_inference.infer_shapes(proto, data_prop=varies).graph)
-    weights = _constant_shapes(graph)
-    narrow = _narrow_values(graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
+    optimized = optimized_model(path)
+    rows, names = _fix_dimensions_(proto.graph, size)
+    _fix_dimensions_(optimized.graph, size, names)
+    shapes = _value_shapes(proto) | _value_shapes(optimized)
+    nodes, weights = list(_all_nodes(optimized.graph)), _constant_shapes(optimized.graph)
+    narrow = _narrow_values(optimized.graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
     every: Counter[str] = Counter()
     floating, macs_integer, macs, conversions = [], 0, 0, 0
-    for node in graph.node:
+    for node in nodes:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             conversions += 1
             continue
@@ -110,7 +113,7 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
         integer = node.op_type in INTEGER_KERNELS or (kind in ANY_TYPE and node.input[0] in narrow)
         every[kind] += 1
         done[kind] += integer
-        cost = _node_macs(node, weights, shapes, size)
+        cost = _node_macs(node, weights, shapes, size) // rows
         macs += cost
         macs_integer += cost if integer else 0
         if cost and not integer:
@@ -124,8 +127,25 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
     )
 
 
-def optimized_graph(path: str | Path) -> Any:
-    """The graph of a file after ONNX Runtime's fusions, before it chooses memory layouts for this machine."""
+def _all_nodes(graph: Any) -> Iterator[Any]:
+    """Every operator of a graph, those inside its operators (If, Loop) included."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(inner)
+
+
+def _all_graphs(graph: Any) -> Iterator[Any]:
+    """The graph and those inside its operators."""
+    yield graph
+    for node in _all_nodes(graph):
+        for attribute in node.attribute:
+            yield from (inner for inner in (attribute.g, *attribute.graphs) if inner.node)
+
+
+def optimized_model(path: str | Path) -> Any:
+    """A file after ONNX Runtime's fusions, before it chooses memory layouts for this machine."""
     import onnx
     import onnxruntime as ort
 
@@ -140,48 +160,63 @@ def optimized_graph(path: str | Path) -> Any:
             ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}") from error
-        return onnx.load(options.optimized_model_filepath, load_external_data=False).graph
+        return onnx.load(options.optimized_model_filepath, load_external_data=False)
 
 
 def _narrow_values(graph: Any, types: tuple[int, ...]) -> set[str]:
     """Names of values that are 8 bits wide."""
-    names = {v.name for v in graph.value_info if v.type.tensor_type.elem_type in types}
-    for node in graph.node:
+    names = {v.name for g in _all_graphs(graph) for v in g.value_info if v.type.tensor_type.elem_type in types}
+    for node in _all_nodes(graph):
         integer = node.op_type == "QuantizeLinear" or node.op_type.startswith("QLinear")
         if integer or (node.op_type in ANY_TYPE and node.input[0] in names):
             names.update(node.output)
     return names
 
 
-def _fix_dimensions_(graph: Any, size: int) -> bool:
-    """Set dimensions that vary to numbers, if others than the batch vary; return whether any did."""
+def _fix_dimensions_(graph: Any, size: int, names: Mapping[str, int] | None = None) -> tuple[int, dict[str, int]]:
+    """Set the dimensions of the inputs that vary to numbers: 1 for the first of each, `size` for others, or what `names` says.
+
+    Other values get the numbers of dimensions with the same name, and lose the dimensions that are computed from them.
+
+    Returns:
+        The first dimension of the first input, and a number for the name of each dimension.
+    """
     stored = {tensor.name for tensor in graph.initializer}
-    dims = [list(v.type.tensor_type.shape.dim) for v in graph.input if v.name not in stored]
-    if all(d.HasField("dim_value") for shape in dims for d in shape[1:]):
-        return False
-    for shape in dims:
-        for i, d in enumerate(shape):
+    inputs = [v for v in graph.input if v.name not in stored]
+    numbers = dict(names or {})
+    for value in inputs:
+        for i, d in enumerate(value.type.tensor_type.shape.dim):
             if not d.HasField("dim_value"):
-                d.dim_value = size if i else 1
-    del graph.value_info[:]
-    for value in graph.output:
-        value.type.tensor_type.ClearField("shape")
-    return True
+                d.dim_value = numbers.setdefault(d.dim_param, size if i else 1) if d.dim_param else size if i else 1
+    for inner in _all_graphs(graph):
+        for value in (*inner.value_info, *inner.output):
+            for d in value.type.tensor_type.shape.dim:
+                if d.dim_param in numbers:
+                    d.dim_value = numbers[d.dim_param]
+                elif not d.HasField("dim_value"):
+                    d.Clear()
+    first = [d.dim_value for value in inputs[:1] for d in value.type.tensor_type.shape.dim]
+    return max(first[0], 1) if first else 1, numbers
 
 
-def _value_shapes(graph: Any) -> dict[str, list[int]]:
-    values = (*graph.value_info, *graph.output)
-    return {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
+def _value_shapes(model: Any) -> dict[str, list[int]]:
+    """Value name -> shape, where every size is known."""
+    import onnx
+
+    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    values = (v for inner in _all_graphs(graph) for v in (*inner.value_info, *inner.output, *inner.input))
+    kinds = ((v.name, v.type.tensor_type) for v in values if v.type.tensor_type.HasField("shape"))
+    return {name: [d.dim_value for d in kind.shape.dim] for name, kind in kinds if all(d.dim_value for d in kind.shape.dim)}
 
 
 def _constant_shapes(graph: Any) -> dict[str, list[int]]:
-    """Shapes of all constants, also behind DequantizeLinear and Transpose."""
-    shapes = {i.name: list(i.dims) for i in graph.initializer}
-    for node in graph.node:
+    """Shapes of all constants, also behind DequantizeLinear, Cast and Transpose."""
+    shapes = {i.name: list(i.dims) for inner in _all_graphs(graph) for i in inner.initializer}
+    for node in _all_nodes(graph):
         shape = shapes.get(node.input[0]) if node.input else None
         if shape is None:
             continue
-        if node.op_type == "DequantizeLinear":
+        if node.op_type in ("DequantizeLinear", "Cast", "Identity"):
             shapes[node.output[0]] = shape
         elif node.op_type == "Transpose":
             order = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(shape)))[::-1])
@@ -190,17 +225,25 @@ def _constant_shapes(graph: Any) -> dict[str, list[int]]:
 
 
 def _node_macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]], size: int) -> int:
-    """Multiply-accumulates for one sample of a convolution or matrix product by a constant, else 0."""
+    """Multiply-accumulates for the whole batch of a convolution or matrix product by a constant, else 0."""
     if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
         sizes = {a.name: a.i for a in node.attribute}
-        return sizes["K"] * sizes["N"] * math.prod(shapes.get(node.output[0], [0])[1:-1])
+        return sizes["K"] * sizes["N"] * _row_count(node, shapes)
     if node.op_type in RECURRENT_OPERATORS:  # every matrix once for each step
-        steps = (shapes.get(node.input[0]) or [0])[0] or size
-        return steps * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
+        steps, batch = (shapes.get(node.input[0]) or [size, 1])[:2]
+        return steps * batch * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
     place = WEIGHT.get(node.op_type)
     weight = None if place is None or len(node.input) <= place else weights.get(node.input[place])
-    out = shapes.get(node.output[0])
-    if weight is None or out is None:
+    if weight is None:
         return 0
-    positions = out[2:] if "Conv" in node.op_type else out[1:-1]
-    return math.prod(weight) * math.prod(positions)
+    if "Conv" in node.op_type:
+        read = node.op_type == "ConvTranspose"  # it multiplies each value that it reads, others each that they write
+        out = shapes.get(node.input[0] if read else node.output[0], [0])
+        return math.prod(weight) * out[0] * math.prod(out[2:])
+    return math.prod(weight[-2:]) * _row_count(node, shapes)
+
+
+def _row_count(node: Any, shapes: dict[str, list[int]]) -> int:
+    """Number of rows that a matrix product takes or, with a batch of matrices, gives; 0 where no shape is known."""
+    out = shapes.get(node.output[0]) or shapes.get(node.input[0]) or [0, 0]
+    return math.prod(out[:-1])

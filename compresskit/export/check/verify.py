@@ -3,12 +3,13 @@
 Errors are counted in *steps*: one step is 1/255 of the range of the reference output, as on an 8-bit grid over it. Fused integer
 kernels may round ties to the other side (onnxruntime#32132), and one step that flips early moves all later values a little.
 
-* A quantized file passes if enough values lie within two steps and the largest class agrees. Where the network amplifies every
-  rounding (deep and untrained, for example), it also passes if its difference is small next to the quantization error, or if
-  it is as near to the unrounded model as the simulation is: after dozens of layers, two correct executions differ as much as
-  independent noise does.
+* A quantized file passes if enough values lie within two steps and the largest class agrees; classes within two steps of each
+  other count as a tie. Where the network amplifies every rounding (deep and untrained, for example), it also passes if its
+  difference is small next to the quantization error, or if it is as near to the unrounded model as the simulation is: after
+  dozens of layers, two correct executions differ as much as independent noise does. Neither says anything of a model that draws
+  random numbers, or whose quantization error is as large as its outputs.
 * A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
-  which only weights are rounded counts as a float file.
+  which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import DataError, ExportError
 from compresskit.base.inputs import AnyInputs, each_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call, call_checked
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.files import read_proto
@@ -40,6 +41,7 @@ from compresskit.measure import numpy_inputs, session
 #: fraction of samples whose largest class agrees, and of values within two steps. Or QUANTIZED_NOISE: error as a fraction of the
 #: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
+WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
@@ -50,12 +52,15 @@ class Agreement:
     A step is 1/255 of the range of the reference output.
 
     Attributes:
-        agreement: fraction of samples with the same largest class; None where the output has no classes.
+        agreement: fraction of samples with the same largest class; None where the output has no classes. Classes lie in dimension
+            1, of three-dimensional outputs (sequences) in the last.
         within_one, within_two: fraction of output values that are at most one or two steps off.
         largest: largest error, in steps.
-        noise: root mean square error, as a fraction of the quantization error; None for a float model.
+        noise: root mean square error, as a fraction of the quantization error; None where that is unknown, as for a float model.
         excess: root mean square distance of the file from the unrounded model, as a fraction of the simulation's distance; None
-            for a float model.
+            where `noise` is.
+        flips: fraction of samples with another largest class that are no ties: in the reference, the two classes lie more than
+            two steps apart.
     """
 
     agreement: float | None
@@ -64,6 +69,7 @@ class Agreement:
     largest: float
     noise: float | None = None
     excess: float | None = None
+    flips: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,36 +137,59 @@ def verify_onnx(
         model, batches = _batches_inside(model, batches, inside)
     parts = quantized_parts(model).values()
     quantized = bool(parts)
-    exact_parts = all(part.exact for part in parts)  # only weights are rounded
+    weight_only = all(part.exact for part in parts)  # quantizers switched off leave rounded weights
     outputs: list[list[list[np.ndarray]]] = [[], [], []]
     unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
-    samples, first = 0, None
+    samples, first, random = 0, None, False
     with torch.no_grad(), mode(model, training=False):
-        for inputs in tqdm(batches, total=total, desc=label, disable=None, leave=False, unit="batch"):
-            first = inputs if first is None else first
+        for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
+            drawn = _rng_states()
             outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
-            if quantized:
+            random = random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
+            first = inputs if first is None else first
+            if quantized and not weight_only:
                 unrounded.append(_unrounded(model, inputs))
             for store, run in zip(outputs[1:], sessions, strict=True):
-                try:
-                    store.append([np.atleast_1d(v) for v in run.run(None, numpy_inputs(run, inputs))])
-                except DataError:
-                    raise
-                except Exception as error:
-                    raise ExportError(f"{path}: ONNX Runtime cannot run it: {_last_line(error)}") from error
+                store.append(_run(run, inputs, path))
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
     wanted, written, fast = map(_concatenated_outputs, outputs)
     heads = len({batch[0].shape[1:] for batch in outputs[0]})
-    exact = _concatenated_outputs(unrounded) if quantized else None
+    exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded and not random else None
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
-    reason = _reason_to_reject(
-        plain, optimized, quantized, steps_allowed(least_precise_dtype(model)), as_written=quantized and not exact_parts
-    )
-    if reason and (where := first_layer_that_differs(path, model, first)):
+    allowed = steps_allowed(least_precise_dtype(model))
+    reason = _reason_to_reject(plain, optimized, quantized, allowed, weight_only=weight_only)
+    if reason and random:
+        reason = f"{reason}; the model draws random numbers, of which a file draws its own"
+    elif reason and (where := first_layer_that_differs(path, model, first)):
         reason = f"{reason}; {where}"
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
+
+
+def _rng_states() -> list[Tensor]:
+    """States of torch's random generators; a model that draws from one changes it."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _run(run: Any, inputs: Inputs, path: str | Path) -> list[np.ndarray]:
+    """Outputs of a session of ONNX Runtime."""
+    try:
+        return [np.atleast_1d(v) for v in run.run(None, numpy_inputs(run, inputs))]
+    except DataError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{path}: ONNX Runtime cannot run it: {_last_line(error)}") from error
+
+
+def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> list[np.ndarray] | None:
+    """The unrounded outputs; None where they say nothing of the file: where data decides their shape, rounding changes it, and a
+    quantization error as large as the outputs vary is one to which any file is near.
+    """
+    if [v.shape for v in reference] != [v.shape for v in exact]:
+        return None
+    centered = [v - v[np.isfinite(v)].mean() if np.isfinite(v).any() else v for v in exact]
+    return exact if _error_norm(reference, exact) < _error_norm(centered, [np.zeros_like(v) for v in centered]) else None
 
 
 def _batches_inside(model: nn.Module, batches: Iterable[Inputs], inside: str) -> tuple[nn.Module, Iterable[Inputs]]:
@@ -220,24 +249,44 @@ def compare(
     for wanted, got in zip(reference, outputs, strict=True):
         if wanted.shape != got.shape:
             raise ExportError(f"the file gives an output of shape {got.shape} where the model gives {wanted.shape}")
-        finite = wanted[np.isfinite(wanted)]
-        span = float(np.ptp(finite)) if finite.size else 0.0
-        span = span or max(1.0, float(np.abs(finite).max(initial=0)))
         with np.errstate(invalid="ignore"):  # inf - inf
             error = np.abs(wanted.astype(np.float64) - got)
         error[wanted == got] = 0  # a masked logit of -inf agrees with itself
-        steps.append(error.ravel() / (span / 255))
+        steps.append(error.ravel() / _step(wanted))
     errors = np.nan_to_num(np.concatenate(steps), nan=np.inf)
-    classes = all(v.ndim > 1 and v.shape[1] > 1 for v in reference[:heads])
-    same = [(a.argmax(1) == b.argmax(1)).ravel() for a, b in zip(reference[:heads], outputs, strict=False)] if classes else []
+    classes = all(v.ndim > 1 and v.shape[_class_dim(v)] > 1 for v in reference[:heads])
+    compared = [_compare_classes(*pair) for pair in zip(reference[:heads], outputs, strict=False)] if classes else []
+    same, flips = (np.concatenate([pair[i] for pair in compared] or [np.zeros(1)]) for i in (0, 1))
     return Agreement(
-        agreement=float(np.concatenate(same).mean()) if classes else None,
+        agreement=float(same.mean()) if classes else None,
+        flips=float(flips.mean()),
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
         noise=None if exact is None else _error_norm(reference, outputs) / max(_error_norm(reference, exact), 1e-30),
         excess=None if exact is None else _error_norm(outputs, exact) / max(_error_norm(reference, exact), 1e-30),
     )
+
+
+def _class_dim(output: np.ndarray) -> int:
+    """Dimension of the classes: (samples, classes, ...), or (samples, steps, classes) of a sequence."""
+    return 2 if output.ndim == 3 else 1
+
+
+def _compare_classes(wanted: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each sample, whether the largest class is the same, and whether it is another that is no tie in `wanted`."""
+    dim = _class_dim(wanted)
+    best, other = (np.expand_dims(v.argmax(dim), dim) for v in (wanted, got))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        lead = np.take_along_axis(wanted, best, dim) - np.take_along_axis(wanted, other, dim)
+    return (best == other).ravel(), ((best != other) & ~(lead <= 2 * _step(wanted))).ravel()
+
+
+def _step(reference: np.ndarray) -> float:
+    """1/255 of the range of the finite values; of their size, where they are all the same."""
+    finite = reference[np.isfinite(reference)]
+    span = float(np.ptp(finite)) if finite.size else 0.0
+    return (span or max(1.0, float(np.abs(finite).max(initial=0)))) / 255
 
 
 def _error_norm(a: list[np.ndarray], b: list[np.ndarray]) -> float:
@@ -254,23 +303,27 @@ def steps_allowed(dtype: torch.dtype) -> float:
     return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
 
 
-def _reason_to_reject(plain: Agreement, optimized: Agreement, quantized: bool, allowed: float, *, as_written: bool) -> str:
-    for name, level, integers in (("as written", plain, as_written), ("optimized", optimized, quantized)):
+def _reason_to_reject(plain: Agreement, optimized: Agreement, quantized: bool, allowed: float, *, weight_only: bool) -> str:
+    within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
+    for name, level, integers in (("as written", plain, quantized and not weight_only), ("optimized", optimized, quantized)):
         if not integers and level.largest > allowed:
             return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"
-        if (
-            level.noise is not None
-            and np.isfinite(level.largest)
-            and (level.noise <= QUANTIZED_NOISE or (level.excess or 0) <= QUANTIZED_EXCESS)
-        ):
+        if not integers or _is_within_noise(level):
             continue
-        if integers and level.agreement is not None and level.agreement < QUANTIZED_AGREEMENT:
+        if level.flips > 1 - QUANTIZED_AGREEMENT:
             return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
-        if integers and level.largest > QUANTIZED_STEPS:
+        if level.largest > QUANTIZED_STEPS:
             return f"{name}: the largest error is {level.largest:.3g} steps, a quantized file may have {QUANTIZED_STEPS}"
-        if integers and level.within_two < QUANTIZED_WITHIN:
-            return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {QUANTIZED_WITHIN:.0%}"
+        if level.within_two < within:
+            return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {within:.0%}"
     return ""
+
+
+def _is_within_noise(level: Agreement) -> bool:
+    """Whether the error is small next to the quantization error, or the file as near to the unrounded model as the simulation."""
+    if level.noise is None or level.excess is None or not np.isfinite(level.largest):
+        return False
+    return level.noise <= QUANTIZED_NOISE or level.excess <= QUANTIZED_EXCESS
 
 
 def _last_line(error: BaseException) -> str:

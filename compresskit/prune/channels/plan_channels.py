@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import is_pruned
+from torch.utils import _pytree as pytree
 
 from compresskit.base.budget import Budget, check_budget, takes_budget
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, Task
+from compresskit.graph.masks import masks_of
 from compresskit.measure import count_macs
 from compresskit.prune.channels.resources import PRUNABLE, Limits
 from compresskit.prune.channels.selector import ChannelSelector
@@ -21,6 +25,7 @@ from compresskit.prune.rankings import Ranking, cost_aware
 from compresskit.prune.scores import score_groups_
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan
+from compresskit.prune.structure.repeatable import buffers_restored
 from compresskit.prune.structure.trial import TrialRepair
 
 NO_RATIOS: Mapping[str, float] = MappingProxyType({})
@@ -60,8 +65,8 @@ def plan_channels(
         normalize: makes the scores of groups comparable, for rankings that compare them (`pooled`); see `prune.normalizers`.
         task: data and loss, for criteria that read more than weights.
         samples: how many samples such criteria read.
-        round_to: widths stay multiples of this (at half the MACs ResNet-20 runs 1.5 times faster in ONNX Runtime, with ragged
-            widths 1.2 to 1.4 times).
+        round_to: widths stay multiples of this, but for narrow layers and the last cut, which may be finer (at half the MACs
+            ResNet-20 runs 1.5 times faster in ONNX Runtime, with ragged widths 1.2 to 1.4 times).
         minimum: channels that every group keeps.
         ratios: layer -> ratio of the channels it makes to remove, in [0, 1), to the nearest channel; the budget is then met with
             the other layers.
@@ -75,13 +80,25 @@ def plan_channels(
     """
     limits = Limits(round_to=round_to, minimum=minimum, ratios=ratios)
     _check_settings(budget, limits, criterion, ranking, normalize)
-    _check_parameters(model)
-    search = TrialRepair(model, as_inputs(example), inside=inside, ignore=ignore, whole_heads=whole_heads)
+    inputs = as_inputs(example)
+    check_prunable(model, inputs, "plan_channels")
+
+    def plan_for(analysis: ChannelAnalysis, prefix: str, macs: int) -> Plan:
+        score_groups_(analysis.groups, model, prefix, criterion, normalize, task, samples)
+        return ChannelSelector(analysis, budget, limits, ranking, prefix, macs, model).plan(inputs)
+
+    with buffers_restored(model):
+        return _first_proved_plan(
+            TrialRepair(model, inputs, inside=inside, ignore=_names(ignore), whole_heads=whole_heads), plan_for
+        )
+
+
+def _first_proved_plan(search: TrialRepair, plan_for: Callable[[ChannelAnalysis, str, int], Plan]) -> Plan:
+    """Plan, and repair the analysis, until a plan passes its proof."""
     total = count_macs(search.trace.module, search.trace.example)
     analysis = search.find_groups(total)
     while True:
-        score_groups_(analysis.groups, model, search.prefix, criterion, normalize, task, samples)
-        plan = ChannelSelector(analysis, budget, limits, ranking, search.prefix, total, model).plan(as_inputs(example))
+        plan = plan_for(analysis, search.prefix, total)
         failure = search.prove(plan, analysis)
         if failure is None:
             return plan
@@ -99,7 +116,8 @@ def analyze_channels(
     model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = (), inside: str | None = None
 ) -> tuple[ChannelAnalysis, str, int]:
     """(groups of channels that can be pruned, prefix of the names of their tensors, MACs of one sample)."""
-    search = TrialRepair(model, example, inside=inside, ignore=ignore)
+    check_prunable(model, example, "channel_sensitivity")
+    search = TrialRepair(model, example, inside=inside, ignore=_names(ignore))
     total = count_macs(search.trace.module, search.trace.example)
     return search.find_groups(total), search.prefix, total
 
@@ -111,9 +129,49 @@ def check_functions(where: str, *, ranking: object, normalize: object) -> None:
             raise SettingError(f"{where}({setting}=...): wanted a function such as prune.{example}, got {value!r}")
 
 
-def _check_parameters(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if p.dtype in (torch.float16, torch.bfloat16):
-            raise ModelError(f"{name} is {p.dtype}; prune the fp32 model (model.float(), or run.finish() of mixed precision)")
-        if not p.is_floating_point():
-            raise ModelError(f"{name} is {p.dtype}; a quantized model cannot be pruned, prune before quantizing")
+def _names(ignore: object) -> tuple[str, ...]:
+    """`ignore` as dotted names; SettingError for one name that stands alone, which is a sequence of letters."""
+    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(name, str) for name in ignore):
+        wanted = f"({ignore!r},)" if isinstance(ignore, str) else '("layer1", "head")'
+        raise SettingError(f"ignore=...: wanted dotted names of modules, such as {wanted}, got {ignore!r}")
+    return tuple(ignore)
+
+
+def check_prunable(model: nn.Module, example: Inputs, where: str) -> None:
+    """Raise ModelError for what cannot be pruned whatever its channels are, and DataError for an example without samples."""
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(f"{where}: wanted a torch.nn.Module, not scripted, got {type(model).__name__}")
+    kind = type(model).__name__
+    if masks_of(model) is not None:
+        raise ModelError(
+            f"{where}: {kind} has masks, which are for its present shapes; prune channels first, then Sparsify"
+            " (or remove the masks with detach_masks_)"
+        )
+    if is_pruned(model):
+        raise ModelError(
+            f"{where}: {kind} has masks of torch.nn.utils.prune; make them permanent with torch.nn.utils.prune.remove(module,"
+            " name), or prune the model that has none"
+        )
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(f"{where}: {kind} has no parameters, so it has no channels to remove")
+    for name, p in parameters.items():
+        _check_parameter(name, p)
+    for value in pytree.tree_leaves(example):
+        if isinstance(value, Tensor) and value.ndim and not len(value):
+            raise DataError(f"{where}: wanted an example of at least one sample, got a tensor of shape {tuple(value.shape)}")
+
+
+def _check_parameter(name: str, p: nn.Parameter) -> None:
+    if is_lazy(p):
+        raise ModelError(f"{name} has no shape yet; run the model once on an example (lazy layers take their sizes from it)")
+    if p.is_meta:
+        raise ModelError(f"{name} is on the meta device, where it has no values; load the weights first")
+    if p.dtype in (torch.float16, torch.bfloat16):
+        raise ModelError(f"{name} is {p.dtype}; prune the fp32 model (model.float(), or run.finish() of mixed precision)")
+    if not p.is_floating_point():
+        raise ModelError(f"{name} is {p.dtype}; a quantized model cannot be pruned, prune before quantizing")
+    if not bool(p.detach().sum().isfinite()) and not bool(p.detach().isfinite().all()):
+        raise ModelError(
+            f"{name} has {int((~p.detach().isfinite()).sum())} values that are not finite; nothing can be proved of it"
+        )

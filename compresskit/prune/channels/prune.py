@@ -91,6 +91,11 @@ class Prune(Budgeted, Stage):
             raise SettingError("Prune(steps=...): more than one step wants a budget of macs, parameters or channels, no ratios=")
         if self.between is not None and self.steps == 1:
             raise SettingError("Prune(between=...): there is nothing between the cuts of one step; set steps, or use finetune")
+        if self.rewind is not None and not isinstance(self.rewind, nn.Module):
+            raise SettingError(
+                f"Prune(rewind=...): wanted an earlier checkpoint of the same network, a module, got {self.rewind!r};"
+                " the spelling rewind(to=...) is for masks, in Sparsify and LotteryTicket"
+            )
         if self.rewind is not None and self.finetune is None:
             raise SettingError("Prune(rewind=...): rewound weights must be trained again; set finetune")
 

@@ -97,22 +97,33 @@ class ChannelSelector:
 
     def plan(self, example: Inputs) -> Plan:
         """The plan that meets the budget; raises ModelError where it cannot be met."""
+        if not self.analysis.groups and self.budget.kept < 1:
+            raise ModelError(f"{self._wish()}, but no channel can be removed{self._reasons()}")
         return self._counted_plan() if self.measured is None else self._measured_plan(example)
 
-    def _plan_for(self, fraction: float) -> tuple[Plan, float]:
+    def _plan_for(self, fraction: float, limits: Limits | None = None) -> tuple[Plan, float]:
         """The plan that keeps `fraction` of the counted resource, and the fraction it keeps: more where locks allow no less."""
+        limits = limits or self.limits
         for group in self.analysis.groups:
             group.removed = 0
         resource = ResourceCounter(self.analysis, self.unit, self.model.get_submodule(self.prefix.removesuffix(".")))
-        free = remove_preset_(resource, self.limits, self.prefix)
-        select_channels_(resource, fraction, self.limits, self.ranking, free)
+        free = remove_preset_(resource, limits, self.prefix)
+        select_channels_(resource, fraction, limits, self.ranking, free)
         return plan_of(self.analysis, self.macs, self.prefix), resource.current / max(resource.total, 1)
 
     def _counted_plan(self) -> Plan:
         plan, reached = self._plan_for(self.budget.kept)
         if reached > self.budget.kept * (1 + 1e-9):
-            raise ModelError(f"{self._wish()}, only {reached:.1%} can be reached{self._reasons()}")
+            raise ModelError(f"{self._wish()}, only {reached:.1%} can be reached{self._reasons()}{self._finer()}")
         return plan
+
+    def _finer(self) -> str:
+        """Whether widths of any size would meet the budget."""
+        if self.limits.round_to == 1:
+            return ""
+        _, finer = self._plan_for(self.budget.kept, replace(self.limits, round_to=1))
+        met = finer <= self.budget.kept * (1 + 1e-9)
+        return f"; with round_to=1 in the place of {self.limits.round_to}, {finer:.1%} is reached" if met else ""
 
     def _measured_plan(self, example: Inputs) -> Plan:
         """Export and measure candidates, and bisect the fraction that is counted."""

@@ -59,8 +59,11 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
         for path, name in analysis.assumptions.attributes:
             value = getattr(module_at(path), name) if path == size.path else None
             for d in varying_dims(size.labels):
+                after = _remaining_size(analysis, removed, size.labels, d)
                 if value == size.shape[d]:
-                    change(path, name, _remaining_size(analysis, removed, size.labels, d))
+                    change(path, name, after)
+                elif isinstance(value, tuple) and size.shape[d] in value:
+                    change(path, name, after, value.index(size.shape[d]))
     for attribute in propagation.size_attributes:
         after = _remaining_size(analysis, removed, attribute.labels, 0)
         change(attribute.path, attribute.attribute, after, attribute.position)

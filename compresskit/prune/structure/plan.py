@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import get_tensor, owner, parameter_owners, select_, sync_attributes_
 
 
@@ -64,6 +67,10 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data that `json.dumps` takes; `from_json` reads it."""
+        record = self._record()
+        return record | {"sha256": _digest(record)}
+
+    def _record(self) -> dict[str, Any]:
         return {
             "format": 1,
             "remove": {name: {str(d): list(i) for d, i in dims.items()} for name, dims in self.remove.items()},
@@ -79,9 +86,9 @@ class Plan:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Plan:
-        """The plan that `to_json` wrote; CheckpointError where the record is something else."""
+        """The plan that `to_json` wrote; CheckpointError where the record is something else, or was changed since."""
         try:
-            return Plan(
+            plan = Plan(
                 remove={n: {int(d): tuple(map(int, i)) for d, i in dims.items()} for n, dims in record["remove"].items()},
                 sizes={n: tuple(map(int, shape)) for n, shape in record["sizes"].items()},
                 lines=tuple(PlanLine(**{**line, "dependents": tuple(line["dependents"])}) for line in record["lines"]),
@@ -94,6 +101,12 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"not a pruning plan: {type(error).__name__} {error}") from None
+        if "sha256" in record and record["sha256"] != _digest(plan._record()):
+            raise CheckpointError(
+                "the plan was changed after it was made, so nothing proves it; plan again, with ratios={layer: ratio} for what"
+                " shall differ"
+            )
+        return plan
 
     def keep(self, name: str) -> dict[int, Tensor]:
         """The indices of a tensor that stay: dimension -> (kept,) int64."""
@@ -165,6 +178,11 @@ def _tensors_of(module: nn.Module) -> list[Tensor | None]:
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
+    if masks_of(model) is not None:
+        raise ModelError(
+            f"{type(model).__name__} has masks, which are for its present shapes; prune channels first, then Sparsify"
+            " (or remove the masks with detach_masks_)"
+        )
     advice = "replay a plan on a fresh model of the same class"
     for name, shape in plan.sizes.items():
         if tuple(get_tensor(model, name).shape) != shape:
@@ -172,10 +190,24 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
                 f"{name}: the plan was made for shape {shape}, this {type(model).__name__} has"
                 f" {tuple(get_tensor(model, name).shape)}; {advice}"
             )
+    for name, dims in plan.remove.items():
+        shape = tuple(get_tensor(model, name).shape)
+        for dim, indices in dims.items():
+            size = shape[dim] if 0 <= dim < len(shape) else 0
+            if not all(0 <= i < size for i in indices) or not len(set(indices)) == len(indices) < size:
+                raise ModelError(
+                    f"{name}: the plan removes indices of dimension {dim} that a tensor of shape {shape} has not; plan again"
+                )
     for path, (before, _) in plan.attributes.items():
         module, attribute = owner(model, path)
         if (got := getattr(module, attribute, None)) != before:
             raise ModelError(f"{path}: the plan was made for {before}, this {type(model).__name__} has {got}; {advice}")
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """SHA-256 of what a plan changes; the lines for reading do not count."""
+    changed = {key: record[key] for key in ("remove", "sizes", "attributes", "scales")}
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
 
 
 def _as_tuple(value: Any) -> Any:

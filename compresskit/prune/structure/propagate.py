@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
 from compresskit.graph.normalize import Node
-from compresskit.prune.structure.channel_sets import fixed_labels
+from compresskit.prune.structure.channel_sets import fixed_labels, varying_dims
 from compresskit.prune.structure.rules import PROPAGATION_RULES
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
 from compresskit.prune.structure.rules.base import ChannelPropagation, OperatorCall, RuleResult, tensor_leaves
@@ -17,12 +18,12 @@ from compresskit.prune.structure.trace import Trace
 
 
 def propagate(trace: Trace) -> ChannelPropagation:
-    """Channel sets of a traced model, and the constraints on them, from its eval run and its training run where it has one."""
+    """Channel sets of a traced model, and the constraints on them, from its run in eval mode and the other runs it has."""
     state = ChannelPropagation(trace)
     _propagate_run(state, trace)
-    if trace.training_run is not None:
-        state.shapes, state.main_run = trace.training_run.shapes, False
-        _propagate_run(state, trace.training_run)
+    for run in trace.other_runs:
+        state.shapes, state.main_run = run.shapes, False
+        _propagate_run(state, run)
     for axis in state.sets.axes:
         if axis.tensor in state.locked_tensors:
             state.sets.lock(axis.labels, state.locked_tensors[axis.tensor])
@@ -31,12 +32,26 @@ def propagate(trace: Trace) -> ChannelPropagation:
 
 def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
     values: dict[Node, Any] = {}
+    unread = {size: name for name, shape in reversed(state.trace.unread.items()) for size in shape if size > 1}
     last_use = {a: node for node in run.graph.nodes for a in node.all_input_nodes}
     for node in run.graph.nodes:
-        values[node] = _propagate_node(state, node, values)
+        values[node] = value = _propagate_node(state, node, values)
+        if unread and isinstance(value, Tensor):
+            _lock_widths(state, value, unread)
         for used in node.all_input_nodes:
             if last_use[used] is node:
                 del values[used]
+
+
+def _lock_widths(state: ChannelPropagation, value: Tensor, unread: Mapping[int, str]) -> None:
+    """Lock channels that are as many as a parameter has entries that no run has read: other inputs may bring the two together."""
+    for dim in varying_dims(value):
+        if (name := unread.get(value.shape[dim])) is not None:
+            state.sets.lock(
+                value,
+                f"as wide as {state.trace.name_prefix}{name}, which the model does not read on the example"
+                " (give an example for which it does, or delete what is never used)",
+            )
 
 
 def _propagate_node(state: ChannelPropagation, node: Node, values: dict[Node, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import propagate
+from compresskit.prune.structure.repeatable import repeatable, varied_inputs, vary_constants_
 from compresskit.prune.structure.trace import no_attention_fastpath, repeat_rows, running_modules, trace_model
 
 FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 1e-4  # of the largest output
+TRAINING_TOLERANCE = 100  # times as much in train mode, where BatchNorm divides by the deviations of a few samples
 LARGE_MODEL = 150_000_000  # parameters above which the proof runs in float32, so that the copy fits
 SINGLE_SAMPLE_MODEL = 30_000_000  # parameters above which one sample has to do, where the model takes one
 FEW_OUTPUTS = 64  # values; with fewer, layers inside the model are compared too
@@ -44,8 +46,9 @@ class Failure:
 def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
     """Check that a plan removes what it may; the model is not changed.
 
-    The pruned copy must run in train and eval mode, and in eval mode give what the zeroed copy gives: in float64, or in float32
-    for a model that makes its own float32 values and so cannot run in float64.
+    The pruned copy must run in train and eval mode and give what the zeroed copy gives: in float64, or in float32 for a model
+    that makes its own float32 values and so cannot run in float64. Noise is the same in both, and parameters and inputs that are
+    constant (zeros) get other values. In train mode values are compared where the model needs nothing but its inputs.
 
     Args:
         model: the dense model. plan: what to remove from it. example: its inputs.
@@ -82,7 +85,7 @@ def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs) -> Failure | 
     for inputs in (first_rows(example, 1), example):  # one sample is cheap; all of them where the code does not take one
         paths = [""]
         try:
-            with torch.inference_mode(), running_modules(pruned, paths), torch.random.fork_rng():
+            with torch.inference_mode(), running_modules(pruned, paths), torch.random.fork_rng(), repeatable(pruned):
                 call(pruned, inputs)
             return None
         except Exception as error:
@@ -92,7 +95,7 @@ def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs) -> Failure | 
 
 def _runs(model: nn.Module, example: Inputs) -> bool:
     try:
-        with torch.inference_mode(), mode(model, training=False):
+        with torch.inference_mode(), mode(model, training=False), torch.random.fork_rng(), repeatable(model):
             call(model, example)
     except Exception:
         return False
@@ -106,26 +109,64 @@ class _NotInFloat64(Exception):
 def _compare_copies(
     zeroed: nn.Module, model: nn.Module, plan: Plan, example: Inputs, masks: list[StatisticMask], tolerance: float
 ) -> Failure | None:
-    """Zero a copy and run it, then prune it and run it again; `model` is the dense model."""
+    """Zero a copy and run it, then prune it and run it again, in eval and in train mode; `model` is the dense model."""
     unchanged = [n for n, m in zeroed.named_modules() if _keeps_outputs(n, m, plan)]
+    vary_constants_(zeroed)
     zero_(zeroed, plan)
+    statistics = MaskedStatistics(masks)
     try:
-        with no_attention_fastpath(), torch.inference_mode(), MaskedStatistics(masks):
-            expected = _run_outputs(zeroed, example, unchanged)
+        inputs = varied_inputs(example)
+        if inputs is not example and not _runs(zeroed, inputs):
+            inputs = example
+        with no_attention_fastpath(), torch.inference_mode(), repeatable(zeroed), statistics:
+            expected = _run_outputs(zeroed, inputs, unchanged)
     except Exception as error:
         if tolerance == FLOAT64_TOLERANCE:
             raise _NotInFloat64 from None
         return Failure(reason=f"the model does not run with zeros: {_summary(error)}")
+    training = _training_run(zeroed, inputs, statistics)
     pruned = apply_(zeroed, plan)
     paths = [""]
     try:
-        with torch.inference_mode(), running_modules(pruned, paths):
-            got = _run_outputs(pruned, example, unchanged)
+        with torch.inference_mode(), running_modules(pruned, paths), repeatable(pruned):
+            got = _run_outputs(pruned, inputs, unchanged)
+        if (failure := _difference(expected, got, tolerance)) is not None:
+            return failure
         with torch.no_grad(), running_modules(pruned, paths):
-            _check_training_mode(pruned.float(), model, _to_float32(example))
+            if training is None:
+                _check_training_mode(pruned.float(), model, _to_float32(inputs))
+                return None
+            with torch.inference_mode(), repeatable(pruned.train()):
+                got = _float_tensors(call(pruned, training.inputs))
     except Exception as error:
         return _does_not_run(error, paths)
-    return _difference(expected, got, tolerance)
+    if not training.comparable:
+        return None
+    failure = _difference(training.outputs, got, tolerance * TRAINING_TOLERANCE)
+    return None if failure is None else replace(failure, reason=f"in train mode {failure.reason}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainingRun:
+    """A run in train mode. comparable: whether it takes its statistics over channels where eval mode does."""
+
+    inputs: Inputs
+    outputs: list[Tensor]
+    comparable: bool
+
+
+def _training_run(zeroed: nn.Module, example: Inputs, eval_statistics: MaskedStatistics) -> _TrainingRun | None:
+    """Run the zeroed model in train mode; None where that needs more than inputs, such as targets."""
+    for inputs in (first_rows(example, 1), first_rows(example, 2), repeat_rows(example), example):  # BatchNorm may need more
+        statistics = MaskedStatistics(eval_statistics.masks.values())
+        try:
+            with no_attention_fastpath(), torch.inference_mode(), mode(zeroed, training=True), repeatable(zeroed), statistics:
+                outputs = _float_tensors(call(zeroed, inputs))
+        except Exception:
+            continue
+        comparable = all(statistics.calls[target] == eval_statistics.calls[target] for target, _ in statistics.masks)
+        return _TrainingRun(inputs=inputs, outputs=outputs, comparable=comparable)
+    return None
 
 
 def _keeps_outputs(name: str, module: nn.Module, plan: Plan) -> bool:
@@ -163,10 +204,21 @@ def _difference(expected: list[Tensor], got: list[Tensor], tolerance: float) -> 
     for a, b in zip(expected, got, strict=True):
         if a.shape != b.shape:
             return Failure(reason=f"the pruned model gives {tuple(b.shape)} where the model gives {tuple(a.shape)}")
-        difference = float((a - b).abs().max()) if a.numel() else 0.0
-        if not difference <= tolerance * max(1.0, float(a.abs().max()) if a.numel() else 1.0):
+        difference, largest = _largest_difference(a, b)
+        if not difference <= tolerance * max(1.0, largest):
             return Failure(reason=f"removed is not zeroed: the outputs differ by {difference:.2g}")
     return None
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """(the largest difference of two tensors, the largest finite size of the first); equal infinities do not differ."""
+    if not a.numel():
+        return 0.0, 0.0
+    difference = (a - b).abs()
+    if not bool(difference.isfinite().all()):
+        difference = difference.masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
+        a = a.nan_to_num(0, 0, 0)
+    return float(difference.max()), float(a.abs().max())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ class Assumptions:
     """Decisions about a model's code that its graph does not show: found by trial, or set by the user.
 
     whole_heads: modules in which whole heads go. tied_heads: modules whose heads are together as wide as their input.
-    attributes: attributes of modules, as (path, name), that follow a width. locked_modules: modules whose sizes stay -> why.
+    attributes: attributes of modules, as (path, name), that follow a width. one_width: those that several layers read, which then
+    have to have the same width. locked_modules: modules whose sizes stay -> why.
     locked_axes: dimensions of tensors, as (name, dimension), that stay -> why.
     rescaled: whether queries make up for 1 / sqrt(width) of a width that shrinks.
     """
@@ -32,6 +33,7 @@ class Assumptions:
     whole_heads: frozenset[str] = frozenset()
     tied_heads: frozenset[str] = frozenset()
     attributes: frozenset[tuple[str, str]] = frozenset()
+    one_width: frozenset[tuple[str, str]] = frozenset()
     locked_modules: Mapping[str, str] = field(default_factory=dict)
     locked_axes: Mapping[tuple[str, int], str] = field(default_factory=dict)
     rescaled: bool = True
@@ -66,6 +68,8 @@ def resolve_constraints(propagation: ChannelPropagation, assumptions: Assumption
         for split in propagation.splits:
             if _join_split(sets, split, split.path in assumptions.whole_heads):
                 _join_dependencies(sets, propagation.dependencies)
+        for path, name in assumptions.one_width & assumptions.attributes:
+            _join_widths(propagation, sets, path, name)
     for dependency in propagation.dependencies:
         _, uniform = _common_set(sets, dependency)
         sets.lock(torch.where(uniform, -1, dependency.results), dependency.reason)
@@ -120,6 +124,21 @@ def _join_split(sets: ChannelSets, split: AxisSplit, whole_heads: bool) -> bool:
             first = first.narrow(dim, 0, 1)
     sets.join(first, split.labels, split.reason)
     return True
+
+
+def _join_widths(propagation: ChannelPropagation, sets: ChannelSets, path: str, name: str) -> None:
+    """Join, position by position, the widths that the code of a module takes from one of its attributes."""
+    width, first = getattr(propagation.trace.module.get_submodule(path), name), None
+    for size in propagation.hard_coded_sizes:
+        if size.path != path:
+            continue
+        roots = sets.roots(size.labels)
+        moving = varying_dims(roots)
+        if len(moving) == 1 and size.shape[moving[0]] == width:
+            labels = roots.movedim(moving[0], 0).reshape(width, -1)[:, 0]
+            first = (
+                labels if first is None else sets.join(first, labels, f"as wide as {name} of {path or 'the model'}, which stays")
+            )
 
 
 def _tie_heads(propagation: ChannelPropagation, sets: ChannelSets, split: AxisSplit) -> None:

@@ -8,8 +8,8 @@ every input, because every plan is proved on the model itself before it is retur
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.capture import check_runs, inputs_inside
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import mode
+from compresskit.prune.structure.repeatable import buffers_restored
 
 _MULTIPLICATIONS = {aten.mul, aten.div}
 _LOOK_UPS = {aten.index.Tensor, aten.index_select.default}
@@ -37,8 +38,9 @@ class Trace:
         operators in the order in which they ran; `meta["path"]` is the module in whose forward they ran, `meta["parts"]` are the
         shapes of the results of an operator with several.
     module: the traced part of the user's model. prefix: its dotted path, "" for the whole model.
-    example: the inputs, two samples. shapes: shape of every node whose value is a tensor.
-    training_run: the same in train mode, where some parameters are read in training only.
+    example: the inputs, two samples where the model takes so few. shapes: shape of every node whose value is a tensor.
+    other_runs: the same in train mode and on other inputs, where one run in eval mode does not read all parameters.
+    unread: parameters that no run has read, and their shapes; on other inputs the model may read them.
     """
 
     graph: fx.Graph
@@ -46,7 +48,8 @@ class Trace:
     prefix: str
     example: Inputs
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
-    training_run: Trace | None = None
+    other_runs: tuple[Trace, ...] = ()
+    unread: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def name_prefix(self) -> str:
@@ -60,29 +63,49 @@ class Trace:
 
 
 def trace_model(model: nn.Module, example: Inputs, *, inside: str | None = None) -> Trace:
-    """Run a model, or its submodule `inside`, once and record every operator; the model is not changed.
+    """Run a model, or its submodule `inside`, and record every operator; the model is not changed.
 
-    The run is in eval mode. Where parameters are left that eval mode does not read (auxiliary heads), a second run is in train
-    mode. Raises ModelError where the model does not run on the example.
+    The run is in eval mode, on two samples where the model takes so few. Where that leaves parameters unread (auxiliary heads,
+    experts, branches), others follow: in train mode, on the whole example, and on the example with its signs changed. Raises
+    ModelError where the model does not run on the example.
     """
     whole_model, whole_example = model, example
     try:
-        with torch.no_grad(), mode(whole_model, training=False):
+        with torch.no_grad(), mode(whole_model, training=False), buffers_restored(whole_model):
             if inside is not None:
                 model, example = inputs_inside(model, example, inside)
-            example = first_rows(example, 2)
-            trace = _trace_run(model, example, inside or "")
+            trace = _first_trace(model, example, inside or "")
     except Exception:
         check_runs(whole_model, whole_example)  # explains what is wrong with the example, where it is the example
         raise
-    read = {str(n.target) for n in trace.graph.nodes if n.op == "get_attr"}
-    if all(name in read for name, _ in model.named_parameters()):
-        return trace
-    with mode(model, training=True), _buffers_restored(model):
-        try:
-            return replace(trace, training_run=_trace_run(model, repeat_rows(example), inside or ""))
-        except Exception:
-            return trace  # training needs more than the example, such as targets: what it reads is proved or locked later
+    others = [(True, repeat_rows(trace.example)), (False, example), (False, _negated(example)), (True, repeat_rows(example))]
+    runs: list[Trace] = []
+    while (unread := _unread(model, (trace, *runs))) and others:
+        training, inputs = others.pop(0)
+        with mode(model, training=training), buffers_restored(model), suppress(Exception):
+            # Training may need more than the example, such as targets: what it reads is proved or locked later.
+            runs.append(_trace_run(model, inputs, inside or ""))
+    return replace(trace, other_runs=tuple(runs), unread=unread)
+
+
+def _first_trace(model: nn.Module, example: Inputs, prefix: str) -> Trace:
+    """A run on two samples, or on the whole example where its inputs cannot be cut (graphs, positions)."""
+    try:
+        return _trace_run(model, first_rows(example, 2), prefix)
+    except Exception:
+        return _trace_run(model, example, prefix)
+
+
+def _unread(model: nn.Module, runs: Sequence[Trace]) -> dict[str, tuple[int, ...]]:
+    """Parameters that no run has read, and their shapes."""
+    read = {str(n.target) for run in runs for n in run.graph.nodes if n.op == "get_attr"}
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if name not in read}
+
+
+def _negated(example: Inputs) -> Inputs:
+    """The example with other signs: routing and branches that depend on values take other ways."""
+    changed: Inputs = pytree.tree_map(lambda v: -v if isinstance(v, Tensor) and v.is_floating_point() else v, example)
+    return changed
 
 
 def repeat_rows(example: Inputs) -> Inputs:
@@ -123,17 +146,6 @@ def no_attention_fastpath() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
 
 
 @contextmanager

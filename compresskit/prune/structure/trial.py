@@ -1,8 +1,8 @@
 """Trial repair: find by trial the constraints that are not visible in the graph, such as hard-coded sizes.
 
 A slightly pruned copy of the model is run; where it fails, the module in which it failed is repaired by the first of these
-assumptions under which it runs: its own attributes follow the width; its heads are together as wide as its input; whole heads
-go. What none of them repairs is locked.
+assumptions under which it runs: its own attributes follow the width; all that reads one of them gets one width; its heads are
+together as wide as its input; whole heads go. What none of them repairs is locked.
 """
 
 from __future__ import annotations
@@ -104,9 +104,16 @@ class TrialRepair:
         attributes = frozenset(self._size_attributes(paths))
         splits = frozenset(s.path for s in self.propagation.splits if s.path in paths)
         if attributes:
-            yield replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
+            wider = replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
+            yield wider
+            yield replace(wider, one_width=wider.one_width | attributes)
         if splits:
-            yield replace(self.assumptions, tied_heads=self.assumptions.tied_heads | splits, attributes=before.attributes)
+            yield replace(
+                self.assumptions,
+                tied_heads=self.assumptions.tied_heads | splits,
+                attributes=before.attributes,
+                one_width=before.one_width,
+            )
             if attributes:
                 yield replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
             heads = self.assumptions.whole_heads ^ splits
@@ -130,7 +137,8 @@ class TrialRepair:
                 continue  # torch's own layers are made to agree with their tensors
             values = {size.shape[d] for d in varying_dims(size.labels)}
             for name, value in vars(module).items():
-                if type(value) is int and value in values and not name.startswith("_"):
+                sizes = value if type(value) is tuple and all(type(v) is int for v in value) else (value,)
+                if any(type(entry) is int and entry in values for entry in sizes) and not name.startswith("_"):
                     yield size.path, name
 
     # -- values that differ, or code that fails far from where it was cut

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.export import export_onnx
 from compresskit.graph.capture import Captured, Dynamic, module_path
@@ -207,7 +207,7 @@ class _PrecisionSearch:
             channels = self.captured.shapes[name][-1]
             rows = max(1, math.prod(x[:-1]) // max(1, next(iter(pytree.tree_leaves(self.captured.example))).shape[0]))
             shapes.setdefault((rows, x[-1], channels), []).append(name)
-        for (rows, inputs, channels), names in tqdm(shapes.items(), desc="time products", disable=None, leave=False):
+        for (rows, inputs, channels), names in progress_bar(shapes.items(), desc="time products"):
             layer, example = nn.Linear(inputs, channels).eval(), (torch.randn(2, rows, inputs),)
             with TemporaryDirectory() as folder:
                 paths = []
@@ -224,7 +224,7 @@ class _PrecisionSearch:
 
     def measure_noise(self) -> None:
         """Measure each precision of each product that is faster than every more accurate one."""
-        for name in tqdm(self.products, desc="measure noise", disable=None, leave=False):
+        for name in progress_bar(self.products, desc="measure noise"):
             self.noise[name, FLOAT] = 0.0
             fastest = self.ms[name, FLOAT]
             for precision in PRECISIONS[1:]:

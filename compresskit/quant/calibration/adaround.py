@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.progress import progress_bar
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, LayerOutputs, integer_layers, layer_outputs
@@ -58,7 +58,7 @@ def adaround_(
             layer.quantizer.fix_scale_(_best_scale(get_tensor(quantized.body, layer.weight), layer.quantizer))
     nudge_scales_(quantized.body)
     with mode(quantized, training=False):
-        for layer in tqdm(layers, desc="round weights", disable=None, leave=False):
+        for layer in progress_bar(layers, desc="round weights"):
             weight = get_tensor(quantized.body, layer.weight)
             soft = _SoftRounding(weight.detach(), layer.quantizer)
             outputs = layer_outputs(quantized.body, layer.node, data, float_weights)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tqdm import tqdm
 
 from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.progress import progress_bar
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import integer_layers, layer_outputs
 from compresskit.quant.model import Quantized
@@ -28,7 +28,7 @@ def correct_bias_(quantized: Quantized, batches: Batches) -> int:
     float_weights = {name: value.detach().clone() for name, value in quantized.body.named_parameters()}
     layers = [(layer, layer.bias) for layer in integer_layers(quantized) if layer.bias is not None]
     with mode(quantized, training=False), torch.no_grad():
-        for layer, name in tqdm(layers, desc="correct biases", disable=None, leave=False):
+        for layer, name in progress_bar(layers, desc="correct biases"):
             bias = get_tensor(quantized.body, name)
             error, count = torch.zeros_like(bias, dtype=torch.float64), 0
             for outputs in layer_outputs(quantized.body, layer.node, data, float_weights):

@@ -6,7 +6,7 @@
 | X86_NO_VNNI | uint8 | 7 bits | x86 without VNNI adds pairs of products in int16, see `saturating_matmul` |
 | ARM (QNNPACK) | uint8 | int8 | average pooling keeps the scale of its input |
 | TENSORRT | int8, zero point 0 | int8 | the inputs of operators are quantized, not their outputs |
-| OPENVINO | uint8 | int8 | as X86, but the output of a convolution reaches an addition unrounded |
+| OPENVINO | uint8 | int8 | as X86, but a convolution's output reaches an addition unrounded, unless it is read elsewhere, too |
 
 Weights are symmetric with one scale per output channel on every target.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
+from compresskit.export.onnx import OPSETS
 from compresskit.quant.numerics.scheme import Scheme
 
 
@@ -32,6 +33,7 @@ class Support:
     shared: inputs and result must share one scale and zero point.
     fuses: the result of a convolution that only this operator reads arrives in float, inside the convolution's kernel; where
         both inputs are such, one of them does.
+    whole: a result that is read at several places must be quantized at once, as with `output`.
     axis: the dimension of the weight that may have one scale per index; None where the whole weight must have one scale.
     """
 
@@ -39,6 +41,7 @@ class Support:
     follow: bool = False
     shared: bool = False
     fuses: bool = False
+    whole: bool = False
     axis: int | None = 0
 
 
@@ -77,6 +80,8 @@ class Target:
             self._refuse("activations", "narrow", False, True, "QuantizeLinear saturates at -128, not at -127")
         if not a.symmetric and not self.zero_points:
             self._refuse("activations", "symmetric", True, False, "the runtime knows no zero point but 0")
+        if self.opset not in OPSETS:
+            raise SettingError(f"Target {self.name}: opset must be {OPSETS.start}..{OPSETS.stop - 1}, got {self.opset}")
         if not w.symmetric:
             self._refuse("weights", "symmetric", True, False, "integer kernels take weights with zero point 0")
 
@@ -130,10 +135,12 @@ TENSORRT = Target(
 )
 
 #: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of
-#: the convolution is not rounded, but the result of the addition is.
+#: the convolution is not rounded, but the result of the addition is. The result of a convolution that is read
+#: at several places is rounded at once: of one without bias, OpenVINO (2026.4) gives some of the
+#: readers the sums without their scale.
 OPENVINO = Target(
     name="OPENVINO",
-    operators={**_ONNX_RUNTIME, "conv": Support(output=False), "add": Support(output=False, fuses=True)}
+    operators={**_ONNX_RUNTIME, "conv": Support(output=False, whole=True), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
 )
 

@@ -60,11 +60,11 @@ def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:
     assert weight is not None
     value, rows = node.meta["val"], _example_rows(graph)
     if kind == "conv_transpose":
-        macs = _element_count(x) // rows * _element_count(weight) // int(weight.shape[0])
+        macs = _element_count(x, rows) // rows * _element_count(weight, rows) // int(weight.shape[0])
     elif kind in ("matmul", "addmm"):
-        macs = _element_count(value) * int(x.shape[-1]) // rows
+        macs = _element_count(value, rows) * int(x.shape[-1]) // rows
     else:
-        macs = _element_count(value) // rows * (_element_count(weight) // int(weight.shape[0]))
+        macs = _element_count(value, rows) // rows * (_element_count(weight, rows) // int(weight.shape[0]))
     return LayerCost(parameters=int(parameters), macs=macs)
 
 
@@ -82,8 +82,9 @@ def _example_rows(graph: fx.Graph) -> int:
     return next((int(v.shape[0]) for v in inputs if isinstance(v, Tensor) and v.ndim), 1)
 
 
-def _element_count(tensor: Tensor) -> int:
-    return math.prod(int(d) for d in tensor.shape)
+def _element_count(tensor: Tensor, rows: int) -> int:
+    """Number of values. A size that is known only at run time, as of rows that the data selects, counts as all rows."""
+    return math.prod(d if isinstance(d, int) else int(d) if d.node.has_hint() else rows for d in tensor.shape)
 
 
 def _tensor(graph: fx.Graph, value: Any) -> Tensor | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
@@ -170,7 +171,7 @@ class _Placer:
                 self._round(source, everywhere=False)
         if kind == "hardsigmoid":
             self.anchored.add(self._root(node.args[0]))
-        if rule.output:
+        if rule.output or (rule.whole and _is_read_twice(node)):
             self._round(self._clamped(node), everywhere=True)
         if rule.shared:
             self._share([*self._operands(node, kind), self._clamped(node)])
@@ -281,3 +282,16 @@ class _Placer:
 
     def _clamp(self, source: Node) -> tuple[float, float | None] | None:
         return bounds(source) if OPERATOR_KINDS.get(source.target) == "clamp" and self._fused(source) else None
+
+
+def _is_read_twice(value: Node) -> bool:
+    """Whether a value is read at more than one place, after operators that only move or scale it or add a constant."""
+    readers = list(value.users)
+    if len(readers) != 1:
+        return len(readers) > 1
+    reader = readers[0]
+    if sum(argument is value for argument in pytree.tree_leaves([reader.args, reader.kwargs])) > 1:
+        return True
+    kind = OPERATOR_KINDS.get(reader.target)
+    scales = kind in ("add", "mul") and all(n is value or n.op == "get_attr" for n in reader.all_input_nodes)
+    return (scales or kind == "move") and _is_read_twice(reader)

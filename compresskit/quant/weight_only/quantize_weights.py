@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
-from tqdm import tqdm
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, calibration_inputs, first_and_all
+from compresskit.base.progress import progress_bar
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic
@@ -177,7 +177,7 @@ class _WeightRounder:
         links = {name: link for link in links_of(self.body) for name, _ in link.weights} if awq else {}
         done: set[Node] = set()
         masks = masks_of(self.body)
-        for name, call in tqdm(self.calls.items(), desc="round weights", disable=None, leave=False):
+        for name, call in progress_bar(self.calls.items(), desc="round weights"):
             link = links.get(name)
             if link is not None and link.base not in done and all(n in self.formats.rounded for n, _ in link.weights):
                 done.add(link.base)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from networks import image
 from torch import nn
 
 import compresskit as ck
 from compresskit.export.rewrite.common import DATA_MOVEMENT
+from compresskit.measure import count_macs
 
 
 def test_data_movement_runs_on_integers(tmp_path) -> None:
@@ -32,3 +34,61 @@ def test_data_movement_runs_on_integers(tmp_path) -> None:
     assert {"MaxPool", "Concat", "Transpose", "Slice"} <= kinds
     assert all(audit.operators[k][0] == audit.operators[k][1] for k in kinds), audit
     assert ck.verify_onnx(path, quantized, [image(16)]).passed
+
+
+class _OneBatch:
+    """What onnxruntime's quantizer reads its calibration data from."""
+
+    def __init__(self, values):
+        self.batches = iter([{"input": values}])
+
+    def get_next(self):
+        return next(self.batches, None)
+
+
+@pytest.mark.parametrize(("activations", "fraction"), [("QInt8", 1.0), ("QUInt8", 1.0), ("QInt16", 0.0)])
+def test_macs_of_files_of_the_runtimes_own_quantizer_are_counted(activations, fraction, tmp_path) -> None:
+    """The runtime gives some values of such files names of its own."""
+    from onnxruntime.quantization import QuantType, quantize_static
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(512, 10)).eval()
+    x = torch.randn(4, 3, 12, 12)
+    source, path = ck.export_onnx(model, tmp_path / "f.onnx", (x,)), tmp_path / "q.onnx"
+    quantize_static(str(source), str(path), _OneBatch(x.numpy()), activation_type=QuantType[activations])
+    audit = ck.audit(path)
+    assert audit.macs == ck.audit(source).macs == count_macs(model, (x,))
+    assert audit.integer_fraction == fraction
+    assert len(audit.floating) == (0 if fraction else 3)
+
+
+def test_macs_are_counted_where_the_batch_is_not_in_front(tmp_path) -> None:
+    class SequenceFirst(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.transpose(0, 1))
+
+    x = torch.randn(4, 7, 64)
+    quantized = ck.quant.quantize_static(SequenceFirst(64, 64).eval(), [(x,)])
+    audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", (x,)))
+    assert (audit.macs_integer, audit.macs) == quantized.placement.coverage.macs == (7 * 64 * 64, 7 * 64 * 64)
+
+
+def test_macs_of_transposed_convolutions_and_half_precision_are_counted(tmp_path) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 4, stride=2)).eval(), torch.randn(2, 3, 8, 8)
+    assert ck.audit(ck.export_onnx(model, tmp_path / "t.onnx", (x,))).macs == count_macs(model, (x,))
+    half = ck.audit(
+        ck.export_onnx(nn.Sequential(nn.Linear(8, 8)).half().eval(), tmp_path / "h.onnx", (torch.randn(2, 5, 8).half(),))
+    )
+    assert (half.macs, len(half.floating)) == (5 * 8 * 8, 1)  # its weight stands behind Cast
+
+
+def test_layers_of_both_branches_are_counted(tmp_path) -> None:
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, self.a, self.b, (x,))
+
+    audit = ck.audit(ck.export_onnx(Either().eval(), tmp_path / "f.onnx", (torch.randn(4, 8),)))
+    assert (audit.macs, len(audit.floating)) == (8 * 4 + 8 * 4, 2)

@@ -104,3 +104,64 @@ def test_errors_are_counted_in_steps() -> None:
     assert level.within_two == 1.0
     assert level.largest == pytest.approx(1.5)
     assert compare([wanted], [wanted * np.nan]).largest == np.inf
+
+
+def test_a_file_that_draws_other_random_numbers_is_refused(tmp_path) -> None:
+    """It is as far from the unrounded model as the simulation is, and that is no proof."""
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x * torch.bernoulli(torch.full_like(x, 0.5))
+
+    x = torch.randn(64, 8)
+    quantized = quantize_static(nn.Sequential(nn.Linear(8, 8), Noise()).eval(), [(x,)])
+    proof = ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", (x,)), quantized, [(x,)])
+    assert "the model draws random numbers" in proof.reason
+
+
+def test_closeness_to_the_unrounded_model_is_no_proof_where_rounding_destroys_the_outputs() -> None:
+    from compresskit.export.check.verify import usable_reference
+
+    exact = [np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)]
+    assert usable_reference([exact[0] + 0.1], exact) is exact
+    assert usable_reference([exact[0][::-1]], exact) is None
+    assert usable_reference([exact[0][:7]], exact) is None
+
+
+def test_an_output_whose_length_rounding_changes_is_verified(tmp_path) -> None:
+    class Positive(nn.Module):
+        def forward(self, x):
+            return x[x > 0]
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    quantized = quantize_static(nn.Sequential(nn.Linear(8, 8), Positive()).eval(), [(x,)])
+    path, wanted = ck.export_onnx(quantized, tmp_path / "q.onnx", (x,)), len(quantized(x))
+    quantized.enable_(False)
+    assert len(quantized(x)) != wanted
+    quantized.enable_(True)
+    assert ck.verify_onnx(path, quantized, [(x,)]).passed
+
+
+def test_ties_between_classes_do_not_refuse_a_weight_only_file(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 3).eval()
+    torch.manual_seed(1)
+    x = torch.randn(5, 5, 16)
+    scheme = ck.quant.BlockScheme(bits=4, block_size=16)
+    quantized = ck.quant.quantize_weights(model, (x,), scheme=scheme)
+    proof = ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", (x,)), quantized, [(x,)])
+    assert proof.passed, proof
+    assert proof.optimized.noise is None
+
+
+def test_classes_within_two_steps_are_ties() -> None:
+    from compresskit.export.check.verify import compare
+
+    wanted = np.array([[0, 255, 254], [0, 255, 200], [0, 10, 5]], dtype=np.float32)
+    got = np.array([[0, 254, 255], [0, 200, 255], [0, 10, 5]], dtype=np.float32)
+    level = compare([wanted], [got])
+    assert level.agreement == pytest.approx(1 / 3)
+    assert level.flips == pytest.approx(1 / 3)
+    steps = compare([np.stack([wanted, wanted])], [np.stack([got, wanted])])
+    assert steps.agreement == pytest.approx(4 / 6)  # of a sequence, the classes are the last dimension

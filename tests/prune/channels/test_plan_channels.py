@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import networks
 import oracles
 import pytest
 import special_networks as special
 import torch
+import torch.nn.utils.prune
 from networks import NETWORKS, build, image, trained_like
 from pruned import assert_untouched, planned, state
 from torch import nn
 
 import compresskit as ck
 from compresskit import count_macs, keep
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.prune import apply_, plan_channels
 from compresskit.prune.criteria import l2
@@ -151,3 +153,58 @@ def test_a_budget_below_what_the_locks_allow_is_refused_and_leaves_the_model_as_
 def test_scores_that_are_not_scores() -> None:
     with pytest.raises(ModelError, match="the criterion gave scores of shape"):
         planned(build(networks.Chain), criterion=lambda slices: l2(slices)[:-1])
+
+
+def linear_pair(**settings) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 32, **settings), nn.ReLU(), nn.Linear(32, 4, **settings))
+
+
+def with_nan() -> nn.Module:
+    model = linear_pair()
+    model[0].weight.data[3, 1] = float("nan")
+    return model
+
+
+def with_foreign_mask() -> nn.Module:
+    model = linear_pair()
+    torch.nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
+    return model
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls scripting deprecated
+        return torch.jit.script(linear_pair())
+
+
+X = torch.randn(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "message"),
+    [
+        (nn.ReLU, X, "ReLU has no parameters"),
+        (linear_pair, X[:0], r"wanted an example of at least one sample, got a tensor of shape \(0, 3\)"),
+        (lambda: abs, X, r"wanted a torch\.nn\.Module, not scripted, got builtin_function_or_method"),
+        (scripted, X, "not scripted, got RecursiveScriptModule"),
+        (lambda: nn.Sequential(nn.LazyLinear(32)), X, r"0\.weight has no shape yet; run the model once"),
+        (lambda: linear_pair(device="meta"), X, r"0\.weight is on the meta device"),
+        (with_nan, X, r"0\.weight has 1 values that are not finite"),
+        (with_foreign_mask, X, r"masks of torch\.nn\.utils\.prune; make them permanent"),
+    ],
+    ids=["no parameters", "no rows", "function", "scripted", "lazy", "meta", "nan", "torch prune"],
+)
+def test_what_cannot_be_pruned_is_one_error(make, x, message) -> None:
+    with pytest.raises(CompressError, match=message):
+        plan_channels(make(), (x,), budget=keep(macs=0.5))
+
+
+def test_a_ratio_where_nothing_can_be_cut_is_refused() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 16, 3)), nn.ReLU(), nn.Conv2d(16, 2, 3))
+    with pytest.raises(ModelError, match=r"wanted 50\.0% of the channels, but no channel can be removed; locked: "):
+        plan_channels(model, image(2), budget=ck.remove(channels=0.5), round_to=1)
+
+
+def test_ignore_is_not_one_name() -> None:
+    with pytest.raises(SettingError, match=r"ignore=\.\.\.: wanted dotted names of modules, such as \('head',\), got 'head'"):
+        planned(build(networks.Chain), ignore="head")

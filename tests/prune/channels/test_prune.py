@@ -106,6 +106,10 @@ def test_stage_settings_matter() -> None:
         ({"steps": 2, "ratios": {"a": 0.5}}, "more than one step wants a budget of macs"),
         ({"steps": 2, "budget": ck.keep(latency=0.5)}, "more than one step wants a budget of macs"),
         ({"between": ck.Train(epochs=1)}, "nothing between the cuts of one step"),
+        (
+            {"rewind": ck.prune.rewind(to=0.33)},
+            r"wanted an earlier checkpoint of the same network, a module, got Rewind\(to=0\.33\)",
+        ),
         ({"rewind": nn.Linear(1, 1)}, "rewound weights must be trained again; set finetune"),
     ],
 )

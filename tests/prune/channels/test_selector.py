@@ -9,6 +9,7 @@ import networks
 import pytest
 import torch
 from networks import build, image
+from torch import nn
 
 import compresskit as ck
 from compresskit import count_macs, count_parameters
@@ -34,6 +35,16 @@ def test_macs_and_parameters(kind, share) -> None:
     assert share - 0.1 <= count_macs(small, image(2)) / count_macs(model, image(2)) <= share
     _, small = cut(model, budget=ck.keep(parameters=share))
     assert share - 0.1 <= count_parameters(small) / count_parameters(model) <= share
+
+
+def test_a_refusal_names_the_alignment_of_widths_where_that_is_the_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    example, budget = (torch.randn(4, 8),), ck.keep(parameters=0.1)
+    with pytest.raises(
+        ModelError, match=r"only \d+\.\d% can be reached; locked: .*; with round_to=1 in the place of 8, 8\.9% is reached"
+    ):
+        plan_channels(model, example, budget, round_to=8)
+    assert plan_channels(model, example, budget, round_to=1).remove
 
 
 def test_ratio_counts_channels() -> None:

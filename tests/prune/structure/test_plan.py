@@ -13,9 +13,9 @@ from networks import build, image, trained_like
 from pruned import assert_untouched, cut, planned, state
 from torch import nn
 
-from compresskit import keep
+from compresskit import keep, remove
 from compresskit.base.errors import CheckpointError, ModelError
-from compresskit.prune import Plan, apply_, plan_channels
+from compresskit.prune import Plan, apply_, plan_channels, plan_mask
 
 
 def test_attributes_of_a_depthwise_layer_follow() -> None:
@@ -119,3 +119,36 @@ def test_a_plan_cannot_be_applied_twice() -> None:
     with pytest.raises(ModelError, match="the plan was made for shape"):
         apply_(model, plan)
     assert_untouched(model, before)
+
+
+def norm_of_convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 4, 3))
+
+
+def test_a_plan_that_was_edited_is_refused() -> None:
+    record = plan_channels(norm_of_convolution(), image(2), budget=keep(macs=0.5)).to_json()
+    assert Plan.from_json(json.loads(json.dumps(record))).to_json() == record
+    record["remove"]["1.weight"]["0"].pop()
+    with pytest.raises(CheckpointError, match="the plan was changed after it was made"):
+        Plan.from_json(record)
+
+
+@pytest.mark.parametrize("indices", [(0, 500), (0, 0), (-1,), tuple(range(32))], ids=["beyond", "twice", "negative", "all"])
+def test_indices_that_a_tensor_has_not_are_refused_and_leave_the_model_as_it_was(indices) -> None:
+    model = norm_of_convolution()
+    before = state(model)
+    plan = Plan(remove={"1.weight": {0: indices}}, sizes={"1.weight": (32,)}, lines=(), macs=1, macs_before=2)
+    with pytest.raises(
+        ModelError, match=r"1\.weight: the plan removes indices of dimension 0 that a tensor of shape \(32,\) has not"
+    ):
+        apply_(model, plan)
+    assert_untouched(model, before)
+
+
+def test_a_masked_model_is_refused_with_the_legal_order() -> None:
+    model = norm_of_convolution()
+    plan = plan_channels(model, image(2), budget=keep(macs=0.5))
+    plan_mask(model, remove(weights=0.5)).apply_(model)
+    for refused in (lambda: plan_channels(model, image(2), budget=keep(macs=0.5)), lambda: apply_(model, plan)):
+        with pytest.raises(ModelError, match="has masks, which are for its present shapes; prune channels first, then Sparsify"):
+            refused()

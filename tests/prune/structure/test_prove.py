@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networks
+import pytest
+import torch
+import torch.nn.functional as F
 from networks import build, image
 from pruned import planned
+from torch import nn
 
-from compresskit.prune import Plan, prove
+from compresskit import keep
+from compresskit.base.errors import ModelError
+from compresskit.prune import Plan, plan_channels, prove
 
 
 def test_a_wrong_plan_fails_the_proof() -> None:
@@ -21,3 +29,88 @@ def test_a_wrong_plan_fails_the_proof() -> None:
     # Zeroing the same wrong places on both sides agrees only where nothing else depends on them.
     del bad.remove["a.0.weight"]
     assert "does not run" in prove(model, bad, image(2))
+
+
+class MeanOfChannels(nn.Sequential):
+    """Divides by a count of channels, so that nothing can be removed from what it reads."""
+
+    def forward(self, x):
+        h = self[0](x).relu()
+        return self[1](h.sum(1, keepdim=True) / h.shape[1]) + self[2](h)
+
+
+def mean_of_channels(bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return MeanOfChannels(nn.Conv2d(3, 48, 3, bias=False), nn.Conv2d(1, 32, 1, bias=bias), nn.Conv2d(48, 32, 1, bias=bias))
+
+
+class MixesWhenTraining(nn.Sequential):
+    """Doubles the first half of its channels, in train mode only."""
+
+    def forward(self, x):
+        h = self[0](x)
+        return self[1](torch.cat([h[:, :24] * 2, h[:, 24:]], 1) if self.training else h)
+
+
+def refused_reason(model: nn.Module, *example: torch.Tensor) -> str:
+    with pytest.raises(ModelError) as refusal:
+        plan_channels(model, example, keep(macs=0.5))
+    return str(refusal.value)
+
+
+def test_a_branch_that_starts_at_zero_hides_nothing_from_the_proof() -> None:
+    model = mean_of_channels()
+    nn.init.zeros_(model[1].weight)
+    assert "48 channels: a copy that was cut there failed its proof (removed is not zeroed" in refused_reason(model, *image(2))
+    assert not model[1].weight.any(), "the proof varies a copy, never the model"
+
+
+def test_an_example_of_zeros_hides_nothing_from_the_proof() -> None:
+    assert "48 channels: a copy that was cut there failed its proof" in refused_reason(
+        mean_of_channels(bias=False), torch.zeros(2, 3, 16, 16)
+    )
+
+
+def test_what_only_training_computes_is_compared() -> None:
+    torch.manual_seed(0)
+    model = MixesWhenTraining(nn.Conv2d(3, 48, 3, bias=False), nn.Conv2d(48, 8, 1))
+    assert "failed its proof (in train mode removed is not zeroed" in refused_reason(model, *image(2))
+
+
+@pytest.mark.parametrize("noise", [torch.randn_like, lambda h: F.dropout(h, 0.5)], ids=["noise", "dropout"])
+def test_noise_locks_nothing_and_buffers_stay(noise) -> None:
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            self.calls.add_(1)
+            h = self[0](x).relu()
+            return self[1](h + noise(h))
+
+    model = Noisy(nn.Linear(12, 32), nn.Linear(32, 5))
+    model.register_buffer("calls", torch.zeros(()))
+    plan = plan_channels(model, (torch.randn(4, 12),), keep(macs=0.5))
+    assert len(plan.remove["0.weight"][0]) == 16
+    assert model.calls == 0
+
+
+def test_equal_infinities_do_not_differ() -> None:
+    class WithoutSomeClasses(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).masked_fill(torch.arange(5) > 3, float("-inf"))
+
+    model = WithoutSomeClasses(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 5))
+    assert len(plan_channels(model, (torch.randn(4, 12),), keep(macs=0.5)).remove["0.weight"][0]) == 16
+
+
+def test_a_wrong_plan_of_a_model_with_infinities_fails_the_proof() -> None:
+    class HalfInfinite(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            return torch.cat([y, torch.full_like(y, float("inf")) * y.sign()], 1)
+
+    torch.manual_seed(0)
+    model = HalfInfinite(nn.Linear(12, 32), nn.Linear(32, 5))
+    x = (torch.randn(4, 12),)
+    plan = plan_channels(model, x, keep(macs=0.5))
+    keeps = [i for i in range(32) if i not in plan.remove["0.weight"][0]]
+    wrong = replace(plan, remove=plan.remove | {"1.weight": {1: tuple(keeps)}})
+    assert "removed is not zeroed" in (prove(model, wrong, x) or "")

@@ -156,3 +156,24 @@ def test_one_function_makes_an_unknown_operator_known(monkeypatch) -> None:
     plan = plan_channels(model, x, budget=keep(macs=0.6), round_to=1)
     assert plan.remove["a.0.weight"][0]
     assert_equals_zeroed(model, plan, x)
+
+
+def test_a_norm_over_channels_by_hand_and_by_torch_are_cut_alike() -> None:
+    class Unit(nn.Sequential):
+        def forward(self, x):
+            return self[1](nn.functional.normalize(self[0](x), dim=1))
+
+    torch.manual_seed(0)
+    model, x = Unit(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 5, 3)), (torch.randn(4, 3, 8, 8),)
+    plan = plan_channels(model, x, budget=keep(macs=0.5))
+    assert len(plan.remove["0.weight"][0]) == 16
+    assert_equals_zeroed(model, plan, x)
+
+
+def test_a_tensor_that_is_moved_to_its_own_device_is_followed() -> None:
+    class Moved(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x).relu().to(x.device))
+
+    plan = plan_channels(Moved(nn.Linear(12, 32), nn.Linear(32, 5)), (torch.randn(4, 12),), budget=keep(macs=0.5))
+    assert len(plan.remove["0.weight"][0]) == 16

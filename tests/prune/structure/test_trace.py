@@ -71,3 +71,49 @@ def test_examples_that_do_not_run_are_refused(x, message) -> None:
     with pytest.raises(ModelError, match=message):
         plan_channels(model, (x,), budget=keep(macs=0.5))
     assert_untouched(model, before)
+
+
+class Routed(nn.Sequential):
+    """Two experts, one of which runs; which one depends on the values."""
+
+    def forward(self, x):
+        h = self[0](x)
+        return self[1](h + self[2 + int(x.mean() > 0)](h))
+
+
+def test_an_expert_that_the_example_does_not_reach_is_cut_with_the_others() -> None:
+    model = Routed(nn.Linear(8, 32), nn.Linear(32, 4), nn.Linear(32, 32), nn.Linear(32, 32))
+    x = torch.rand(4, 8)
+    plan = plan_channels(model, (x,), budget=keep(macs=0.5))
+    assert plan.remove["2.weight"].keys() == plan.remove["3.weight"].keys() == {0, 1}
+    apply_(model, plan)
+    assert model(x).shape == model(-x).shape == (4, 4)
+
+
+class OptionalToken(nn.Sequential):
+    """Adds a parameter only where an argument asks for it."""
+
+    def forward(self, x, masked=None):
+        h = self[0](x)
+        return self[1](h if masked is None else torch.where(masked[:, None], self.token, h))
+
+
+def test_channels_that_an_unread_parameter_may_meet_stay() -> None:
+    model = OptionalToken(nn.Linear(8, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
+    model.token = nn.Parameter(torch.randn(32))
+    x = torch.rand(4, 8)
+    plan = plan_channels(model, (x,), budget=keep(macs=0.7))
+    assert any("as wide as token, which the model does not read on the example" in reason for reason in plan.locked)
+    assert 0 not in plan.remove.get("0.weight", {})
+    assert plan.remove["1.0.weight"][0], "what has another width is cut"
+    plan = plan_channels(model, (x, torch.arange(4) > 2), budget=keep(macs=0.5))
+    assert plan.remove["token"][0] == plan.remove["0.weight"][0]
+
+
+def test_inputs_that_cannot_be_cut_to_two_rows_are_taken_whole() -> None:
+    class Graph(nn.Sequential):
+        def forward(self, x, adjacent):
+            return self[1](adjacent @ self[0](x).relu())
+
+    plan = plan_channels(Graph(nn.Linear(12, 32), nn.Linear(32, 5)), (torch.randn(20, 12), torch.eye(20)), budget=keep(macs=0.5))
+    assert len(plan.remove["0.weight"][0]) == 16

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import networks
+import torch
 from networks import image, trained_like
 from pruned import planned
 from torch import nn
 
-from compresskit import keep
-from compresskit.prune import apply_, plan_channels
+import compresskit as ck
+from compresskit import keep, remove
+from compresskit.prune import Plan, apply_, plan_channels
 
 
 def test_channels_whose_size_is_written_in_the_code_are_locked() -> None:
@@ -18,6 +22,67 @@ def test_channels_whose_size_is_written_in_the_code_are_locked() -> None:
     apply_(model, plan)
     assert model.head.in_features == 256
     assert model.a[0].out_channels < 16
+
+
+class Scaled(nn.Sequential):
+    """Repeats its width in a tuple."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 5, 3))
+        self.gain, self.gain_shape = nn.Parameter(torch.randn(32)), (32, 1, 1)
+
+    def forward(self, x):
+        return self[1](self[0](x).relu() * self.gain.view(self.gain_shape))
+
+
+def test_a_tuple_that_repeats_a_width_follows_it(tmp_path) -> None:
+    model, x = Scaled(), image(2)
+    plan = plan_channels(model, x, budget=keep(macs=0.5))
+    assert plan.attributes == {"gain_shape": ((32, 1, 1), (16, 1, 1))}
+    apply_(model, Plan.from_json(json.loads(json.dumps(plan.to_json()))))
+    assert model.gain_shape == (16, 1, 1)
+    ck.save(model, tmp_path / "saved")
+    assert torch.equal(ck.load(Scaled(), tmp_path / "saved").eval()(*x), model.eval()(*x))
+
+
+class GroupedQueries(nn.Sequential):
+    """Four heads of queries read two of keys and values."""
+
+    def forward(self, x):
+        q, k, v = (self[i](x).view(*x.shape[:2], -1, 8).transpose(1, 2) for i in range(3))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self[3](heads.transpose(1, 2).flatten(2))
+
+
+def test_heads_of_grouped_query_attention_go_with_the_queries_that_read_them() -> None:
+    model = GroupedQueries(*(nn.Linear(32, n) for n in (32, 16, 16, 5)))
+    x = torch.randn(4, 6, 32)
+    apply_(model, plan_channels(model, (x,), budget=remove(channels=0.5)))
+    assert [layer.out_features for layer in model] == [16, 8, 8, 5]
+    assert model(x).shape == (4, 6, 5)
+
+
+class SharedWidth(nn.Sequential):
+    """Queries, keys and values read one width from one attribute."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(*sizes) for sizes in [(64, 64)] * 4 + [(64, 128), (128, 64)]))
+        self.width = 16
+
+    def forward(self, x):
+        q, k, v = (self[i](x).view(*x.shape[:2], -1, self.width).transpose(1, 2) for i in range(3))
+        x = x + self[3](nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self[5](self[4](x).relu())
+
+
+def test_widths_that_share_an_attribute_shrink_together() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), SharedWidth(), SharedWidth(), nn.Linear(64, 10))
+    plan = plan_channels(model, (torch.randn(4, 20, 16),), budget=keep(macs=0.5))
+    assert 0.48 <= plan.macs / plan.macs_before <= 0.5
+    apply_(model, plan)
+    for block in model[1], model[2]:
+        assert block[0].out_features == block[1].out_features == block[2].out_features == 4 * block.width
 
 
 class Silent(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.export.check.audit import optimized_graph
+from compresskit.export.check.audit import optimized_model
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import X86_NO_VNNI, Scheme, diagnose, quantize_dynamic
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant
@@ -120,7 +120,7 @@ def test_the_runtime_fuses_products_and_rounds_a_value_once(tmp_path) -> None:
     written = Counter(node.op_type for node in onnx.load(file).graph.node)
     assert written["MatMulInteger"] == 5
     assert written["DynamicQuantizeLinear"] == 3  # a, b and c read one value
-    fused = Counter(node.op_type for node in optimized_graph(file).node)
+    fused = Counter(node.op_type for node in optimized_model(file).graph.node)
     assert fused["MatMulIntegerToFloat"] == 3
     assert fused["DynamicQuantizeMatMul"] == 2
     assert not fused["MatMulInteger"]
@@ -184,7 +184,7 @@ def test_gru_and_rnn_store_integers_and_say_that_they_compute_in_float(kind, nam
     file, quantized = check(model, (torch.randint(40, (2, 5)),), [batch], tmp_path)
     assert any("no integer kernel for" in reason for reason in quantized.placement.floating.values())
     assert sum(t.data_type == onnx.TensorProto.INT8 and len(t.dims) == 3 for t in onnx.load(file).graph.initializer) == 4
-    kinds = Counter(node.op_type for node in optimized_graph(file).node)
+    kinds = Counter(node.op_type for node in optimized_model(file).graph.node)
     assert kinds[name] == 2
     assert kinds["Cast"] <= 1  # that of the embedding: the weights are decoded once, when the file is loaded
     np.testing.assert_allclose(executed(file, batch)[0], quantized(*batch)[0].detach().numpy(), atol=2e-5)

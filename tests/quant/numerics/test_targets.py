@@ -163,3 +163,48 @@ def test_saturating_matmul_saturates_pairs_of_products(size) -> None:
     assert torch.equal(saturating_matmul(x, seven).long(), x.long() @ seven.long().T)
     with pytest.raises(DataError, match="wanted uint8"):
         saturating_matmul(x.int(), weight)
+
+
+class Gated(torch.nn.Module):
+    """A convolution whose result is read at two places, both of which compute in float."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.a, self.b, self.gate = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.Conv2d(8, 4, 1), gate
+
+    def forward(self, x):
+        return self.b(self.gate(self.a(x)))
+
+
+GATES = {
+    "hardswish": torch.nn.functional.hardswish,
+    "silu": torch.nn.functional.silu,
+    "square": lambda a: a * a,
+    "tanh": lambda a: 2 * a * torch.tanh(2 * a),
+    "moved": lambda a: (lambda rows: rows * torch.tanh(rows))(a.flatten(2)).unflatten(2, (14, 14)),
+    "scaled": lambda a: torch.add(a, torch.sigmoid(a), alpha=2.5) + 0.5 * a,
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_convolution_that_is_read_twice_is_rounded_for_openvino(gate, tmp_path) -> None:
+    """OpenVINO gives one of the readers sums without their scale where the convolution has no bias."""
+    model, x = build(lambda: Gated(GATES[gate])), image(4)
+    quantized = quantize_static(model, [x], target=OPENVINO)
+    conv = next(n for n in quantized.body.graph.nodes if n.target is aten.conv2d.default)
+    (reader,) = conv.users
+    assert isinstance(quantized.body.get_submodule(reader.target), ActivationQuantizer)
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    try:
+        import openvino
+    except ImportError:
+        return
+    compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    wanted = quantized(*x).detach().numpy()
+    assert np.abs(compiled([v.numpy() for v in x])[0] - wanted).max() <= 2 * np.ptp(wanted) / 255
+
+
+def test_an_opset_that_cannot_be_exported_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"X86: opset must be 19\.\.23, got 17"):
+        replace(X86, opset=17)

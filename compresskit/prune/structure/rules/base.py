@@ -249,12 +249,19 @@ class OperatorCall:
 
     def add_hard_coded_size(self, labels: Tensor) -> None:
         """The code gives a size for the result, which has channels."""
-        sizes = [s for s in pytree.tree_leaves(self.node.args[1:]) if type(s) is int and s > 1]
         small = collapse_expanded(labels)
-        if sizes and bool((small > 0).any()):
+        if self._gives_sizes() and bool((small > 0).any()):
             reason = f"{self.where} to sizes written in the code"
             size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
             self.state.hard_coded_sizes.append(size)
+
+    def add_hard_coded_size_of(self, view: ParameterView) -> None:
+        """The code gives a size for a view of a parameter that has one entry per channel."""
+        if self._gives_sizes() and (labels := self.vector_labels(view)) is not None:
+            self.add_hard_coded_size(labels)
+
+    def _gives_sizes(self) -> bool:
+        return any(type(size) is int and size > 1 for size in pytree.tree_leaves(self.node.args[1:]))
 
     def add_size_attribute(self, attribute: str, labels: Tensor, position: int | None = None) -> None:
         """An attribute of a norm without weights repeats a width."""
@@ -297,7 +304,7 @@ def overloads(*names: str) -> list[Any]:
     for name in (n for text in names for base in text.split() for n in (base, f"{base}_")):
         packet = getattr(aten, name, None)
         if packet is not None:
-            operators += [getattr(packet, o) for o in packet.overloads() if "out" not in o]
+            operators += [getattr(packet, o) for o in packet.overloads() if not {"out", "output"} & {*o.split("_")}]
     return operators
 
 

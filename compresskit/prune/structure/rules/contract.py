@@ -169,8 +169,10 @@ def rule_einsum(call: OperatorCall) -> RuleResult:
 def rule_attention(call: OperatorCall) -> RuleResult:
     """softmax(q k^T / sqrt(width)) v, (..., heads, positions, width); the width under the root shrinks with a cut."""
     q, k, v = call.args[:3]
-    if not all(isinstance(t, Tensor) for t in (q, k, v)) or call.argument("enable_gqa"):
+    if not all(isinstance(t, Tensor) for t in (q, k, v)):
         return call.lock_inputs()
+    if call.argument("enable_gqa"):  # a head of keys and values goes with all the heads of queries that read it
+        k, v = (tighten(t.repeat_interleave(q.shape[-3] // t.shape[-3], -3)) for t in (k, v))
     batch = "abcdefgh"[: q.ndim - 2]
     scores = _contract_activations(call, q, k, EinsumDims(f"{batch}ik", f"{batch}jk", f"{batch}ij"))
     if call.argument("scale") is None:

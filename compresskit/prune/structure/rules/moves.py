@@ -74,12 +74,14 @@ def rule_move(call: OperatorCall) -> RuleResult:
     function = aten.reshape.default if call.target is aten.view.default else functional_form(call.target) or call.target
     try:
         if isinstance(x, ParameterView):
-            return x.map(lambda a: function(a, *rest, **call.kwargs))
+            view = x.map(lambda a: function(a, *rest, **call.kwargs))
+            call.add_hard_coded_size_of(view)
+            return view
         moved = tighten(function(x, *rest, **call.kwargs))
     except (RuntimeError, TypeError):
         return call.lock_inputs()
     if "expand" in call.kind or "repeat" in call.kind:
-        moved = _labels_of_copies(x, moved)
+        moved = _labels_of_copies(x, moved, rest[0] if call.kind == "expand_as" else None)
     if len(varying_dims(moved)) > len(varying_dims(x)):
         # (N, C) viewed as (N, heads, C / heads): which of the two sizes stays is decided once the whole graph has been seen.
         call.add_split(moved)
@@ -88,11 +90,12 @@ def rule_move(call: OperatorCall) -> RuleResult:
     return moved
 
 
-def _labels_of_copies(x: Tensor, moved: Tensor) -> Tensor:
-    """Copies of a value that is no channel take any width."""
+def _labels_of_copies(x: Tensor, moved: Tensor, like: Any) -> Tensor:
+    """Copies of a value that is no channel take any width. like: what gives the new shape, where that is a value."""
     if x.ndim and moved.ndim == x.ndim and bool((collapse_expanded(x) == 0).all()):
         grown = [d for d in range(x.ndim) if moved.shape[d] > 1 == x.shape[d]]
-        if grown and all(x.shape[d] == 1 or d in grown for d in range(1, x.ndim)):
+        kept = [d for d in range(1, x.ndim) if x.shape[d] > 1]
+        if grown and (not kept or (isinstance(like, Tensor) and not {*kept} & {*varying_dims(like)})):
             return torch.full((), UNCONSTRAINED).expand(moved.shape)
     return moved
 

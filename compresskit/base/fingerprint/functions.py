@@ -1,0 +1,123 @@
+"""What the result of a function or of a class depends on: its code, and the values that the code reads."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_INSTALLED = ("site-packages", "dist-packages")
+_OF_NO_EFFECT = frozenset(
+    "__dict__ __weakref__ __module__ __qualname__ __doc__ __annotations__ __annotate__ __annotate_func__ __annotations_cache__"
+    " __firstlineno__ __static_attributes__ __dataclass_fields__ __dataclass_params__ __abstractmethods__ _abc_impl"
+    " __match_args__ __parameters__ __orig_bases__ __slots__ __type_params__ __hash__".split()
+)
+
+
+def of_library(module: str, file: str = "") -> bool:
+    """Whether a module is installed, and so told by its name: torch, compresskit, Python's own, and what pip installed."""
+    root = module.partition(".")[0]
+    if root in ("torch", "compresskit", "builtins") or root in sys.stdlib_module_names:
+        return True
+    loaded = sys.modules.get(module)
+    file = file or str(vars(loaded).get("__file__", "") if loaded is not None else "")
+    return any(folder in file for folder in _INSTALLED)
+
+
+def function_of_library(function: FunctionType) -> bool:
+    """Whether the code of a function is a library's, also where `functools.wraps` gave it the name of a user's function."""
+    return of_library(str(function.__globals__.get("__name__")), function.__code__.co_filename)
+
+
+def code_record(code: CodeType) -> list[Any]:
+    """What the code does, without addresses, line numbers or comments."""
+    constants = [code_record(c) if isinstance(c, CodeType) else _constant(c) for c in code.co_consts]
+    arguments = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_varnames]
+    names = [code.co_names, code.co_freevars, code.co_cellvars]
+    return [code.co_code.hex(), code.co_exceptiontable.hex(), names, arguments, constants]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, frozenset):  # its order changes from process to process
+        return sorted(map(repr, value))
+    return [_constant(entry) for entry in value] if isinstance(value, tuple) else repr(value)
+
+
+def enclosed_values(function: FunctionType) -> dict[str, Any]:
+    """The values that a function closes over, by name."""
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return values
+
+
+def globals_read(function: FunctionType) -> dict[str, Any]:
+    """The global values that a function's code reads, by name; of a user's own module the attributes that the code names."""
+    values: dict[str, Any] = {}
+    names = set(_all_names(function.__code__))
+    for kind, name in set(_loads(function.__code__)):
+        scope = sys.modules if kind == "IMPORT_NAME" else function.__globals__
+        if name not in scope:
+            continue
+        value = scope[name]
+        if isinstance(value, ModuleType) and not of_library(value.__name__):
+            attributes = vars(value)
+            values |= {f"{name}.{entry}": attributes[entry] for entry in names & attributes.keys()}
+        else:
+            values[name] = value
+    return dict(sorted(values.items()))
+
+
+def _loads(code: CodeType) -> Iterator[tuple[str, str]]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
+            yield instruction.opname, instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _loads(constant)
+
+
+def _all_names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _all_names(constant)
+
+
+def class_members(cls: type) -> dict[str, Any]:
+    """The methods and attributes that the classes of a user define, for a class and its bases, by name."""
+    members = {}
+    for base in cls.__mro__:
+        if not of_library(base.__module__):
+            for name, value in vars(base).items():
+                if name not in _OF_NO_EFFECT:
+                    members[f"{base.__qualname__}.{name}"] = value
+    return members
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object, by name, but for cached properties; None for an object that Python code did not define."""
+    layers = [base for base in type(value).__mro__ if base is not object]
+    if not all(base.__flags__ & (1 << 9) for base in layers):  # a type that a class statement, not C, made
+        return None
+    cached = {name for base in layers for name, entry in vars(base).items() if isinstance(entry, functools.cached_property)}
+    slots = [name for base in layers for name in _slots(base)]
+    if not layers or not (hasattr(value, "__dict__") or slots):
+        return None
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    found |= vars(value) if hasattr(value, "__dict__") else {}
+    return {str(name): entry for name, entry in found.items() if name not in cached}
+
+
+def _slots(cls: type) -> list[str]:
+    slots = vars(cls).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    own = f"_{cls.__name__.lstrip('_')}"
+    public = [name for name in names if name not in ("__dict__", "__weakref__")]
+    return [f"{own}{name}" if name.startswith("__") and not name.endswith("__") else name for name in public]

@@ -1,0 +1,132 @@
+"""Run a model twice in the same way, on values that hide nothing: what a proof by comparison needs.
+
+Noise would differ between two runs, and a counter in a buffer would move. A branch whose last layer is all zeros, or inputs that
+are all zeros, would make the outputs equal whatever is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compresskit.base.task import Inputs
+
+#: Operators whose result is noise -> the value that takes its place. It is the same for every width.
+_NOISE = dict.fromkeys(
+    ("randn", "randn_like", "rand", "rand_like", "normal", "uniform", "exponential", "log_normal", "cauchy"), 0.5
+)
+_NOISE |= dict.fromkeys(("bernoulli", "geometric"), 1.0)
+#: Arguments that say how much is dropped at random.
+_DROPPED_FRACTIONS = ("p", "dropout", "dropout_p")
+_NOISE_SEED = 0
+_VARIATION = 0.1  # standard deviation of what is added to constant parameters
+
+
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Put the buffers of a model back after the block: the tensors, where they were replaced, and their values."""
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, values in before:
+                module._buffers[name] = buffer
+                buffer.copy_(values)
+
+
+@contextmanager
+def repeatable(model: nn.Module) -> Iterator[None]:
+    """Every run in such a block has the same noise, for whatever width, and leaves the buffers as they were."""
+    torch.manual_seed(_NOISE_SEED)  # for what `_FixedNoise` does not know
+    with buffers_restored(model), _FixedNoise():
+        yield
+
+
+class _FixedNoise(TorchDispatchMode):
+    """Gives a constant where the model asks for noise, and drops nothing at random."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = _random_kind(func)
+        if kind is None:
+            return func(*args, **kwargs)
+        if kind == "normal" and not func._schema.is_mutable and any(isinstance(v, Tensor) for v in args[:2]):
+            mean, deviation = (*args, 0.0, 1.0)[:2] if len(args) > 1 else (args[0], 1.0)
+            return mean + _NOISE["normal"] * deviation
+        if kind in _NOISE:
+            return func(*args, **kwargs).fill_(_NOISE[kind])
+        args, kwargs = _without_dropping(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@cache
+def _random_kind(func: Any) -> str | None:
+    """The name of an operator that draws random numbers; None for all others."""
+    kind: str = func.overloadpacket.__name__.rstrip("_")
+    known = kind in _NOISE or "dropout" in kind or kind in ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")
+    return kind if known else None
+
+
+def _without_dropping(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with the fraction that is dropped at random set to 0."""
+    args, kwargs = list(args), dict(kwargs)
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name not in _DROPPED_FRACTIONS:
+            continue
+        if position < len(args):
+            args[position] = 0.0
+        elif argument.name in kwargs:
+            kwargs[argument.name] = 0.0
+    return args, kwargs
+
+
+def vary_constants_(model: nn.Module) -> None:
+    """Give parameters whose values are all the same different ones: what stands behind zeros would not reach the outputs."""
+    noise = torch.Generator().manual_seed(_NOISE_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and _is_constant(parameter):
+                added = torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
+                parameter.add_(added.to(parameter.device), alpha=_VARIATION)
+
+
+def varied_inputs(example: Inputs) -> Inputs:
+    """The example with values from c to c + 1 in the place of tensors whose values are all c; itself where there are none."""
+    noise = torch.Generator().manual_seed(_NOISE_SEED)
+
+    def is_blind(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and _is_constant(value)
+
+    if not any(map(is_blind, pytree.tree_leaves(example))):
+        return example
+
+    def varied(value: Any) -> Any:
+        if is_blind(value):
+            return value + torch.rand(value.shape, generator=noise, dtype=value.dtype).to(value.device)
+        return value
+
+    inputs: Inputs = pytree.tree_map(varied, example)
+    return inputs
+
+
+def _is_constant(values: Tensor) -> bool:
+    if values.numel() < 2:
+        return False
+    low, high = values.detach().aminmax()
+    return bool(low == high)

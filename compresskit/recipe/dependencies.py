@@ -1,0 +1,135 @@
+"""What the stages of a recipe depend on, described by value, and the keys that are made of it.
+
+A stage's key is a hash of everything its result depends on: the model, the task with a sample of its data, the settings of the
+recipe, of the stage and of all stages before it, and the versions of this library and of torch. What cannot be described makes
+a key that no stage has, so that the stage runs again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compresskit.base.fingerprint import Description, describe_by_value, fingerprint
+from compresskit.base.stage import Stage
+from compresskit.base.task import RunningMetric, Task
+from compresskit.base.version import __version__
+from compresskit.graph.surgery import structure
+
+#: The key of a stage, and what it depends on that cannot be described.
+StageKey = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """What the stages of a recipe depend on.
+
+    Attributes:
+        stages: the settings of each stage.
+        task: the data, the loss and what else a task has, by name.
+        model: the incoming model.
+        settings: of the recipe itself.
+    """
+
+    stages: tuple[Description, ...]
+    task: dict[str, Description]
+    model: Description
+    settings: dict[str, Any]
+
+    @property
+    def stage_records(self) -> list[Any]:
+        """The settings of all stages, JSON-ready."""
+        return [stage.record for stage in self.stages]
+
+    @property
+    def task_records(self) -> dict[str, Any]:
+        """The task, JSON-ready."""
+        return {name: part.record for name, part in self.task.items()}
+
+    def keys(self) -> list[StageKey]:
+        """For each stage its key, and what of it, of the task or of an earlier stage cannot be described."""
+        unknown = [entry for part in (self.model, *self.task.values()) for entry in part.unknown]
+        common = [self.model.record, self.settings, self.task_records, versions()]
+        digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode())
+        keys = []
+        for stage in self.stages:
+            unknown += stage.unknown
+            digest.update(json.dumps(stage.record, sort_keys=True).encode())
+            if unknown:
+                digest.update(uuid.uuid4().bytes)
+            keys.append((digest.hexdigest()[:16], tuple(unknown)))
+        return keys
+
+
+def describe_stages(stages: Sequence[Stage]) -> tuple[Description, ...]:
+    """The settings of stages. A student that a function makes is described by its structure too."""
+    found = []
+    for i, stage in enumerate(stages):
+        described = describe_by_value(stage, f"stage {i + 1}, {type(stage).__name__}")
+        if stage.makes_student:
+            with torch.random.fork_rng(devices=[]):
+                student = structure_hash(stage.skeleton(nn.Module()))
+            made = {"made by": described.record["student"], "structure": student}
+            described = Description(described.record | {"student": made}, described.unknown)
+        found.append(described)
+    return tuple(found)
+
+
+def describe_task(task: Task) -> dict[str, Description]:
+    """The parts of a task on which results depend, by name.
+
+    Raises SettingError or DataError where a loader is missing, empty or has no length.
+    """
+    parts = {
+        "loss": task.loss,
+        "metric": _without_memory(task.metric),
+        "predict": task.predict,
+        "target": task.target,
+        "reference": task.reference,
+    }
+    described = {name: describe_by_value(part, f"Task({name}=...)") for name, part in parts.items()}
+    for name in ("train", "val", "calibration"):
+        if getattr(task, name) is None:
+            described[name] = Description(None)
+            continue
+        batches = task.length(name)
+        loader = describe_by_value(getattr(task, name), f"Task({name}=...)", data=True)
+        described[name] = Description([batches, loader.record], loader.unknown)
+    return described
+
+
+def _without_memory(metric: Any) -> Any:
+    """A running metric as it is before its first batch."""
+    if not isinstance(metric, RunningMetric):
+        return metric
+    try:
+        metric = copy.deepcopy(metric)
+    except Exception:  # whatever of it cannot be copied
+        return metric
+    metric.reset()
+    return metric
+
+
+def describe_model(model: nn.Module, *, trained: bool) -> Description:
+    """The incoming model: its structure and attributes, and its weights where it comes trained."""
+    described = describe_by_value(model, "the model", weights=trained, modes=False)
+    weights = fingerprint(model) if trained else None
+    return Description([structure(model), described.record, weights], described.unknown)
+
+
+def structure_hash(model: nn.Module) -> str:
+    """A short hash of a model's structure."""
+    return hashlib.sha256(json.dumps(structure(model), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def versions() -> list[str]:
+    """Versions that results depend on: of this library, and of torch without its patch number."""
+    return [__version__, ".".join(torch.__version__.split(".")[:2])]

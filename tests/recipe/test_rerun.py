@@ -1,0 +1,79 @@
+"""What a recipe says before it runs, and what a finished or a foreign folder keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import CheckpointError, ModelError, StageOrderError
+
+BATCHES = [(torch.randn(16, 8), torch.arange(16) % 4)] * 2
+TASK = ck.Task(train=BATCHES, val=BATCHES)
+PRUNE = ck.Prune(budget=ck.keep(macs=0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing(ck.Stage):
+    """Forgets to return its model."""
+
+    def __call__(self, model, task):
+        return None
+
+
+def test_a_stage_that_returns_no_module_is_named(tmp_path) -> None:
+    with pytest.raises(ModelError, match="Nothing returned NoneType, wanted a module"):
+        ck.Recipe(Nothing(), export="last").run(nn.Linear(8, 4).eval(), TASK, tmp_path / "run")
+
+
+def test_a_new_student_is_a_float_model_again() -> None:
+    ck.Recipe(ck.StaticQuant(), ck.Distill(student=lambda: nn.Linear(8, 4), epochs=1), PRUNE)
+    with pytest.raises(StageOrderError, match="stage 3, Prune, needs a float model"):
+        ck.Recipe(ck.StaticQuant(), ck.Distill(epochs=1), PRUNE)
+
+
+@pytest.mark.parametrize("stages", [(ck.QAT(epochs=1), ck.QAT(epochs=1)), (ck.DynamicQuant(), ck.StaticQuant())])
+def test_two_quantizers_have_no_legal_order(stages) -> None:
+    with pytest.raises(StageOrderError, match="no order of these stages is legal, leave one of them out"):
+        ck.Recipe(*stages)
+
+
+def test_the_order_in_a_refusal_is_legal() -> None:
+    stages = {"QAT": ck.QAT(epochs=1), "Prune": PRUNE, "Sparsify": ck.Sparsify(budget=ck.remove(weights=0.5))}
+    with pytest.raises(StageOrderError, match="a legal order is ") as error:
+        ck.Recipe(stages["QAT"], stages["Sparsify"], stages["Prune"])
+    ck.Recipe(*(stages[name] for name in str(error.value).rpartition("order is ")[2].split(", ")))
+
+
+def test_reading_a_finished_run_keeps_its_latencies(tmp_path, monkeypatch) -> None:
+    model, recipe = nn.Linear(8, 4), ck.Recipe(ck.Train(epochs=1))
+    times = iter([[1.5], [2.5]])
+    monkeypatch.setattr("compresskit.recipe.engine.latency", lambda files, inputs: next(times))
+
+    def latency():
+        return json.loads(recipe.run(model, TASK, tmp_path / "run").report.read_text())["rows"][0]["latency_ms"]
+
+    assert [latency(), latency()] == [1.5, 1.5]
+    (tmp_path / "run" / "report.json").unlink()
+    assert latency() == 2.5
+
+
+def test_nothing_is_left_in_a_foreign_folder(tmp_path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="not empty, and not the folder of a run"):
+        ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(8, 4), TASK, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_soft_targets_of_a_regression_are_refused_before_anything_runs(tmp_path) -> None:
+    batches = [(torch.randn(16, 8), torch.randn(16, 1))] * 2
+    task = ck.Task(train=batches, val=batches, loss=F.mse_loss, metric=lambda p, y: -F.mse_loss(p, y).item())
+    stages = ck.Train(epochs=1), ck.Distill(student=lambda: nn.Linear(8, 1), epochs=1)
+    with pytest.raises(ModelError, match=r"Distill\(\): Linear gives one channel, .*; pass Distill\(loss=...\)"):
+        ck.Recipe(*stages).run(nn.Linear(8, 1), task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

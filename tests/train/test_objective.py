@@ -1,0 +1,81 @@
+"""The task's loss: a scalar, of predictions and targets that belong together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import DataError, TrainingError
+
+BATCHES = [(torch.randn(16, 8), torch.arange(16) % 4)] * 2
+COLUMN = [(torch.randn(16, 8), torch.arange(16.0))] * 2
+
+
+def fit(loss, batches=BATCHES, outputs=4, **settings):
+    return ck.fit_(nn.Linear(8, outputs), ck.Task(train=batches, val=batches, loss=loss), ck.Train(epochs=1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (partial(F.cross_entropy, reduction="none"), r"a tensor \(16,\)"),
+        (lambda p, y: F.cross_entropy(p, y).item(), "float"),
+        (lambda p, y: (F.cross_entropy(p, y), 0), "tuple"),
+        (lambda p, y: None, "NoneType"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_refused_in_training_and_in_the_rehearsal(loss, got, tmp_path) -> None:
+    with pytest.raises(DataError, match=rf"Task\(loss=...\): wanted a scalar tensor, got {got}"):
+        fit(loss)
+    with pytest.raises(DataError, match=rf"Task\(loss=...\): wanted a scalar tensor, got {got}"):
+        ck.Recipe(ck.Train(epochs=1)).run(nn.Linear(8, 4), ck.Task(train=BATCHES, val=BATCHES, loss=loss), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "got"),
+    [
+        (lambda model, batch: {"a": model(batch[0])}, r"a = a tensor \(16, 4\)"),
+        (lambda model, batch: {"a": 1.0}, "a = float"),
+        (lambda model, batch: {}, "no loss"),
+        (lambda model, batch: model(batch[0]).mean(), "Tensor"),
+    ],
+)
+def test_an_objective_that_gives_no_scalars_is_refused(losses, got) -> None:
+    with pytest.raises(TrainingError, match=f"the objective wants scalar tensors by name, got {got}"):
+        fit(F.cross_entropy, objective=losses)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss, lambda p, y: (y - p).square().mean()])
+def test_predictions_in_a_column_beside_targets_in_a_row_are_refused(loss) -> None:
+    with pytest.raises(DataError, match=r"predictions \(16, 1\) and targets \(16,\) are broadcast to \(16, 16\)"):
+        fit(loss, COLUMN, outputs=1)
+
+
+def pairs(predictions, target):
+    """A loss that compares all pairs on purpose."""
+    return ((predictions - predictions.T) - (target[:, None] - target[None])).square().mean()
+
+
+@pytest.mark.parametrize("loss", [lambda p, y: F.mse_loss(p.squeeze(1), y), lambda p, y: F.mse_loss(p, y[:, None]), pairs])
+def test_losses_that_bring_them_into_one_shape_train(loss) -> None:
+    fit(loss, COLUMN, outputs=1)
+
+
+def test_an_epoch_is_one_line_of_the_log_where_there_is_no_terminal(caplog) -> None:
+    caplog.set_level("INFO", "compresskit.train")
+    ck.fit_(nn.Linear(8, 4), ck.Task(train=BATCHES, val=BATCHES), ck.Train(epochs=3))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(", loss ")[0] for line in lines] == [f"train: epoch {i}/3" for i in (1, 2, 3)]
+    assert all(float(line.partition(", loss ")[2]) > 0 for line in lines)
+
+
+def test_training_is_silent_without_a_standard_error(monkeypatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    fit(F.cross_entropy)
