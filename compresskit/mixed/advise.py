@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed.formats.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
 
 #: Below 2^-24 a value becomes 0 in fp16; the largest is 65504.
 FP16_SMALLEST_EXPONENT, FP16_LARGEST = -24, 65504.0
+#: Layers that multiply matrices.
+MATRIX_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ def advise(
 
     Args:
         model: an fp32 model, on the device where it will train.
-        example: its positional inputs, as a tuple or one tensor.
+        example: one batch of its inputs: a tensor, a tuple of positional ones, or a mapping of keyword ones.
         loss: from outputs to a scalar; None for the mean square of all outputs.
         batches: the training data; four batches are taken and timed against a forward and backward pass.
 
@@ -88,30 +90,34 @@ def advise(
         The sizes, the histogram of gradient exponents and the suggested policy.
 
     Raises:
-        ModelError: where no output depends on a parameter that requires gradients.
+        ModelError: where the model does not run on the example, or no output depends on a parameter that requires gradients.
+        SettingError: for a loss that is not one floating number.
 
     Sizes: NVIDIA, "Deep Learning Performance: matrix multiplication" (multiples of 8 for fp16, 16 for fp8). Histogram:
     Micikevicius et al., 1710.03740, figure 3.
     """
-    args = example if isinstance(example, tuple) else (example,)
+    args, kwargs = _as_inputs(example)
     layers: list[LayerSizes] = []
     names = {module: name for name, module in model.named_modules()}
-    matrix = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
     leaf = [m for m in names if not list(m.children()) and list(m.parameters())]
-    others = {type(m).__name__ for m in leaf if not isinstance(m, matrix)}
 
-    def record_sizes(module: nn.Module, inputs: Any, _output: Any) -> None:
-        if isinstance(module, matrix):
-            layers.append(_layer_sizes(names[module], module, inputs))
+    def record_sizes(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(module, MATRIX_LAYERS):
+            layers.append(_layer_sizes(names[module], module, output))
 
     handles = [module.register_forward_hook(record_sizes) for module in names]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients() -> list[Tensor]:
+        return _gradients_of_example(model, args, kwargs, parameters, loss)
+
     try:
-        grads = _gradients_of_example(model, args, parameters, loss)
-        for handle in handles:
-            handle.remove()
-        notes = _obstacles(parameters[0].device, batches, lambda: _gradients_of_example(model, args, parameters, loss))
+        with torch.random.fork_rng(list({p.device for p in parameters if p.is_cuda})):  # dropout draws numbers
+            grads = gradients()
+            for handle in handles:
+                handle.remove()
+            notes = _obstacles(parameters[0].device, batches, gradients)
     finally:
         for handle in handles:
             handle.remove()
@@ -121,7 +127,7 @@ def advise(
     policy, why = _suggested_policy(parameters[0].device)
     return Advice(
         layers=tuple(layers),
-        others=tuple(sorted(others)),
+        others=tuple(sorted({type(m).__name__ for m in leaf if not isinstance(m, MATRIX_LAYERS)})),
         exponents=exponents,
         flushed=sum(part for e, part in exponents.items() if e < FP16_SMALLEST_EXPONENT),
         scale=_smallest_scale(exponents, largest),
@@ -132,14 +138,40 @@ def advise(
 
 
 def _gradients_of_example(
-    model: nn.Module, args: tuple[Any, ...], parameters: list[nn.Parameter], loss: Callable[[Any], Tensor] | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parameters: list[nn.Parameter],
+    loss: Callable[[Any], Tensor] | None,
 ) -> list[Tensor]:
-    output = model(*args)
+    try:
+        output = model(*args, **kwargs)
+    except Exception as error:
+        raise ModelError(f"advise: {type(model).__name__} does not run on the example: {error}; give it as one batch") from error
     leaves = [o for o in pytree.tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
     if not leaves or not parameters:
         raise ModelError("advise: no output depends on a parameter with requires_grad; there are no gradients to look at")
-    total = loss(output) if loss is not None else torch.stack([o.float().square().mean() for o in leaves]).sum()
+    total = _checked_loss(loss, output) if loss is not None else torch.stack([o.float().square().mean() for o in leaves]).sum()
     return [grad for grad in torch.autograd.grad(total, parameters, allow_unused=True) if grad is not None]
+
+
+def _checked_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+    """The loss of an output: a scalar that depends on it."""
+    try:
+        total: Any = loss(output)
+    except Exception as error:
+        raise SettingError(f"advise: loss fails on the model's output: {error}") from error
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+        got = f"{total.dtype} {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise SettingError(f"advise: loss must return one floating number that depends on the output, got {got}")
+    return total
+
+
+def _as_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs: a mapping holds keyword inputs, a tuple or list positional ones, else there is one."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
 def _obstacles(device: torch.device, batches: Iterable[Any] | None, step: Callable[[], Any]) -> tuple[str, ...]:
@@ -162,10 +194,10 @@ def _obstacles(device: torch.device, batches: Iterable[Any] | None, step: Callab
     return tuple(notes)
 
 
-def _layer_sizes(name: str, module: nn.Module, inputs: Any) -> LayerSizes:
+def _layer_sizes(name: str, module: nn.Module, output: Any) -> LayerSizes:
     sizes: dict[str, int] = {}
     if isinstance(module, nn.Linear):
-        rows = inputs[0].numel() // module.in_features
+        rows = output.numel() // module.out_features
         sizes = {"rows": rows, "in_features": module.in_features, "out_features": module.out_features}
     elif isinstance(module, nn.modules.conv._ConvNd):
         groups = module.groups

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed.formats.fp8 import check_fp8
-from compresskit.mixed.formats.policy import HALVES, Policy
+from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.mixed.formats.policy import HALVES, Policy, is_positive
 from compresskit.mixed.step.compiled import check_compiled, has_compiler
 from compresskit.mixed.step.flat import check_flat
 from compresskit.mixed.step.scaler import LossScaler
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a wrapped or half model, and an optimizer of other parameters; warn of parameters that it does not have."""
+def check_clip(clip: object) -> None:
+    """Refuse a largest gradient norm that is no positive, finite number."""
+    if clip is not None and not is_positive(clip):
+        raise SettingError(f"clip must be positive and finite, got {clip!r}; None does not clip")
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Refuse a wrapped model, one that the policy cannot cast, and an optimizer of other parameters; warn of those it lacks."""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        got = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise SettingError(f"prepare: wanted a torch module and its torch optimizer, got {got}; call prepare once for each pair")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
-    if half := [n for n, p in model.named_parameters() if p.dtype in HALVES]:
-        raise ModelError(f"prepare: {half[0]} is {model.get_parameter(half[0]).dtype}; give an fp32 model, the policy casts it")
+    _check_dtypes(model, policy)
     parameters = set(model.parameters())
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     if optimized - parameters:
@@ -33,6 +43,20 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "they will not move; freeze them, or hand them over with run.add_group",
             stacklevel=3,
         )
+
+
+def _check_dtypes(model: nn.Module, policy: Policy) -> None:
+    """Refuse lazy parameters, half ones where they would have no masters, and float64 where the policy casts."""
+    casts = policy.param_dtype is not None or policy.autocast_dtype is not None
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(f"prepare: {name} has no shape yet; run the model once on a batch, then make the optimizer")
+        if p.dtype in HALVES and (policy.param_dtype is None or is_sharded(model)):
+            raise ModelError(
+                f"prepare: {name} is {p.dtype}; give an fp32 model, or train a half one under a policy such as MASTER_BF16"
+            )
+        if p.dtype == torch.float64 and casts:
+            raise ModelError(f"prepare: {name} is {p.dtype}, which {policy.name} does not cast; give model.float(), or use FP32")
 
 
 def check_policy(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -58,6 +82,20 @@ def check_policy(policy: Policy, optimizer: torch.optim.Optimizer, device: torch
         "with, not one to train at",
         stacklevel=3,
     )
+
+
+def new_parameters(group: Mapping[str, Any], model: nn.Module, optimized: Container[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of a new param group; refuses those of another model, and those that the optimizer has."""
+    params = group.get("params", ())
+    parameters: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    known = {parameter: name for name, parameter in model.named_parameters()}
+    if not parameters or not all(isinstance(p, nn.Parameter) and p in known for p in parameters):
+        raise SettingError(
+            "add_group: wanted {'params': [...]} with parameters of the prepared model; add a new module to it first"
+        )
+    if twice := [known[p] for p in parameters if p in optimized]:
+        raise SettingError(f"add_group: the optimizer has {twice[0]} already; leave it out")
+    return parameters
 
 
 def use_compiled_step(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,23 +19,19 @@ from torch import Tensor, nn
 from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.checks import (
     capturing_cuda_graph,
+    check_clip,
     check_closure,
     check_cuda_graph,
     check_model,
     check_policy,
+    new_parameters,
     requires_closure,
     use_compiled_step,
 )
 from compresskit.mixed.formats.casts import cast_floating
-from compresskit.mixed.formats.fp8 import Fp8Conversion, to_float8
+from compresskit.mixed.formats.fp8 import Fp8Conversion, convert_by_policy
 from compresskit.mixed.formats.levels import require_policy
-from compresskit.mixed.formats.parallel import (
-    check_fsdp_casts,
-    check_fsdp_policy,
-    check_optimizer_shards,
-    check_sync,
-    is_sharded,
-)
+from compresskit.mixed.formats.parallel import check_optimizer_shards, check_sync, is_sharded, sharded_policy
 from compresskit.mixed.formats.policy import FP32, Policy
 from compresskit.mixed.formats.tf32 import tf32
 from compresskit.mixed.optim.ema import WeightEMA
@@ -45,6 +40,7 @@ from compresskit.mixed.state import OptimizerState
 from compresskit.mixed.step.accumulate import GradientAccumulator
 from compresskit.mixed.step.compiled import CompiledStep
 from compresskit.mixed.step.flat import FlatMasters
+from compresskit.mixed.step.guard import OptimizerGuard
 from compresskit.mixed.step.masters import MasterWeights
 from compresskit.mixed.step.overflow import OverflowTracker
 from compresskit.mixed.step.scaler import LossScaler, make_scalers
@@ -68,7 +64,7 @@ def prepare(
     """Cast a model and give its optimizer fp32 masters, as a policy says; both are changed in place until `run.finish()`.
 
     Args:
-        model: an fp32 model, not yet wrapped in DistributedDataParallel.
+        model: an fp32 model, or a half one under a half policy; not yet wrapped in DistributedDataParallel.
         optimizer: any `torch.optim` optimizer over (some of) its parameters; param groups stay as they are.
         policy: the number formats to train in.
         clip: largest 2-norm of all gradients together, measured on unscaled fp32 gradients; None does not clip.
@@ -83,21 +79,20 @@ def prepare(
         The run, to be called like the model.
 
     Raises:
-        ModelError: for a wrapped or half model.
+        ModelError: for a wrapped model, and one in other dtypes than the policy can start from.
         SettingError: for an optimizer over other parameters, and for settings that do not go together.
     """
     require_policy(policy, "prepare(policy=...)")
-    if clip is not None and clip <= 0:
-        raise SettingError(f"clip must be positive, got {clip}")
-    check_model(model, optimizer)
+    check_clip(clip)
+    check_model(model, optimizer, policy)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_policy(policy, optimizer, device)
     compiled = use_compiled_step(policy, optimizer, device, flat=flat, backend=backend)
     scalers = make_scalers(policy, losses, scaler, device)
-    float8 = _convert_to_float8(model, policy)
+    float8 = convert_by_policy(model, policy)
     if is_sharded(model):
         check_optimizer_shards(model, optimizer)
-        policy = _sharded_policy(model, policy, flat=flat, compiled=compiled)
+        policy = sharded_policy(model, policy, flat=flat, compiled=compiled)
     return Run(model, optimizer, policy, device=device, clip=clip, scalers=scalers, float8=float8, flat=flat, compiled=compiled)
 
 
@@ -142,7 +137,9 @@ class Run:
         self._micro_batches: int | None = None  # inside `accumulate`: how many backward passes make a step
         self._backward_passes = 0  # since the last step
         self._unscaled = False  # whether `unscaled` has taken this step's gradients out of the loss scale
-        self._requires_closure = requires_closure(optimizer)
+        self._requires_closure, self._sharded, self._finished = requires_closure(optimizer), is_sharded(model), False
+        self._weights.record_()
+        self._guard = OptimizerGuard(optimizer, zero_grad=self.zero_grad, add_group=self.add_group)
 
     def __repr__(self) -> str:
         lines = [f"{type(self.optimizer).__name__} on {self.device}, {self.policy}"]
@@ -163,6 +160,7 @@ class Run:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             # Its buckets have the dtype of the weights; fp32 gradients fail with "Expected BFloat16, got Float".
             self._weights.use_fp32_gradients_(enabled=False)
+            self._weights.broadcast_(model.process_group)
         self._model = model
 
     @property
@@ -172,13 +170,15 @@ class Run:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, in fp32 for inputs of any floating dtype."""
+        self._check_running()
         half, auto, output_dtype = self.policy.param_dtype, self.policy.autocast_dtype, self.policy.output_dtype
         if half is not None and self.policy.cast_inputs:
             args, kwargs = cast_floating(args, half), cast_floating(kwargs, half)
         autocast = torch.autocast(self.device.type, dtype=auto) if auto is not None else nullcontext()
         with autocast, tf32(self.policy.tf32):
             output = self._model(*args, **kwargs)
-        return output if (half is None and auto is None) or output_dtype is None else cast_floating(output, output_dtype)
+        casts = half is not None or auto is not None or self._sharded
+        return cast_floating(output, output_dtype) if casts and output_dtype is not None else output
 
     def backward(self, loss: Tensor, *, scaler: str | None = None) -> None:
         """Compute the gradients of the scaled loss; several calls before `step` are summed in fp32.
@@ -190,6 +190,7 @@ class Run:
         Raises:
             SettingError: for a name that was not declared, and inside DDP's `no_sync`.
         """
+        self._check_running()
         check_sync(self._model)
         chosen = self._overflow.use(scaler or "")
         loss = loss.float() if self._micro_batches is None else loss.float() / self._micro_batches
@@ -244,13 +245,18 @@ class Run:
         Returns:
             With a closure, what the optimizer returns; else None.
         """
+        self._check_running()
+        self._guard.check_groups()
         if closure is not None:
             return self._step_with_closure(closure)
         if self._requires_closure:
             raise SettingError(f"step: {type(self.optimizer).__name__} evaluates the loss itself; give run.step(closure)")
         if captured := capturing_cuda_graph(self.device):
             check_cuda_graph(self.optimizer, scaled=bool(self.scalers), compiled=self._compiled is not None)
-        unscale, ran = self._update_compiled(self._compiled) if self._compiled is not None else self._update_foreach()
+        else:
+            self._adopt_writes()
+        with self._guard.stepping():
+            unscale, ran = self._update_compiled(self._compiled) if self._compiled is not None else self._update_foreach()
         if self.clip is not None:
             self.grad_norm = unscale.norm
         skipped = False if captured else self._skipped_for_schedulers(ran=ran)
@@ -273,6 +279,7 @@ class Run:
         raw = self._weights.raw_gradients(self._accumulator.collect())
         unscale = self._unscale_and_clip(list(raw.values()))
         compiled.update(unscale, raw)
+        self._weights.record_()
         if self.after_update or self._emas:
             self._weights.materialize_masters()
             self._run_after_update(unscale.found_inf)
@@ -282,12 +289,14 @@ class Run:
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         separate = self._flat is None and self._compiled is None
         check_closure(self.policy, self.scalers.values(), separate_weights=separate)
+        self._adopt_writes()
 
         def evaluate() -> Any:
             self._weights.write_back(count=False)  # the optimizer may have moved the masters since the last evaluation
             self._clear_gradients()
             with torch.enable_grad():
                 loss = closure()
+            self._weights.adopt_writes_()
             unscale = self._gather_gradients()
             unscale.apply_()
             self.grad_norm = unscale.norm if self.clip is not None else None
@@ -298,8 +307,9 @@ class Run:
                 )
             return loss
 
-        result = self.optimizer.step(evaluate)
-        self._run_after_update(None)
+        with self._guard.stepping():
+            result = self.optimizer.step(evaluate)
+            self._run_after_update(None)
         self._weights.write_back()
         self._end_step(skipped=False)
         return result
@@ -347,6 +357,20 @@ class Run:
         self._overflow.used.clear()
         self._backward_passes, self._unscaled = 0, False
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step, as `optimizer.zero_grad()` does too while the run lasts; zeros are not kept."""
+        self._accumulator.totals.clear()
+        self._clear_gradients()
+
+    def _check_running(self) -> None:
+        if self._finished:
+            raise TrainingError("run: finish() has ended it, and the model is fp32 again; call the model, or prepare it anew")
+
+    def _adopt_writes(self, *, compare: bool = False) -> None:
+        """Take over what the user wrote into the weights; not in the middle of a step, nor while averages are in their place."""
+        if not self._finished and not self._guard.is_open and not any(ema.in_use for ema in self._emas):
+            self._weights.adopt_writes_(compare=compare)
+
     def add_group(self, group: dict[str, Any]) -> None:
         """Give the optimizer another param group: parameters that it did not have, or that are new in the model.
 
@@ -355,34 +379,30 @@ class Run:
         Raises:
             SettingError: for parameters of another model, or that the optimizer has already.
         """
-        params = group.get("params", ())
-        parameters: list[Any] = [params] if isinstance(params, Tensor) else list(params)
         weights = self._weights
-        known = {parameter: name for name, parameter in weights.model.named_parameters()}
-        if not parameters or not all(isinstance(p, nn.Parameter) and p in known for p in parameters):
-            raise SettingError(
-                "add_group: wanted {'params': [...]} with parameters of the prepared model; add a new module to it first"
-            )
-        if twice := [known[p] for p in parameters if p in weights.optimized]:
-            raise SettingError(f"add_group: the optimizer has {twice[0]} already; leave it out")
+        parameters = new_parameters(group, weights.model, weights.optimized)
         if self._backward_passes:
             raise SettingError("add_group: gradients wait for their step; call it after step()")
         had_halves = bool(weights.halves)
+        gone = weights.forget_removed_(flat=self._flat is not None)
         weights.cast_new_parameters()
         weights.use_fp32_gradients_(enabled=weights.fp32_gradients if had_halves else self._compiled is None)
         weights.add_optimized(parameters)
         masters: dict[Any, Tensor] = {half.parameter: half.master for half in weights.halves}
-        self.optimizer.add_param_group({**group, "params": [masters.get(p, p) for p in parameters]})
+        self._guard.add_param_group({**group, "params": [masters.get(p, p) for p in parameters]})
         if self._flat is not None:
             self._flat.add_group(self.optimizer.param_groups[-1])
+        self._guard.count_tensors()
         if self._compiled is not None:
             self._compiled.find_masters()
+        weights.record_()
         for ema in self._emas:
+            ema.forget(gone)
             ema.add_new(self.named_masters())
 
     def schedule(self, scheduler: Scheduler, on: Literal["attempt", "success"] = "attempt") -> Scheduler:
         """Let `run.step` step a torch scheduler, at every step or only after those that were not skipped; see `RunScheduler`."""
-        self._schedulers.append(RunScheduler(scheduler=scheduler, on=on))
+        self._schedulers.append(RunScheduler(scheduler=scheduler, optimizer=self.optimizer, on=on))
         return scheduler
 
     def ema(self, decay: float = 0.999) -> WeightEMA:
@@ -402,6 +422,7 @@ class Run:
         weights = self._weights
         if any(p.grad is not None for p in weights.names) or self._backward_passes:
             raise CheckpointError("state_dict: gradients wait for their step and would be lost; call it after step()")
+        self._adopt_writes(compare=True)
         keep: Callable[[Tensor], Tensor] = (lambda value: value.detach().clone()) if copy else Tensor.detach
         return {
             "version": STATE_VERSION,
@@ -430,7 +451,7 @@ class Run:
                     f"load_state_dict: the state has {len(state[kind])} {kind}, this run {count}; make it alike first"
                 )
         self._weights.load_state_dict(state)
-        self._optimizer_state.load_state_dict(state["optimizer"])
+        self._optimizer_state.load_state_dict(state["optimizer"], same_policy=state["policy"] == self.policy.name)
         self._overflow.load_state_dict(state)
         for scheduler, saved in zip(self._schedulers, state["schedules"], strict=True):
             scheduler.scheduler.load_state_dict(saved)
@@ -444,6 +465,7 @@ class Run:
         SPLIT, KAHAN and SR have masters only inside `step`, where hooks of `after_update` may change them; at any other time
         these are copies.
         """
+        self._adopt_writes()
         values = self._weights.fp32_values()
         return [values[p] for p in self._weights.names]
 
@@ -462,6 +484,11 @@ class Run:
 
     def finish(self) -> nn.Module:
         """Return the fp32 model: weights from the masters, the optimizer on the model's parameters again."""
+        if self._finished:
+            return self._model
+        self._adopt_writes(compare=True)
+        self._finished = True
+        self._guard.release()
         for part in (self._flat, self._compiled):
             if part is not None:
                 part.finish()
@@ -471,21 +498,3 @@ class Run:
             self.float8.undo()
             self.float8 = None
         return self._model
-
-
-def _convert_to_float8(model: nn.Module, policy: Policy) -> Fp8Conversion | None:
-    """Convert linear layers to fp8 where the policy says so, except those that it keeps in fp32."""
-    if policy.fp8 is None:
-        return None
-    kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type))
-    kept = {name for name, module in model.named_modules() if name in policy.keep_fp32 or isinstance(module, kinds)}
-    return to_float8(model, fp8=policy.fp8, skip=sorted(kept))
-
-
-def _sharded_policy(model: nn.Module, policy: Policy, *, flat: bool, compiled: bool) -> Policy:
-    """The policy of a model under FSDP2, which casts by itself and whose fp32 shards are the masters."""
-    check_fsdp_policy(policy)
-    check_fsdp_casts(model, policy)
-    if flat or compiled:
-        raise SettingError("prepare: FSDP2 lays its shards out itself; leave flat=True and backend='compiled' out")
-    return replace(policy, param_dtype=None, master=False, cast_inputs=False)

@@ -32,13 +32,14 @@ class OptimizerState:
         def kept(values: dict[str, Any]) -> dict[str, Any]:
             return {key: keep(value) if isinstance(value, Tensor) else value for key, value in values.items()}
 
+        check_no_inner_optimizer(self.optimizer)
         names, parameters = self.weights.names, self._parameters()
         states = {parameters[owned]: state for owned, state in self.optimizer.state.items() if owned in parameters}
         if self.flat is not None:
             states |= self.flat.states()
         groups = []
         for group in self.optimizer.param_groups:
-            settings = kept({key: value for key, value in group.items() if key not in HOW_TO_COMPUTE})
+            settings = kept({k: v for k, v in group.items() if k not in HOW_TO_COMPUTE and _is_stored(v)})
             groups.append(settings | {"params": self._names(group)})
         return {
             "kind": type(self.optimizer).__name__,
@@ -48,6 +49,7 @@ class OptimizerState:
 
     def check(self, saved: dict[str, Any]) -> None:
         """Refuse the state of another optimizer, or of one over other parameters."""
+        check_no_inner_optimizer(self.optimizer)
         kind = type(self.optimizer).__name__
         if saved["kind"] != kind:
             raise CheckpointError(
@@ -57,8 +59,11 @@ class OptimizerState:
             raise CheckpointError("load_state_dict: the optimizer's param groups hold other parameters than the state's")
         self._check_shapes(saved["state"])
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, of another policy or layout too; `check` comes first."""
+    def load_state_dict(self, saved: dict[str, Any], *, same_policy: bool) -> None:
+        """Restore what `state_dict` returned, of another policy or layout too; `check` comes first.
+
+        same_policy: whether the state is of this policy, so that its tensors keep the dtypes that the optimizer gave them.
+        """
         masters = {parameter: owned for owned, parameter in self._parameters().items() if owned is not parameter}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         self.optimizer.state.clear()
@@ -67,7 +72,9 @@ class OptimizerState:
             on_device = bool(group.get("fused") or group.get("capturable"))
             for parameter in self._parameters_of(group):
                 if (entry := saved["state"].get(self.weights.names[parameter])) is not None:
-                    states[parameter] = {k: self._placed(k, v, parameter, on_device=on_device) for k, v in entry.items()}
+                    states[parameter] = {
+                        k: self._placed(k, v, parameter, on_device=on_device, same_policy=same_policy) for k, v in entry.items()
+                    }
         if self.flat is not None:
             self.flat.load_states(states)
         flattened = set() if self.flat is None else self.flat.members
@@ -87,12 +94,14 @@ class OptimizerState:
     def _names(self, group: dict[str, Any]) -> list[str]:
         return sorted(self.weights.names[p] for p in self._parameters_of(group))
 
-    def _placed(self, key: str, value: Any, parameter: nn.Parameter, *, on_device: bool) -> Any:
+    def _placed(self, key: str, value: Any, parameter: nn.Parameter, *, on_device: bool, same_policy: bool) -> Any:
         """A value of the state in the device and dtype that the optimizer expects; step counters as torch keeps them."""
         if not isinstance(value, Tensor):
             return value
         if key == "step":
             return value.detach().clone().to(parameter.device if on_device else "cpu", torch.float32)
+        if same_policy:
+            return value.detach().clone().to(parameter.device)
         pure = self.weights.policy.pure
         dtype = torch.float32 if parameter.dtype in HALVES and not pure else parameter.dtype
         return value.detach().clone().to(parameter.device, dtype if value.is_floating_point() else None)
@@ -113,3 +122,23 @@ class OptimizerState:
                     raise CheckpointError(
                         f"load_state_dict: {key} of {name} is {tuple(value.shape)}, the parameter {tuple(shape)}"
                     )
+
+
+def check_no_inner_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to save or restore an optimizer that wraps another, whose state is in places that only the wrapper knows."""
+    for attribute, value in vars(optimizer).items():
+        leaves = value if isinstance(value, list | tuple | set) else value.values() if isinstance(value, dict) else [value]
+        if inner := next((leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)), None):
+            raise CheckpointError(
+                f"state_dict: {type(optimizer).__name__} wraps {type(inner).__name__} in its attribute {attribute}, and a run"
+                " cannot find all of its state; train without checkpoints, or with the optimizer inside"
+            )
+
+
+def _is_stored(value: Any) -> bool:
+    """Whether a checkpoint holds a setting; a dtype or a function is as the optimizer was made, and a run keeps its own."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_stored, value))
+    if isinstance(value, dict):
+        return all(map(_is_stored, value.values()))
+    return value is None or isinstance(value, Tensor | str | int | float)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed import FP32, MASTER_BF16, advise
 
 advise_module = sys.modules["compresskit.mixed.advise"]  # the function of this name hides it in the package
@@ -98,3 +98,24 @@ def test_the_limits_of_fp16_are_those_of_torch() -> None:
     assert torch.finfo(torch.float16).max == advise_module.FP16_LARGEST
     assert torch.tensor(smallest).half() > 0
     assert torch.tensor(smallest / 4).half() == 0
+
+
+class Named(nn.Linear):
+    def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_advise_takes_keyword_inputs_and_leaves_the_generator() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout())
+    before = torch.get_rng_state()
+    advise(model, torch.zeros(2, 8), batches=[1, 2, 3, 4])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert advise(Named(8, 4), {"x": torch.randn(2, 8)}).layers[0].sizes["rows"] == 2
+
+
+def test_advise_says_what_does_not_fit() -> None:
+    with pytest.raises(ModelError, match="Linear does not run on the example: .*mat1 and mat2"):
+        advise(nn.Linear(8, 4), torch.randn(2, 7))
+    for loss in (lambda y: y, lambda y: y.sum().detach(), lambda y: y.argmax(), lambda y: 1.0):
+        with pytest.raises(SettingError, match="loss must return one floating number that depends on the output, got"):
+            advise(nn.Linear(8, 4), torch.randn(2, 8), loss=loss)

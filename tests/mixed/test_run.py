@@ -124,14 +124,14 @@ def test_a_compiled_model_runs_under_a_policy() -> None:
 
 def test_clip_must_be_positive_and_the_optimizer_of_the_models_parameters() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(SettingError, match="clip must be positive, got -1"):
+    with pytest.raises(SettingError, match="clip must be positive and finite, got -1"):
         prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=-1)
     with pytest.raises(SettingError, match="not the model's"):
         prepare(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
-def test_half_models_are_refused() -> None:
-    """torch's fused optimizers take them without a warning, and there are no masters."""
+def test_half_models_are_refused_where_they_would_have_no_masters() -> None:
+    """Under policies without a half dtype: torch's fused optimizers take them without a warning, and there are no masters."""
     half = nn.Linear(2, 2).bfloat16()
     with pytest.raises(ModelError, match="weight is torch.bfloat16; give an fp32 model"):
         prepare(half, torch.optim.SGD(half.parameters(), lr=0.1))

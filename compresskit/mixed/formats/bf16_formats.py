@@ -12,6 +12,8 @@ All functions are elementwise and work for any shape, so that they can be part o
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -59,8 +61,17 @@ def split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 value that `split` was given."""
-    return ((half.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+    """The fp32 value that `split` was given.
+
+    A remainder of another weight than this one can make a nan of 0 or inf; such a weight is taken without its remainder.
+    """
+    bits = half.view(torch.int16).to(torch.int32)
+    bits *= 65536  # a multiplication wraps as the shift does, and is faster on a CPU
+    bits += remainder.to(torch.int32)
+    value = bits.view(torch.float32)
+    if value.device.type == "cpu" and not torch.compiler.is_compiling() and math.isfinite(value.sum().item()):
+        return value  # one sum costs less than the selection
+    return torch.where(value == value, value, half.float())
 
 
 def compensate(value: Tensor, half: Tensor, compensation: Tensor) -> tuple[Tensor, Tensor]:

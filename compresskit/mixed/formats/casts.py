@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,14 +30,31 @@ class KeepsFP32(Protocol):
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors, and objects with `to(dtype)`, in any nest of tuples, lists and dicts; leave the rest."""
+    """Cast floating tensors, and objects with `to(dtype)`, in any nest of tuples, lists, dicts, dataclasses; leave the rest."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if value.is_floating_point() else value
-        return value.to(dtype) if isinstance(value, HasTo) and not isinstance(value, type) else value
+        if isinstance(value, type):
+            return value
+        if isinstance(value, HasTo):
+            return value.to(dtype)
+        return _cast_fields(value, dtype) if is_dataclass(value) else value
 
     return pytree.tree_map(leaf, value)
+
+
+def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
+    """A dataclass with its fields cast; the same object where none is."""
+    old = {field.name: value.__dict__[field.name] for field in fields(value) if field.name in vars(value)}
+    new = {name: cast_floating(item, dtype) for name, item in old.items()}
+    tensors = zip(pytree.tree_leaves(list(old.values())), pytree.tree_leaves(list(new.values())), strict=True)
+    if all(before is after for before, after in tensors):
+        return value
+    result = copy.copy(value)
+    for name, item in new.items():
+        object.__setattr__(result, name, item)  # a frozen one too
+    return result
 
 
 def kept_fp32(model: nn.Module, policy: Policy) -> set[Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.mixed.formats.policy import Fp8Mode
+from compresskit.mixed.formats.policy import Fp8Mode, Policy
 
 FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 #: `torch._scaled_mm` takes sizes in multiples of this.
@@ -195,3 +195,12 @@ def _why_not_fp8(name: str, layer: nn.Linear, skip: Sequence[str]) -> str | None
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it has forward hooks, which would be lost"
     return f"{', '.join(unaligned)} is no multiple of {FP8_ALIGNMENT}" if unaligned else None
+
+
+def convert_by_policy(model: nn.Module, policy: Policy) -> Fp8Conversion | None:
+    """Convert linear layers to fp8 where the policy says so, except those that it keeps in fp32."""
+    if policy.fp8 is None:
+        return None
+    kinds = tuple(kind for kind in policy.keep_fp32 if isinstance(kind, type))
+    kept = {name for name, module in model.named_modules() if name in policy.keep_fp32 or isinstance(module, kinds)}
+    return to_float8(model, fp8=policy.fp8, skip=sorted(kept))

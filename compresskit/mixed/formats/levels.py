@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from compresskit.base.errors import SettingError
-from compresskit.mixed.formats.policy import BATCH_NORMS, HALVES, Policy
+from compresskit.mixed.formats.policy import BATCH_NORMS, HALVES, Policy, is_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,14 @@ def _parsed(name: str, key: str, value: Any) -> Any:
             raise SettingError(f"level {name}: {key} must be True, False or None, got {value!r}")
     if key == "loss_scale" and value != "dynamic":
         try:
-            return float(value)
+            number = None if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
-            raise SettingError(f"level {name}: loss_scale must be a number or 'dynamic', got {value!r}") from None
+            number = None
+        if number is None:
+            raise SettingError(f"level {name}: loss_scale must be a number or 'dynamic', got {value!r}")
+        if not is_positive(number):
+            raise SettingError(f"level {name}: loss_scale must be positive and finite, got {value!r}")
+        return number
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -63,8 +64,8 @@ def fsdp_policy(policy: Policy) -> MixedPrecisionPolicy:
 
     The sharded fp32 parameters are the masters: gathered, computed and freed in half, reduced in fp32. Shard first, then make
     the optimizer, then `mixed.prepare(model, optimizer, policy)` with the same policy: it scales, checks over all ranks, clips
-    and steps, and leaves the casts to FSDP2. Batch norms lose precision in half: give each a `fully_shard` of its own with
-    `fsdp_policy(FP32)`.
+    and steps, casts the outputs of `run(x)`, and leaves the other casts to FSDP2: blocks hand half values to one another. Batch
+    norms lose precision in half: give each a `fully_shard` of its own with `fsdp_policy(FP32)`.
 
     Raises:
         SettingError: for a policy whose weights FSDP2 cannot hold.
@@ -77,7 +78,7 @@ def fsdp_policy(policy: Policy) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=half,
         reduce_dtype=torch.float32,
-        output_dtype=policy.output_dtype if half is not None else None,
+        output_dtype=None,  # a block's outputs stay half for the next one; the run casts those of the whole model
         cast_forward_inputs=policy.cast_inputs if half is not None else False,
     )
 
@@ -88,6 +89,16 @@ def check_fsdp_policy(policy: Policy) -> None:
         raise SettingError(
             f"{policy.name}: FSDP2 keeps fp32 shards, which are masters already; use MASTER_BF16, MASTER_FP16 or an fp32 policy"
         )
+
+
+def sharded_policy(model: nn.Module, policy: Policy, *, flat: bool, compiled: bool) -> Policy:
+    """The policy of a model under FSDP2, which casts by itself and whose fp32 shards are the masters."""
+    check_fsdp_policy(policy)
+    check_fsdp_casts(model, policy)
+    if flat or compiled:
+        raise SettingError("prepare: FSDP2 lays its shards out itself; leave flat=True and backend='compiled' out")
+    output_dtype = None if policy.param_dtype is None and policy.autocast_dtype is None else policy.output_dtype
+    return replace(policy, param_dtype=None, master=False, cast_inputs=False, output_dtype=output_dtype)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -138,6 +149,14 @@ def check_sync(model: nn.Module) -> None:
         raise SettingError(
             "backward: inside no_sync() the ranks would not share the gradients that run sums up; leave no_sync out"
         )
+
+
+def broadcast_from_zero_(value: Tensor, group: Any) -> None:
+    """Give all ranks of a group the tensor of its first rank; of any strides and element type."""
+    sent = value.contiguous()
+    dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
+    if sent is not value:
+        value.copy_(sent)
 
 
 def is_dtensor(value: Tensor) -> bool:

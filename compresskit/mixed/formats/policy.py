@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,8 +67,8 @@ class Policy:
                 raise SettingError(f"{where}: {field} must be None, torch.float16 or torch.bfloat16, got {getattr(self, field)}")
         if isinstance(self.loss_scale, str) and self.loss_scale != "dynamic":
             raise SettingError(f"{where}: loss_scale must be None, a number or 'dynamic', got {self.loss_scale!r}")
-        if isinstance(self.loss_scale, float | int) and self.loss_scale <= 0:
-            raise SettingError(f"{where}: loss_scale must be positive, got {self.loss_scale}")
+        if self.loss_scale not in (None, "dynamic") and not is_positive(self.loss_scale):
+            raise SettingError(f"{where}: loss_scale must be positive and finite, got {self.loss_scale!r}")
         if self.master and self.param_dtype is None:
             raise SettingError(f"{where}: master=True needs a half param_dtype, such as torch.bfloat16")
         if self.bf16_format not in (None, "split", "kahan", "stochastic"):
@@ -112,6 +113,11 @@ class Policy:
         if self.loss_scale is not None:
             parts.append(f"loss scale {self.loss_scale}")
         return f"{self.name}: {', '.join(parts)}"
+
+
+def is_positive(value: object) -> bool:
+    """Whether a setting is a finite number above 0; True and text are none."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str:

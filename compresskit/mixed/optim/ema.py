@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,12 +17,13 @@ class WeightEMA:
     A skipped step does not change them. Buffers are not averaged.
 
     values: fp32 averages by name of the parameter.
+    in_use: whether the averages are the model's weights at the moment, see `applied`.
     """
 
     def __init__(self, masters: dict[str, Tensor], decay: float) -> None:
         if not 0 <= decay < 1:
             raise SettingError(f"ema: decay must be in [0, 1), got {decay}")
-        self.decay = decay
+        self.decay, self.in_use = decay, False
         self.values: dict[str, Tensor] = {}
         self.add_new(masters)
 
@@ -33,6 +34,11 @@ class WeightEMA:
         """Start averages of weights that have none, at their present values."""
         fresh = {name: master for name, master in masters.items() if name not in self.values}
         self.values |= {name: master.detach().float().clone() for name, master in fresh.items()}
+
+    def forget(self, names: Iterable[str]) -> None:
+        """End the averages of weights that the model no longer has."""
+        for name in names:
+            self.values.pop(name, None)
 
     def update(self, masters: dict[str, Tensor], found_inf: Tensor | None) -> None:
         """Add one step to the averages; `found_inf` is 1 on the device where the step was skipped."""
@@ -46,6 +52,7 @@ class WeightEMA:
     def applied(self, model: nn.Module) -> Iterator[nn.Module]:
         """Use the averages as the model's weights inside the block, in the weights' dtype; restore the weights after it."""
         weights = {name: p.data for name, p in model.named_parameters() if name in self.values}
+        self.in_use = True
         try:
             for name, data in weights.items():
                 model.get_parameter(name).data = self.values[name].to(data.dtype)
@@ -53,3 +60,4 @@ class WeightEMA:
         finally:
             for name, data in weights.items():
                 model.get_parameter(name).data = data
+            self.in_use = False

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from compresskit.mixed.step.masters import in_fp32
 from compresskit.mixed.step.scaler import LossScaler, check_
 
 
@@ -23,7 +24,7 @@ class GradientAccumulator:
 
         scaler: divides them by its scale first, and notes in `found_inf` whether one is not finite.
         """
-        fresh = {p: p.grad.float() for p in parameters if p.grad is not None}
+        fresh = {p: in_fp32(p.grad) for p in parameters if p.grad is not None}
         for parameter in fresh:
             parameter.grad = None
         if scaler is not None:

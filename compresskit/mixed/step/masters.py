@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compresskit.base.errors import CheckpointError, SettingError
+from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.casts import add_cast_hooks_, kept_fp32
-from compresskit.mixed.formats.parallel import full_tensor
+from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor
 from compresskit.mixed.formats.policy import HALVES, Policy
+from compresskit.mixed.step.scaler import stored_values
+from compresskit.mixed.step.watch import WeightWatch
 
 #: torch 2.11 and later let a half parameter take an fp32 gradient (pytorch#170648).
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -57,9 +59,12 @@ class MasterWeights:
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # counter of the stochastic rounding
         self.masters_in_memory, self.fp32_gradients = policy.bf16_format is None, True
         self.step_gradients: list[tuple[str, Tensor]] = []  # of this step, by parameter name
+        self.watch = WeightWatch()
+        self.master_versions: list[int] = []  # of the masters that were in step with their half weights
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
         if policy.param_dtype is not None:
             _check_no_hidden_parameters(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+            widen_(model, optimizer)
         self.cast_new_parameters()
         self.add_optimized(parameters)
         replace_parameters_(optimizer, {half.parameter: half.master for half in self.halves})
@@ -67,10 +72,34 @@ class MasterWeights:
     def cast_new_parameters(self) -> None:
         """Cast the parameters and buffers that the model has now and did not have before, and make their masters."""
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self.halves = [half for half in self.halves if half.parameter in self.names]
         if self.policy.param_dtype is not None:
             kept = kept_fp32(self.model, self.policy)
             self.handles += add_cast_hooks_(self.model, self.policy, self.hooked)
             self._cast_model(self.policy.param_dtype, kept)
+        places = [(m, leaf, p) for m in self.model.modules() for leaf, p in m.named_parameters(recurse=False)]
+        halves = {half.parameter for half in self.halves}
+        self.places = [(module, leaf, p) for module, leaf, p in places if p in halves]
+        self.record_()
+
+    def forget_removed_(self, *, flat: bool) -> list[str]:
+        """Take parameters that the model no longer has out of the optimizer, and return their names.
+
+        Raises:
+            SettingError: for flat masters, which cannot let one of their own go.
+        """
+        present = set(self.model.parameters())
+        gone = {parameter: name for parameter, name in self.optimized.items() if parameter not in present}
+        if gone and flat:
+            raise SettingError(
+                f"add_group: {next(iter(gone.values()))} has left the model, and flat=True cannot let it go; use separate masters"
+            )
+        owned: set[Any] = {half.master for half in self.halves if half.parameter in gone} | set(gone)
+        for group in self.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p not in owned]
+        for p in owned:
+            self.optimizer.state.pop(p, None)
+        return list(gone.values())
 
     def add_optimized(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that the optimizer has these parameters too."""
@@ -142,7 +171,7 @@ class MasterWeights:
 
     def nonfinite_gradients(self) -> tuple[list[str], Tensor]:
         """Names of the parameters with a gradient in this step, and a bool tensor of which are not finite, on the device."""
-        norms = torch._foreach_norm([grad for _, grad in self.step_gradients], float("inf"))
+        norms = torch._foreach_norm(stored_values(grad for _, grad in self.step_gradients), float("inf"))
         norm = torch.stack([full_tensor(norm).to(self.steps.device) for norm in norms])
         return [name for name, _ in self.step_gradients], ~torch.isfinite(norm)
 
@@ -185,6 +214,7 @@ class MasterWeights:
         if bf16_format is None:
             if self.halves:
                 torch._foreach_copy_([half.parameter.data for half in self.halves], [half.master for half in self.halves])
+                self.record_()
             return
         for half in self.halves:
             data = half.parameter.data
@@ -196,6 +226,62 @@ class MasterWeights:
                 half.remainder.copy_(remainder)  # in place, as a CUDA graph reads from this memory
             half.master.untyped_storage().resize_(0)
         self.masters_in_memory = False
+        self.record_()
+
+    def broadcast_(self, group: Any) -> None:
+        """Give all ranks what rank 0 has beside its half weights, as DistributedDataParallel does with the weights themselves."""
+        for half in self.halves:
+            beside = half.master if self.policy.bf16_format is None else half.remainder
+            if beside is not None:
+                values = beside.view(torch.uint8) if beside.dtype == torch.int16 else beside.detach()
+                broadcast_from_zero_(values, group)
+        self.record_()
+
+    def record_(self) -> None:
+        """Note that half weights and masters are in step; what is written into the weights from here on is the user's."""
+        self.watch.record([half.parameter for half in self.halves])
+        self.master_versions = [half.master._version for half in self.halves]
+
+    @torch.no_grad()
+    def adopt_writes_(self, *, compare: bool = False) -> None:
+        """Take over into the masters what was written into half weights since the last step; to be called between steps.
+
+        compare: also compare every value, which finds the writes through `.data` that `WeightWatch` does not.
+
+        Raises:
+            TrainingError: for a policy whose remainders belong to the weight that was, and for weights that were replaced.
+        """
+        self._check_not_replaced()
+        changed = set(self.watch.changed([half.parameter for half in self.halves]))
+        if changed and self.policy.bf16_format in ("split", "kahan"):
+            name = next(half.name for half in self.halves if half.parameter in changed)
+            raise TrainingError(
+                f"{name} ({len(changed)} weights in all) was changed outside run.step (load_state_dict, clamp_, a max_norm"
+                f" embedding, ...), and {self.policy.name} keeps remainders of the values before; change run.named_masters()"
+                " in a hook of run.after_update, load with run.load_state_dict, or train under MASTER_BF16, which takes it over"
+            )
+        if self.policy.bf16_format is not None:
+            return
+        for half, version in zip(self.halves, self.master_versions, strict=True):
+            if half.parameter in changed or (compare and half.master._version == version):
+                written = half.parameter.data
+                same = written == half.master.to(written.dtype)
+                if not bool(same.all()):
+                    half.master.copy_(torch.where(same, half.master, written.float()))
+        if changed:
+            self.record_()
+
+    def _check_not_replaced(self) -> None:
+        if all(module._parameters.get(leaf) is parameter for module, leaf, parameter in self.places):
+            return
+        present = set(self.model.parameters())
+        for module, leaf, parameter in self.places:
+            if module._parameters.get(leaf) is not parameter and parameter not in present:
+                raise TrainingError(
+                    f"{self.names[parameter]}: another parameter was put in its place after prepare"
+                    " (load_state_dict(assign=True), or an assignment), and the optimizer does not have it; write into the weight"
+                    " in place, or call run.add_group with the new one"
+                )
 
     def _assign(self, half: HalfWeight, value: Tensor) -> None:
         """Set one weight to an fp32 value, exactly where the policy can hold it."""
@@ -255,6 +341,7 @@ class MasterWeights:
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
         self.steps.copy_(state["steps"])
+        self.record_()
 
     def finish(self) -> None:
         """Restore an fp32 model whose optimizer has the model's own parameters."""
@@ -275,7 +362,7 @@ class MasterWeights:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         replace_parameters_(self.optimizer, {half.master: half.parameter for half in self.halves})
-        self.halves, self.half_parameters, self.half_buffers, self.hooked = [], [], [], set()
+        self.halves, self.half_parameters, self.half_buffers, self.hooked, self.places = [], [], [], set(), []
 
 
 def in_fp32(value: Tensor) -> Tensor:
@@ -290,6 +377,18 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, new: dict[Any, Any]) -
     for old, replacement in new.items():
         if old in optimizer.state:
             optimizer.state[replacement] = optimizer.state.pop(old)
+
+
+def widen_(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Bring a half model and what its optimizer knows of it to fp32, so that masters are made of the half weights."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype in HALVES:
+                parameter.data, parameter.grad = parameter.data.float(), None
+                _cast_state_to_fp32_(optimizer.state.get(parameter, {}))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.dtype in HALVES:
+                module._buffers[name] = buffer.float()
 
 
 def _cast_state_to_fp32_(state: dict[str, Any]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 
 import torch
 from torch import Tensor
 
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.mixed.formats.parallel import full_tensor, is_dtensor
-from compresskit.mixed.formats.policy import Policy
+from compresskit.mixed.formats.policy import Policy, is_positive
+
+#: The values of a sparse tensor as they lie in memory; `values()` refuses rows that are held twice.
+SPARSE_VALUES: Callable[[Tensor], Tensor] = methodcaller("_values")
 
 
 class LossScaler:
@@ -47,13 +51,13 @@ class LossScaler:
         ceiling: float = 2.0**24,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 0 < floor <= scale <= ceiling:
+        if not (all(map(is_positive, (scale, floor, ceiling))) and floor <= scale <= ceiling):
             raise SettingError(f"LossScaler: wanted 0 < floor <= scale <= ceiling, got {floor}, {scale}, {ceiling}")
-        if not (growth > 1 and 0 < backoff < 1 and interval >= 1):
+        if not (all(map(is_positive, (growth, backoff, interval))) and growth > 1 and backoff < 1 and interval >= 1):
             raise SettingError(
                 f"LossScaler: wanted growth > 1, 0 < backoff < 1, interval >= 1, got {growth}, {backoff}, {interval}"
             )
-        if hysteresis < 1:
+        if not is_positive(hysteresis) or hysteresis < 1:
             raise SettingError(f"LossScaler: wanted hysteresis >= 1, got {hysteresis}")
         self.dynamic, self.growth, self.backoff, self.interval = dynamic, growth, backoff, interval
         self.hysteresis, self.floor, self.ceiling = hysteresis, floor, ceiling
@@ -123,6 +127,10 @@ def make_scalers(
     scale = policy.loss_scale
     if make is not None and scale is None:
         raise SettingError(f"Policy {policy.name} has no loss scale; set loss_scale='dynamic' to use a scaler")
+    if make is not None and not callable(make):
+        raise SettingError(
+            f"scaler: wanted a function that makes a LossScaler, such as partial(LossScaler, interval=500), got {make!r}"
+        )
     if scale is None:
         return {}
 
@@ -132,10 +140,19 @@ def make_scalers(
     return {name: (make or default)().to(device) for name in losses or [""]}
 
 
+def stored_values(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Views of what gradients hold in memory: the values of sparse ones, and complex ones as pairs of real numbers.
+
+    A change of them in place changes the gradients.
+    """
+    plain = [SPARSE_VALUES(grad) if grad.is_sparse else grad for grad in grads]
+    return [torch.view_as_real(g.conj() if g.is_conj() else g) if g.is_complex() else g for g in plain]
+
+
 def check_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
     """Multiply gradients by a factor, in place, and set `found_inf` to 1 where one is not finite; the host does not wait."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
+    for grad in stored_values(grads):
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), group in groups.items():
         flag = found_inf if device == found_inf.device else torch.zeros((), device=device)
@@ -149,7 +166,8 @@ def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), device=device)
     shards = [grad for grad in grads if is_dtensor(grad)]
-    plain = [grad for grad in grads if not is_dtensor(grad)]
+    # Rows that a sparse gradient holds more than once are to be added first.
+    plain = stored_values(grad.coalesce() if grad.is_sparse else grad for grad in grads if not is_dtensor(grad))
     norms = list(torch._foreach_norm(plain, 2, dtype=torch.float32)) if plain else []
     if shards:  # FSDP2, in fp32 as they are (torch 2.15 takes no dtype here); one reduction over the ranks for all of them
         norms.append(full_tensor(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(shards, 2))))))

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from compresskit.mixed.step.scaler import check_, total_norm
+from compresskit.mixed.step.scaler import check_, stored_values, total_norm
 
 
 @runtime_checkable
@@ -87,7 +87,7 @@ class UnscaleAndClip:
             one = torch.ones((), device=self.found_inf.device)
             check_(self.grads, self.found_inf, one if inverse is None else inverse)
         elif inverse is not None and self.grads:
-            torch._foreach_mul_(self.grads, inverse)
+            torch._foreach_mul_(stored_values(self.grads), inverse)
 
     def check_(self) -> None:
         """Complete `found_inf` and leave the gradients undivided."""

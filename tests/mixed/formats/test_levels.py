@@ -59,7 +59,7 @@ def test_overrides_replace_properties() -> None:
         ("O2", {"patch_torch_functions": True}, "by no other level"),
         ("O1", {"patch_torch_functions": False}, "by no other level"),
         ("O2", {"loss_scale": "big"}, "must be a number or 'dynamic', got 'big'"),
-        ("O2", {"loss_scale": -2}, "must be positive, got -2"),
+        ("O2", {"loss_scale": -2}, "must be positive and finite, got -2"),
         ("O2", {"master_weights": "yes"}, "master_weights must be True, False or None, got 'yes'"),
     ],
 )

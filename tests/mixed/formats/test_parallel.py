@@ -127,7 +127,7 @@ def test_fsdp_policy_sets_every_dtype() -> None:
     ):
         made = fsdp_policy(policy)
         assert (made.param_dtype, made.reduce_dtype) == (param, torch.float32)
-        assert made.output_dtype == (None if param is None else torch.float32)
+        assert made.output_dtype is None
         assert made.cast_forward_inputs is (param is not None)
     with pytest.raises(SettingError, match="PURE_BF16: FSDP2 keeps fp32 shards"):
         fsdp_policy(PURE_BF16)
@@ -158,5 +158,24 @@ def test_a_model_is_wrapped_in_ddp_after_prepare(tmp_path) -> None:
                 with pytest.raises(Exception, match="wrap the model in DistributedDataParallel after prepare"):
                     prepare(run.model, run.optimizer, MASTER_BF16)
         torch.testing.assert_close(*weights, atol=1e-3, rtol=1e-2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_root_with_a_norm_trains_under_fsdp2_and_its_outputs_are_fp32(tmp_path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model, policy = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 3)), fsdp_policy(MASTER_BF16)
+        for part in (model[0], model):
+            fully_shard(part, mp_policy=policy, mesh=mesh)
+        run = prepare(model, torch.optim.AdamW(model.parameters()), MASTER_BF16)
+        output = run(torch.randn(8, 16))
+        assert output.dtype == torch.float32
+        run.backward(output.square().mean())
+        run.step()
     finally:
         torch.distributed.destroy_process_group()

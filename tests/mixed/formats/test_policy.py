@@ -39,7 +39,7 @@ def test_contradicting_settings_are_refused(settings, message) -> None:
     ("settings", "message"),
     [
         ({"loss_scale": "auto"}, "'dynamic', got 'auto'"),
-        ({"loss_scale": -1.0}, "must be positive, got -1.0"),
+        ({"loss_scale": -1.0}, "must be positive and finite, got -1.0"),
         ({"master": True}, "needs a half param_dtype"),
         ({"param_dtype": torch.float16, "autocast_dtype": torch.float16}, "exclude one another"),
         ({"tf32": "yes"}, "tf32 must be True, False or None for torch's own setting, got 'yes'"),

@@ -1,0 +1,56 @@
+"""Notices what is written into half weights between steps, such as by `load_state_dict`, `clamp_` or a max_norm embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+#: Values of each weight that are compared on the CPU, as a write through `.data` leaves torch's version counter alone.
+SAMPLES = 64
+
+
+class WeightWatch:
+    """Remembers half weights as a step left them, and tells which have been written into since.
+
+    By torch's version counter and the memory's address, which cost nothing; on the CPU also by a sample of the values. On a GPU
+    a sample would make the host wait in every step.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[int, int]] = []
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+        self._sample: Tensor | None = None
+
+    def record(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Remember the weights as they are now."""
+        self._marks = [(p._version, p.data_ptr()) for p in parameters]
+        addresses = [address for _, address in self._marks]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, [_sampled(p) for p in parameters if _is_sampled(p)]
+        self._sample = torch.cat(self._views) if self._views else None
+
+    def changed(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that were written into since `record` was called with the same ones."""
+        marks = [(p._version, p.data_ptr()) for p in parameters]
+        moved = marks != self._marks
+        if self._sample is None or (not moved and torch.equal(torch.cat(self._views), self._sample)):
+            differ = set()
+        else:
+            parts = self._sample.split([view.numel() for view in self._views])
+            here = [p for p in parameters if _is_sampled(p)]
+            differ = {p for p, view, part in zip(here, self._views, parts, strict=False) if not torch.equal(view, part)}
+        return [p for p, now, before in zip(parameters, marks, self._marks, strict=True) if now != before or p in differ]
+
+
+def _is_sampled(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu" and parameter.numel() > 0
+
+
+def _sampled(parameter: nn.Parameter) -> Tensor:
+    """A view of values across the whole parameter, as whole numbers, so that nan equals itself."""
+    data = parameter.data
+    count = min(data.numel(), SAMPLES)
+    return data.as_strided((count,), (data.numel() // count,)).view(torch.int16)
