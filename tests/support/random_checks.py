@@ -1,0 +1,141 @@
+"""What must hold for any network: `prune`, `quantize` and `capture_again` raise AssertionError where it does not.
+
+Each returns "worked", or the message of the one CompressError with which the library refused the network.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import oracles
+import torch
+from pruned import assert_untouched, state
+from random_blocks import RMS
+from random_networks import Network, Spec, build, inputs_of
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import compresskit as ck
+from compresskit.graph.capture import capture
+
+WORKED = "worked"
+
+
+def assert_same(got, wanted, tolerance: float) -> None:
+    """Outputs of one structure whose values differ by at most `tolerance` of the largest; 0 for the same bits."""
+    (a, a_spec), (b, b_spec) = pytree.tree_flatten(got), pytree.tree_flatten(wanted)
+    assert a_spec == b_spec
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape
+        x, y = x.detach(), y.detach()
+        assert (x - y).abs().max() <= tolerance * max(1.0, float(y.abs().max()))
+
+
+def runs_in_train_mode(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """One forward and backward pass of a copy."""
+    outputs = pytree.tree_leaves(copy.deepcopy(model).train()(*inputs))
+    sum(v.square().mean() for v in outputs).backward()
+
+
+def capture_again(spec: Spec) -> str:
+    """A captured graph computes what the network does, on another batch size too."""
+    model = build(spec)
+    try:
+        captured = capture(model, inputs_of(spec, 4))
+    except ck.CompressError as error:
+        return str(error)
+    for rows in (4, 7):
+        with torch.no_grad():
+            assert_same(captured.module(*inputs_of(spec, rows, 1)), model(*inputs_of(spec, rows, 1)), 1e-4)
+    return WORKED
+
+
+class MaskedRMS(nn.Module):
+    """An `RMS` whose mean leaves out the channels in `gone`."""
+
+    def __init__(self, norm: RMS, gone: list[int]):
+        super().__init__()
+        self.norm, self.gone = norm, gone
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.ones(x.shape[-1], dtype=x.dtype)
+        kept[self.gone] = 0
+        mean = (x.square() * kept).sum(-1, keepdim=True) / kept.sum()
+        return x * torch.rsqrt(mean + self.norm.eps) * self.norm.weight
+
+
+def zeroed(model: Network, inputs: tuple[Tensor, ...], plan: ck.prune.Plan):
+    """Outputs in float64 of the network with the removed values set to zero, from `oracles`."""
+    model = copy.deepcopy(model)
+    for path, module in list(model.named_modules()):
+        gone = plan.remove.get(f"{path}.weight", {}).get(0, ())
+        if isinstance(module, RMS) and gone:
+            model.get_submodule(path.rpartition(".")[0]).register_module(path.rpartition(".")[2], MaskedRMS(module, list(gone)))
+    renamed = {_renamed(model, name): dims for name, dims in plan.remove.items()}
+    return oracles.zeroed_forward(model, inputs, renamed)
+
+
+def _renamed(model: nn.Module, name: str) -> str:
+    """The name of a tensor of an `RMS` that stands in a `MaskedRMS` now."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path}.norm.{leaf}" if isinstance(model.get_submodule(path), MaskedRMS) else name
+
+
+def prune(spec: Spec, macs: float = 0.8) -> str:
+    """A plan changes nothing; applied, it equals the network with the removed values at zero, and trains."""
+    model, example = build(spec), inputs_of(spec, 4)
+    before = state(model)
+    try:
+        plan = ck.prune.plan_channels(model, example, ck.keep(macs=macs), round_to=1)
+    except ck.CompressError as error:
+        assert_untouched(model, before)
+        return str(error)
+    assert_untouched(model, before)
+    assert plan.macs <= macs * plan.macs_before
+    smaller = ck.prune.apply_(copy.deepcopy(model), plan)
+    assert ck.count_parameters(smaller) < ck.count_parameters(model)
+    exact = ck.prune.apply_(copy.deepcopy(model).double(), plan)
+    for inputs in (example, inputs_of(spec, 7, 1)):
+        with torch.no_grad():
+            got = exact(*(v.double() if v.is_floating_point() else v for v in inputs))
+        assert_same(got, zeroed(model, inputs, plan), 1e-9)
+    runs_in_train_mode(smaller, example)
+    if spec.inputs == "optional":
+        smaller(*inputs_of(spec, 7, optional=True))
+    assert ck.prune.plan_channels(model, example, ck.keep(macs=macs), round_to=1).remove == plan.remove
+    return WORKED
+
+
+HOW: dict[str, Callable[[nn.Module, list[tuple[Tensor, ...]]], nn.Module]] = {
+    "static": ck.quant.quantize_static,
+    "dynamic": ck.quant.quantize_dynamic,
+    "weights": ck.quant.quantize_weights,
+}
+
+
+def quantize(spec: Spec, how: str, folder: Path) -> str:
+    """A quantized copy leaves the network as it was, is stored and read with the same bits, and its file agrees with it."""
+    model, batches = build(spec), [inputs_of(spec, 16, seed) for seed in (0, 1)]
+    before = state(model)
+    try:
+        quantized = HOW[how](model, batches)
+    except ck.CompressError as error:
+        assert_untouched(model, before)
+        return str(error)
+    fresh = inputs_of(spec, 7, 2)
+    with torch.no_grad():
+        wanted = quantized(*fresh)
+        assert_same(HOW[how](model, batches)(*fresh), wanted, 0)
+    assert_untouched(model, before)
+    ck.save(quantized, folder / "saved")
+    with torch.no_grad():
+        assert_same(ck.load(build(Spec(**{**vars(spec), "seed": spec.seed + 1})), folder / "saved")(*fresh), wanted, 0)
+    try:
+        path = ck.export_onnx(quantized, folder / "model.onnx", inputs_of(spec, 4))
+    except ck.CompressError as error:
+        return str(error)
+    found = ck.verify_onnx(path, quantized, [inputs_of(spec, 64, 3), fresh])
+    assert found.passed, str(found)
+    return WORKED
