@@ -290,7 +290,7 @@ BAD = {
     "clip in prepare": (
         lambda: mixed.prepare(NET, torch.optim.SGD(NET.parameters(), lr=1), clip=-1),
         SettingError,
-        "clip must be positive, got -1",
+        "clip must be positive and finite, got -1",
     ),
     "a level that is none": (lambda: mixed.level("O9"), SettingError, "O9"),
     "a scaler of nothing": (lambda: mixed.LossScaler(growth=0.5), SettingError, "wanted growth > 1"),

@@ -108,8 +108,8 @@ def _is_legal(stages: Sequence[Stage]) -> bool:
 
 
 def _other_orders(stages: Sequence[Stage]) -> Iterator[Sequence[Stage]]:
-    """Orders with one stage at an earlier place; then, of a few stages, all orders."""
-    for i, j in itertools.combinations(range(len(stages)), 2):
+    """Orders with one stage at an earlier place, the shortest move first; then, of a few stages, all orders."""
+    for i, j in sorted(itertools.combinations(range(len(stages)), 2), key=lambda places: places[1] - places[0]):
         yield [*stages[:i], stages[j], *stages[i:j], *stages[j + 1 :]]
     if len(stages) <= MOST_PERMUTED:
         yield from itertools.permutations(stages)

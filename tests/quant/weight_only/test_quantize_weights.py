@@ -300,7 +300,8 @@ def test_a_recipe_saves_and_reloads_it(tmp_path) -> None:
 
 def test_stored_zeros_are_those_of_the_masks(tmp_path) -> None:
     model = Reader().eval()
-    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=ck.prune.allocations.erk_ratios)
+    erk = ck.prune.allocations.erk_ratios
+    masks = ck.prune.plan_mask(model, ck.remove(weights=0.6), allocation=erk, include=("inner", "mixed"))
     masks.apply_(model)
     data = [ids(16)]
     quantized = quantize_weights(model, data, rounding=gptq, awq=True, scheme=BlockScheme(bits=3))
