@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked import Net
 from networks import images_task
 from torch import nn
 
@@ -23,21 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* loses all of its weights")  #
 
 
 QUICK = settings(max_examples=25, deadline=None)
-
-
-class Net(nn.Module):
-    """Layers of every kind that has weights, in an order that can be turned round."""
-
-    def __init__(self, turned=False):
-        super().__init__()
-        torch.manual_seed(1)
-        parts = {
-            "conv": nn.Conv2d(4, 8, 3), "deep": nn.Conv2d(8, 8, 3, groups=4), "up": nn.ConvTranspose2d(8, 4, 2),
-            "linear": nn.Linear(16, 12), "words": nn.Embedding(10, 8), "lstm": nn.LSTM(8, 8, num_layers=2),
-            "attention": nn.MultiheadAttention(8, 2), "norm": nn.LayerNorm(8),
-        }  # fmt: skip
-        for name in reversed(parts) if turned else parts:
-            setattr(self, name, parts[name])
 
 
 @given(n=st.integers(1, 7), m=st.integers(2, 8), seed=st.integers(0, 99), axis=st.integers(0, 3))

@@ -9,6 +9,7 @@ from functools import partial
 import networks
 import pytest
 import torch
+from masked import ratio_is_reached
 from networks import build, images_task
 from torch import nn
 
@@ -16,7 +17,6 @@ import compresskit as ck
 from compresskit import Sparsify, Train
 from compresskit.prune import Masks, masks_of, plan_mask, schedules
 from compresskit.prune.criteria import movement
-from compresskit.prune.patterns import NM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* loses all of its weights"),  # the networks are tiny
@@ -47,21 +47,6 @@ def test_schedules_see_the_fp32_weights(precision, criterion) -> None:
             finetune=how,
         )
     )
-
-
-def ratio_is_reached(stage) -> None:
-    task = images_task(ck, samples=96)
-    model = stage(build(networks.Residual), task)
-    masks = masks_of(model)
-    assert masks.violations(model) == {}
-    if isinstance(stage.allocation, dict):
-        assert masks.ratios() == {"inner.0.weight": 0.5, "out.weight": 0.25}
-    else:
-        wanted = 0.5 if stage.pattern == NM() else stage.budget.removed
-        assert masks.ratio == pytest.approx(wanted, abs=2 / masks.total)
-    again = Train(epochs=1, optimizer=ADAM)(model, task)
-    assert masks.violations(again) == {}
-    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_a_schedule_goes_through_its_ratios(monkeypatch) -> None:

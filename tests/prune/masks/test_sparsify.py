@@ -9,6 +9,7 @@ from functools import partial
 import networks
 import pytest
 import torch
+from masked import ratio_is_reached
 from networks import build, images_task
 from torch import nn
 
@@ -106,21 +107,6 @@ def test_removed_weights_do_not_count_in_the_norm() -> None:
 )
 def test_the_ratio_is_reached_and_held(settings) -> None:
     ratio_is_reached(Sparsify(finetune=FOUR, **{"updates": 5, **settings}))
-
-
-def ratio_is_reached(stage) -> None:
-    task = images_task(ck, samples=96)
-    model = stage(build(networks.Residual), task)
-    masks = masks_of(model)
-    assert masks.violations(model) == {}
-    if isinstance(stage.allocation, dict):
-        assert masks.ratios() == {"inner.0.weight": 0.5, "out.weight": 0.25}
-    else:
-        wanted = 0.5 if stage.pattern == NM() else stage.budget.removed
-        assert masks.ratio == pytest.approx(wanted, abs=2 / masks.total)
-    again = Train(epochs=1, optimizer=ADAM)(model, task)
-    assert masks.violations(again) == {}
-    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_every_setting_matters() -> None:
