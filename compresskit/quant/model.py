@@ -86,6 +86,11 @@ class Quantized(QuantizedModule):
         """Whether its file is rewritten for the integer kernels of ONNX Runtime on x86."""
         return self.target.tuned
 
+    @property
+    def in_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime runs its file with its own kernels, so that the file is rewritten for its fusions."""
+        return self.target.onnxruntime
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.check_inputs(kwargs or args)
         return self.body(*args, **kwargs)

@@ -20,6 +20,7 @@ from compresskit.quant.calibrated import (
     check_samples,
     module_to_quantize,
 )
+from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.latency_search import faster_in_float
 from compresskit.quant.model import Quantized
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
@@ -67,7 +68,8 @@ def quantize_static(
         target: where the model will run; default `X86`.
         observer: makes one range observer for each activation. The default takes `HistogramMSE` for values in float that only
             linear layers over tokens read, and `MinMax` for all others.
-        skip: dotted names of modules that stay float.
+        skip: dotted names of modules that stay float; or names of values, as the placement prints them, that are not rounded, so
+            that what reads them stays float, too.
         choose: "rules" (the default) runs in integers what the target's rules say; "measure" then takes back to float what is
             faster so on this machine, timed in ONNX Runtime (some seconds for each part that is tried).
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
@@ -102,6 +104,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         smooth=example if settings.smooth else None,
     )
     result = calibrate_inside(model, quantized, data, settings.inside)
+    warn_of_constants(quantized, where)
     nudge_scales_(quantized.body)
     quantized.keep_masked_()
     return result

@@ -56,6 +56,8 @@ class Target:
         zero_points: whether activations may have a zero point other than 0.
         saturates: whether products are added in pairs in int16, which full 8-bit weights can overflow.
         opset: version of the ONNX operator set of the exported file.
+        onnxruntime: whether ONNX Runtime runs the file with its own kernels; the file is then written so that its fusions take no
+            layer back to float.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
@@ -68,6 +70,7 @@ class Target:
     zero_points: bool = True
     saturates: bool = False
     opset: int = 20
+    onnxruntime: bool = True
     tuned: bool = False
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ TENSORRT = Target(
     },
     zero_points=False,
     opset=19,
+    onnxruntime=False,
 )
 
 #: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of
@@ -140,6 +144,7 @@ TENSORRT = Target(
 #: readers the sums without their scale.
 OPENVINO = Target(
     name="OPENVINO",
+    onnxruntime=False,
     operators={**_ONNX_RUNTIME, "conv": Support(output=False, whole=True), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
 )

@@ -21,7 +21,7 @@ from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import structure
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
-from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
+from compresskit.quant.passes.fold_parametrizations import fold_frozen_norms_, fold_parametrizations_
 from compresskit.quant.passes.rewrite import rewrite_
 
 
@@ -73,6 +73,7 @@ def prepare_graph(
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
     fold_parametrizations_(captured.module)
+    fold_frozen_norms_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)
