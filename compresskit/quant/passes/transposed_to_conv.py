@@ -32,7 +32,8 @@ class _Settings:
 
     @classmethod
     def of(cls, node: Node, spatial: int) -> _Settings:
-        stride, padding, output_padding, groups, dilation = [*node.args[3:], *[1, 0, 0, 1, 1][len(node.args) - 3 :]]
+        given = list(node.args[3:])
+        stride, padding, output_padding, groups, dilation = given + [1, 0, 0, 1, 1][len(given) :]
 
         def each(value: Any) -> tuple[int, ...]:
             values = tuple(value) if isinstance(value, list | tuple) else (value,)
