@@ -63,6 +63,26 @@ CUT = {
     special.Einsum: [("first", 1), ("second", 0)],
     special.Product: [("a.weight", 0), ("b.weight", 0)],
     special.WeightNorm: [("body.0.parametrizations.weight.original0", 0), ("body.0.parametrizations.weight.original1", 0)],
+    special.Standardized: [
+        ("a.weight", 0),
+        ("a.gain", 0),
+        ("a.weight", 1),
+        ("b.weight", 0),
+        ("b.weight", 1),
+        ("stem.0.weight", 0),
+    ],
+    special.StandardizedByHand: [("a.weight", 0), ("a.gain", 0), ("a.weight", 1), ("b.weight", 1)],
+    special.StandardizedAtOnce: [("a.weight", 0), ("a.gain", 0), ("a.weight", 1), ("b.weight", 1)],
+    special.CosineClassifier: [
+        ("up.weight", 0),
+        ("kept", 0),
+        ("kept", 1),
+        ("rate", 0),
+        ("classes", 1),
+        ("classes", 0),
+        ("back", 1),
+    ],
+    special.JoinedBias: [("q_bias", 0), ("v_bias", 0), ("qkv.weight", 0)],
     special.Auxiliary: [("a.0.weight", 0), ("side.0.0.weight", 1)],
     special.DataDependent: [("a.0.weight", 0), ("b.0.weight", 1)],
 }
@@ -75,7 +95,8 @@ KEPT = {
     special.Sliced: r"cut at fixed places by slice in the model",
     special.OptionA: r"cannot be cut, by add in the model",
     special.FusedAttention: r"one for each head of matmul in the model",
-    special.SpectralNorm: r"(no rule for|computed in the forward pass)",
+    special.SpectralNorm: r"^mv in body.0.parametrizations.weight.0 multiplies parameters, as spectral_norm does",
+    special.FixedBias: r"the bias of linear in the model is put together from pieces that cannot be cut",
     special.Written: r"cannot be cut, by copy in the model",
 }
 

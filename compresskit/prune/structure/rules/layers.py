@@ -48,7 +48,7 @@ def rule_conv_transpose(call: OperatorCall) -> RuleResult:
     """(N, I, ...) with weight (I, O/groups, ...)."""
     x, weight = call.args[:2]
     groups = call.argument("groups")
-    if not isinstance(weight, ParameterView) or weight.moved:
+    if (axes := _matrix_axes(weight)) is None:
         return lock_computed_weight(call)
     channels = _channel_dim(call, weight)
     inputs = call.labels_along(x, channels)
@@ -59,9 +59,9 @@ def rule_conv_transpose(call: OperatorCall) -> RuleResult:
     else:
         equal_groups(call, inputs, groups)
         rows = equal_groups(call, call.sets.fresh(per_group * groups), groups)
-        call.sets.add_axis(weight.name, 1, rows[0], "out")
+        call.assign(weight, axes[1], rows[0], "out")
         made, made_per_group = rows.reshape(-1), rows[0]
-    call.sets.add_axis(weight.name, 0, inputs, "with" if depthwise else "in")
+    call.assign(weight, axes[0], inputs, "with" if depthwise else "in")
     call.assign_bias(made)
     positions = math.prod(x.shape if isinstance(x, Tensor) else ()) * math.prod(weight.shape[1:])
     call.add_cost(positions, inputs, made_per_group)
