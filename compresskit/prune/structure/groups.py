@@ -174,9 +174,8 @@ def find_groups(
         return tuple(get_tensor(propagation.trace.module, tensor).shape)
 
     with_channels = {tensor for tensor, _ in resolved.axes}
-    for tensor, reason in propagation.locked_tensors.items():
-        if tensor not in with_channels and len(shape(tensor)) > 1:
-            locked[reason] += shape(tensor)[0]
+    for tensor in propagation.unfollowed_weights - with_channels:
+        locked[propagation.locked_tensors[tensor]] += shape(tensor)[0]
 
     groups = []
     for roots in alike.values():

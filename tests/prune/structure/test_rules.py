@@ -198,3 +198,18 @@ def test_a_tensor_that_is_moved_to_its_own_device_is_followed() -> None:
 
     plan = plan_channels(Moved(nn.Linear(12, 32), nn.Linear(32, 5)), (torch.randn(4, 12),), budget=keep(macs=0.5))
     assert len(plan.remove["0.weight"][0]) == 16
+
+
+def test_a_weight_that_depends_on_data_is_named() -> None:
+    class Dynamic(nn.Sequential):
+        def forward(self, x):
+            return self[1](nn.functional.linear(x, self[0].weight * x.mean().sigmoid(), self[0].bias).relu())
+
+    plan = plan_channels(
+        nn.Sequential(Dynamic(nn.Linear(12, 32), nn.Linear(32, 16)), nn.Linear(16, 8), nn.Linear(8, 5)),
+        (torch.randn(4, 12),),
+        budget=keep(macs=0.9),
+        round_to=1,
+    )
+    assert plan.locked["the weight of linear in 0 is computed in the forward pass"] == 32
+    assert plan.remove["1.weight"][0]

@@ -49,7 +49,7 @@ def rule_elementwise(call: OperatorCall) -> RuleResult:
     result = fixed_labels(call.shape) if result is None else result.expand(call.shape)
     for value in values:
         if isinstance(value, ParameterView):
-            result = _join_parameter(call, result, value)
+            result = join_parameter(call, result, value)
     add_scaling_factor(call, result)
     return result
 
@@ -79,7 +79,7 @@ def join_broadcast(call: OperatorCall, a: Tensor, b: Tensor) -> Tensor:
     return fixed_labels(shape)
 
 
-def _join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView) -> Tensor:
+def join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView) -> Tensor:
     """A bare parameter (layer scale, position embedding) in an elementwise operator goes with the channels that it meets."""
     if parameter.numel == 1:
         return labels

@@ -54,6 +54,7 @@ class ChannelPropagation:
     """What propagation over a trace finds: the channel sets, the constraints on them, and what operators cost.
 
     sets: union-find over the labels of channels. locked_tensors: parameter -> why it is never cut.
+    unfollowed_weights: those of them that are weights of layers whose rule gave up.
     splits ... size_attributes: see `constraints.py`.
     costs: MACs of one sample of an operator, and the labels along the dimensions that they are a product of.
     linear_layers: (path, labels of the outputs, labels of the inputs) of each linear layer.
@@ -65,6 +66,7 @@ class ChannelPropagation:
     def __init__(self, trace: Trace) -> None:
         self.trace, self.sets = trace, ChannelSets()
         self.locked_tensors: dict[str, str] = {}
+        self.unfollowed_weights: set[str] = set()
         self.splits: list[AxisSplit] = []
         self.dependencies: list[DependsOnAll] = []
         self.hard_coded_sizes: list[HardCodedSize] = []
