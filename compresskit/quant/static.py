@@ -77,7 +77,9 @@ def quantize_static(
             norms. Default True.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
-        strict: raise where no rule knows an operator, instead of leaving it float. Default False.
+        strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay
+            float, unless `skip`, `choose` or `smooth` leaves it so. Operators without weights (norms, softmax, products of two
+            activations, what no rule knows) may stay float. Default False.
 
     Returns the quantized model, which `export_onnx` writes with integers; with `inside`, the whole model.
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has

@@ -111,7 +111,7 @@ def test_frozen_norms_are_folded_into_the_layer_before_them() -> None:
     module = capture(model, x).module
     assert fold_frozen_norms_(module) == 4
     assert {n.target for n in module.graph.nodes if n.op == "call_function"} == {aten.conv2d.default, aten.relu.default}
-    torch.testing.assert_close(module(x), model(x))
+    torch.testing.assert_close(module(*x), model(*x))
     quantized = ck.quant.quantize_static(model, [x])
     assert list(quantized.placement.integer.values()) == ["conv", "conv"]
 
