@@ -24,7 +24,7 @@ class Mixed(nn.Module):
         for name in self.layers:
             x = x.bmm(x.transpose(1, 2)).bmm(x) if name == "attention" else x
             x = self.gru(x)[0] if name == "gru" else x
-            x = F.linear(x, self.linear.weight * x.mean()) if name == "computed" else x
+            x = F.linear(x, self.linear.weight * x.abs().mean()) if name == "computed" else x
             x = torch.einsum("abc,cd->abd", x, self.matrix) if name == "einsum" else x
         return self.linear(x)
 
