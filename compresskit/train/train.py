@@ -33,6 +33,7 @@ from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
+from compresskit.train.modes import remember_modes_, train_mode_
 from compresskit.train.objective import bind_objective
 from compresskit.train.snapshots import fill_snapshots_
 
@@ -109,6 +110,9 @@ def fit_(
     With `Task(progress=...)`, which a Recipe sets, checkpoints are written, and an interrupted training is resumed with the same
     bits. The loader draws from torch's global generator; the model (dropout) from a stream that is forked from it.
 
+    A model that is wholly in eval mode is put in train mode. In one that is in train mode, modules that are in eval mode stay so,
+    such as a frozen BatchNorm: in this training, which logs them, and in later ones of the same model.
+
     Args:
         model: the model; at least one parameter requires a gradient.
         task: has the data and the loss.
@@ -126,6 +130,7 @@ def fit_(
         DataError: the loader fails, or changes its length.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
+    modes = remember_modes_(model)
     task.length("train")  # raises where the loader is missing or empty
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
@@ -145,6 +150,7 @@ def fit_(
         resumables=resumables,
         training=training,
         label=label,
+        modes=modes,
     )
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
@@ -165,6 +171,7 @@ def _train_(
     resumables: Sequence[Resumable],
     training: Training | None,
     label: str,
+    modes: dict[str, bool],
 ) -> None:
     """Run the training loop with an objective that is bound to the model, and clean up after it."""
     batches = task.length("train")
@@ -177,7 +184,7 @@ def _train_(
         cleanup.callback(enforce_masks_(model, run))
         if finish_setup is not None:
             cleanup.callback(finish_setup)
-        model.train()
+        train_mode_(model, modes, label)
         fill_snapshots_(task.snapshots, model, run, 0, steps)
         loop = TrainingLoop(
             run=run,

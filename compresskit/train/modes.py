@@ -1,0 +1,61 @@
+"""Modules that the user put in eval mode, such as a frozen BatchNorm, and that stay there while the rest is trained.
+
+Every training ends in eval mode, so that the modes are remembered on the modules themselves for the trainings after it; copies
+and pruned models keep them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+def given_modes(model: nn.Module) -> dict[str, bool]:
+    """Return, by name, the mode of the modules whose mode is another than that of the module around them.
+
+    Read from the modules where the model is in train mode; else what an earlier `remember_modes_` saw. Empty where all are to be
+    trained, as in a model that is wholly in eval mode.
+    """
+    if not model.training:
+        return {
+            name: kept
+            for name, module in model.named_modules()
+            if (kept := vars(module).get("compresskit_training_mode")) is not None
+        }
+    modes: dict[str, bool] = {}
+    around = {"": True}
+    for name, module in model.named_modules():
+        outer = around[name.rpartition(".")[0]] if name else True
+        around[name] = module.training
+        if module.training != outer:
+            modes[name] = module.training
+    return modes
+
+
+def remember_modes_(model: nn.Module) -> dict[str, bool]:
+    """Note on the modules of a model what `given_modes` says, and return it."""
+    modes = given_modes(model)
+    for name, module in model.named_modules():
+        vars(module).pop("compresskit_training_mode", None)
+        if name in modes:
+            vars(module)["compresskit_training_mode"] = modes[name]
+    return modes
+
+
+def train_mode_(model: nn.Module, modes: dict[str, bool], label: str) -> None:
+    """Put a model in train mode but for the modules that `given_modes` named, which are logged."""
+    model.train()
+    modules = dict(model.named_modules())
+    for name, training in modes.items():
+        if name in modules:
+            modules[name].train(training)
+    if kept := [name for name, training in modes.items() if not training]:
+        log.warning(
+            "%s: %s (%d in all) stay in eval mode, as they were given; call model.train() before to train all",
+            label,
+            kept[0],
+            len(kept),
+        )
