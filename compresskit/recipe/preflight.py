@@ -36,9 +36,8 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
             try:
                 if which == "train":
                     supervised_loss(task, predictions, target)
-                elif which == "val" and not isinstance(task.metric, RunningMetric):
-                    if not _all_ignored(task, target):
-                        task.score(predictions, target)
+                elif which == "val" and not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
+                    task.score(predictions, target)
             except CompressError:
                 raise
             except Exception as error:

@@ -12,6 +12,9 @@ from torch import nn
 
 log = logging.getLogger(__name__)
 
+#: Attribute of a module: its mode in the trainings to come.
+MODE = "compresskit_training_mode"
+
 
 def given_modes(model: nn.Module) -> dict[str, bool]:
     """Return, by name, the mode of the modules whose mode is another than that of the module around them.
@@ -20,11 +23,7 @@ def given_modes(model: nn.Module) -> dict[str, bool]:
     trained, as in a model that is wholly in eval mode.
     """
     if not model.training:
-        return {
-            name: kept
-            for name, module in model.named_modules()
-            if (kept := vars(module).get("compresskit_training_mode")) is not None
-        }
+        return {name: kept for name, module in model.named_modules() if (kept := vars(module).get(MODE)) is not None}
     modes: dict[str, bool] = {}
     around = {"": True}
     for name, module in model.named_modules():
@@ -39,9 +38,9 @@ def remember_modes_(model: nn.Module) -> dict[str, bool]:
     """Note on the modules of a model what `given_modes` says, and return it."""
     modes = given_modes(model)
     for name, module in model.named_modules():
-        vars(module).pop("compresskit_training_mode", None)
+        vars(module).pop(MODE, None)
         if name in modes:
-            vars(module)["compresskit_training_mode"] = modes[name]
+            vars(module)[MODE] = modes[name]
     return modes
 
 
@@ -54,7 +53,7 @@ def train_mode_(model: nn.Module, modes: dict[str, bool], label: str) -> None:
             modules[name].train(training)
     if kept := [name for name, training in modes.items() if not training]:
         log.warning(
-            "%s: %s (%d in all) stay in eval mode, as they were given; call model.train() before to train all",
+            "%s: %s (%d in all) stays in eval mode, as it was given; model.train() before it would train all",
             label,
             kept[0],
             len(kept),

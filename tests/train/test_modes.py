@@ -34,7 +34,7 @@ def test_a_frozen_batchnorm_stays_frozen_and_is_logged(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         fit_(model, TASK, ONCE)
     assert moved(model) == (False, True)
-    assert "train: 0 (1 in all) stay in eval mode, as they were given; call model.train() before to train all" in caplog.text
+    assert "train: 0 (1 in all) stays in eval mode, as it was given; model.train() before it would train all" in caplog.text
     assert not model.training  # fit_ returns it in eval mode, and the next training knows all the same
     fit_(copy.deepcopy(model), TASK, ONCE)
     assert moved(fit_(model, TASK, ONCE)) == (False, True)
@@ -57,11 +57,13 @@ def test_a_part_in_train_mode_inside_one_in_eval_mode_is_trained() -> None:
     assert given_modes(model) == {"1": False, "1.1": True}
 
 
-def test_a_recipe_keeps_modes_through_its_stages(tmp_path) -> None:
+def test_a_recipe_keeps_modes_through_its_stages(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     model[0].eval()
-    recipe = ck.Recipe(ONCE, ck.Prune(budget=ck.keep(channels=0.5), finetune=ONCE))
-    first = recipe.run(model, TASK, tmp_path / "run")
-    assert moved(first.model) == (False, True)
+    recipe = ck.Recipe(ONCE, ck.Train(epochs=1, clip=1.0))
+    assert moved(recipe.run(model, TASK, tmp_path / "run").model) == (False, True)
     assert [stage.action for stage in recipe.plan(model, TASK, tmp_path / "run").stages] == ["reuse", "reuse"]
     assert recipe.plan(network(), TASK, tmp_path / "run").stages[0].action == "run"
+    pruned = ck.Prune(budget=ck.keep(channels=0.5), finetune=ONCE)(model, TASK)
+    assert "fine-tune: 0 (1 in all) stays in eval mode" in caplog.text
+    assert given_modes(pruned) == {"0": False}
