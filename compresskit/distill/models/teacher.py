@@ -113,7 +113,8 @@ class Teacher(nn.Module):
         """Return what the one model returns, or a list of what each of several returns."""
         inputs = {dtype: (_floats_to(dtype, args), _floats_to(dtype, kwargs)) for dtype in set(self._input_dtypes)}
         outputs = []
-        for run, dtype in zip(self._compiled or self.members, self._input_dtypes, strict=True):
+        members: Sequence[Callable[..., Any]] = self._compiled or list(self.members)
+        for run, dtype in zip(members, self._input_dtypes, strict=True):
             cast_args, cast_kwargs = inputs[dtype]
             outputs.append(run(*cast_args, **cast_kwargs))
         return outputs[0] if len(outputs) == 1 else outputs
