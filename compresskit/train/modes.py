@@ -23,7 +23,7 @@ def given_modes(model: nn.Module) -> dict[str, bool]:
     trained, as in a model that is wholly in eval mode.
     """
     if not model.training:
-        return {name: kept for name, module in model.named_modules() if (kept := vars(module).get(MODE)) is not None}
+        return _remembered(model)
     modes: dict[str, bool] = {}
     around = {"": True}
     for name, module in model.named_modules():
@@ -34,23 +34,21 @@ def given_modes(model: nn.Module) -> dict[str, bool]:
     return modes
 
 
-def remember_modes_(model: nn.Module) -> dict[str, bool]:
-    """Note on the modules of a model what `given_modes` says, and return it."""
+def remember_modes_(model: nn.Module) -> None:
+    """Note on the modules of a model what `given_modes` says."""
     modes = given_modes(model)
     for name, module in model.named_modules():
         vars(module).pop(MODE, None)
         if name in modes:
             vars(module)[MODE] = modes[name]
-    return modes
 
 
-def train_mode_(model: nn.Module, modes: dict[str, bool], label: str) -> None:
-    """Put a model in train mode but for the modules that `given_modes` named, which are logged."""
+def train_mode_(model: nn.Module, label: str) -> None:
+    """Put a model in train mode but for the modules that `remember_modes_` saw in eval mode, which are logged."""
     model.train()
-    modules = dict(model.named_modules())
+    modes = _remembered(model)
     for name, training in modes.items():
-        if name in modules:
-            modules[name].train(training)
+        model.get_submodule(name).train(training)
     if kept := [name for name, training in modes.items() if not training]:
         log.warning(
             "%s: %s (%d in all) stays in eval mode, as it was given; model.train() before it would train all",
@@ -58,3 +56,7 @@ def train_mode_(model: nn.Module, modes: dict[str, bool], label: str) -> None:
             kept[0],
             len(kept),
         )
+
+
+def _remembered(model: nn.Module) -> dict[str, bool]:
+    return {name: kept for name, module in model.named_modules() if (kept := vars(module).get(MODE)) is not None}

@@ -110,8 +110,8 @@ def fit_(
     With `Task(progress=...)`, which a Recipe sets, checkpoints are written, and an interrupted training is resumed with the same
     bits. The loader draws from torch's global generator; the model (dropout) from a stream that is forked from it.
 
-    A model that is wholly in eval mode is put in train mode. In one that is in train mode, modules that are in eval mode stay so,
-    such as a frozen BatchNorm: in this training, which logs them, and in later ones of the same model.
+    A model wholly in eval mode is put in train mode. In one in train mode, modules in eval mode, such as a frozen BatchNorm, stay
+    so in this training, which logs them, and in later ones.
 
     Args:
         model: the model; at least one parameter requires a gradient.
@@ -130,10 +130,8 @@ def fit_(
         DataError: the loader fails, or changes its length.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
-    modes = remember_modes_(model)
-    task.length("train")  # raises where the loader is missing or empty
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+    remember_modes_(model)
+    _check_trainable(model, task)
     training = _checkpoints(model, task, label)
     align_processes_(model)
     result = TrainingResult(model=model, task=task, resumables=resumables)
@@ -150,10 +148,8 @@ def fit_(
         resumables=resumables,
         training=training,
         label=label,
-        modes=modes,
     )
-    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
-        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
+    _check_finite(model)
     if training is not None:
         training.save(result.state(), "end")
         training.raise_if_stopped("at its end")
@@ -171,7 +167,6 @@ def _train_(
     resumables: Sequence[Resumable],
     training: Training | None,
     label: str,
-    modes: dict[str, bool],
 ) -> None:
     """Run the training loop with an objective that is bound to the model, and clean up after it."""
     batches = task.length("train")
@@ -184,7 +179,7 @@ def _train_(
         cleanup.callback(enforce_masks_(model, run))
         if finish_setup is not None:
             cleanup.callback(finish_setup)
-        train_mode_(model, modes, label)
+        train_mode_(model, label)
         fill_snapshots_(task.snapshots, model, run, 0, steps)
         loop = TrainingLoop(
             run=run,
@@ -201,6 +196,17 @@ def _train_(
             label=label,
         )
         loop.train()
+
+
+def _check_trainable(model: nn.Module, task: Task) -> None:
+    task.length("train")  # raises where the loader is missing or empty
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+
+
+def _check_finite(model: nn.Module) -> None:
+    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
+        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
 
 
 def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
