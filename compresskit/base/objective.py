@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
 
-T = TypeVar("T")
+OfBind = TypeVar("OfBind")
 Losses = dict[str, Tensor]
 LossFunction = Callable[[Callable[..., Any], Any], Losses]
 
@@ -63,7 +63,7 @@ class Objective(ABC):
         """Remove what `bind` added to the model, such as adapters and hooks."""
 
 
-def bound(value: T | None, objective: Objective) -> T:
+def bound(value: OfBind | None, objective: Objective) -> OfBind:
     """Return what `bind` gave an objective, such as its task.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import nn
 log = logging.getLogger(__name__)
 
 #: Attribute of a module: its mode in the trainings to come.
-MODE = "compresskit_training_mode"
+MODE_ATTRIBUTE = "compresskit_training_mode"
 
 
 def given_modes(model: nn.Module) -> dict[str, bool]:
@@ -38,9 +38,9 @@ def remember_modes_(model: nn.Module) -> None:
     """Note on the modules of a model what `given_modes` says."""
     modes = given_modes(model)
     for name, module in model.named_modules():
-        vars(module).pop(MODE, None)
+        vars(module).pop(MODE_ATTRIBUTE, None)
         if name in modes:
-            vars(module)[MODE] = modes[name]
+            vars(module)[MODE_ATTRIBUTE] = modes[name]
 
 
 def train_mode_(model: nn.Module, label: str) -> None:
@@ -59,4 +59,4 @@ def train_mode_(model: nn.Module, label: str) -> None:
 
 
 def _remembered(model: nn.Module) -> dict[str, bool]:
-    return {name: kept for name, module in model.named_modules() if (kept := vars(module).get(MODE)) is not None}
+    return {name: kept for name, module in model.named_modules() if (kept := vars(module).get(MODE_ATTRIBUTE)) is not None}

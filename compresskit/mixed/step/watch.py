@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 #: Values of each weight that are compared on the CPU, as a write through `.data` leaves torch's version counter alone.
-SAMPLES = 64
+COMPARED_VALUES = 64
 
 
 class WeightWatch:
@@ -59,5 +59,5 @@ def _is_sampled(parameter: nn.Parameter) -> bool:
 def _sampled(parameter: nn.Parameter) -> Tensor:
     """A view of values across the whole parameter, as whole numbers, so that nan equals itself."""
     data = parameter.data
-    count = min(data.numel(), SAMPLES)
+    count = min(data.numel(), COMPARED_VALUES)
     return data.as_strided((count,), (data.numel() // count,)).view(torch.int16)
