@@ -8,6 +8,7 @@
 Each row: `export`: torch exports the float model and ONNX Runtime agrees with it; `static`: int8 with calibration, the share of MACs in
 integers, verified on other batch sizes; `dynamic`: int8 without calibration, verified on other batches and, for text, lengths;
 `prune`: to half of the MACs, or as far as the locks allow, equal in float64 to the network whose removed values are zero (the
+widths are not rounded, since they are small; the
 reference is in this file and shares no code with the planner's proof), exported and verified. Where something fails, the first line
 of the message. Weights are random (seed 0), BatchNorm statistics those of random batches.
 
@@ -67,7 +68,14 @@ class WithoutZeros(TorchFunctionMode):
             return self._group_norm(*args, **kwargs)
         if func in (torch.mean, Tensor.mean, torch.var, Tensor.var, torch.var_mean, torch.std, Tensor.std):
             return self._moment(func, args, kwargs)
+        if func in (torch.sub, Tensor.sub, Tensor.__sub__) and isinstance(args[1], Tensor) and args[1].shape[-1:] == (1,):
+            return self._centred(*args[:2])
         return func(*args, **kwargs)
+
+    def _centred(self, x: Tensor, mean: Tensor) -> Tensor:
+        """A norm that is written out takes the mean off first, which must not give the channels a value."""
+        kept = self._kept(x, -1)
+        return x - mean if kept is None else torch.zeros_like(x - mean).index_copy(-1, kept, x[..., kept] - mean)
 
     def _norm(self, func: Any, x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: Any = None) -> Tensor:
         kept = self._kept(x, -1)
@@ -101,6 +109,17 @@ class WithoutZeros(TorchFunctionMode):
         return kept if 0 < len(kept) < x.shape[dim] else None
 
 
+class Plain(nn.Module):
+    """In the place of a parametrization: the weight that it made."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 def zeroed(model: nn.Module, plan: ck.prune.Plan) -> nn.Module:
     """A float64 copy with the removed values at zero; weights under a parametrization are made plain first."""
     model = copy.deepcopy(model).double().eval()
@@ -109,8 +128,8 @@ def zeroed(model: nn.Module, plan: ck.prune.Plan) -> nn.Module:
         if nn.utils.parametrize.is_parametrized(module):
             for leaf in list(module.parametrizations):
                 prefix = f"{path}.parametrizations.{leaf}.original"
-                nn.utils.parametrize.remove_parametrizations(module, leaf)
-                remove[f"{path}.{leaf}"] = remove.pop(f"{prefix}1", remove.pop(prefix, {}))
+                module.parametrizations[leaf] = Plain(getattr(module, leaf))
+                remove[f"{path}.parametrizations.{leaf}.weight"] = remove.pop(f"{prefix}1", remove.pop(prefix, {}))
                 remove.pop(f"{prefix}0", None)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
@@ -252,12 +271,12 @@ def plan_of(model: nn.Module, example: Any) -> tuple[ck.prune.Plan, str | None]:
     import re
 
     try:
-        return ck.prune.plan_channels(model, example, budget=ck.keep(macs=0.5)), None
+        return ck.prune.plan_channels(model, example, budget=ck.keep(macs=0.5), round_to=1), None
     except ck.ModelError as error:
         if (least := re.search(r"only ([\d.]+)% can be reached", str(error))) is None:
             raise
         budget = ck.keep(macs=min(1.0, float(least.group(1)) / 100 + 0.005))
-        return ck.prune.plan_channels(model, example, budget=budget), " ".join(str(error).split())[:700]
+        return ck.prune.plan_channels(model, example, budget=budget, round_to=1), " ".join(str(error).split())[:700]
 
 
 MEASURES: dict[str, Callable[[Family, Path, dict[str, Any], dict[str, Any]], None]] = {

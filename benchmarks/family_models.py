@@ -7,6 +7,7 @@ length, and which of their dimensions vary. A name is `timm/<module>` or `hf/<mo
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,42 +35,66 @@ def timm_names() -> list[str]:
     return [f"timm/{module}" for module in timm.list_modules() if timm.list_models(module=module)]
 
 
+#: Words in the names of relatives that are larger than others, which need not be counted where others are left.
+LARGER = re.compile(
+    r"large|huge|giant|gigantic|enormous|base|medium|xl|_[bcms]?[3-9]\d?(_|$|[a-z])|(50|101|152|161|169|200|201|264|269|270|350|420)"
+    r"|_[ml](_|$)|_in21k|_b[1-9]|so\d+m|pe_|_384|_448|_512"
+)
+#: Settings that leave one or two blocks of each stage, tried in this order; most constructors take one of them.
+SHALLOW: tuple[dict[str, Any], ...] = (
+    {"depth": 2},
+    {"depths": (1, 1, 1, 1)},
+    {"layers": (1, 1, 1, 1)},
+    {"depths": (1, 1, 1)},
+    {},
+)
+
+
 def smallest_variant(module: str) -> str:
     """The model of a timm module with the fewest parameters, counted on the meta device."""
     import timm
 
+    names = timm.list_models(module=module)
     sizes: dict[str, int] = {}
-    for name in timm.list_models(module=module):
+    for name in [n for n in names if not LARGER.search(n)] or names:
         try:
             with torch.device("meta"):
                 sizes[name] = sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
         except Exception:
             continue  # computes with values when it is made; larger relatives of it usually do so, too
-    return min(sizes, key=lambda name: sizes[name]) if sizes else timm.list_models(module=module)[0]
+    return min(sizes, key=lambda name: sizes[name]) if sizes else names[0]
 
 
 def timm_family(module: str, variant: str | None) -> Family:
-    """The smallest variant on the smallest image that it takes."""
-    import timm
-
+    """The smallest variant, with few blocks where its constructor takes their number, on the smallest image that it takes."""
     variant = variant or smallest_variant(module)
     last: Exception | None = None
-    for size in SIZES:
-        for settings in ({"img_size": size}, {}):
-            torch.manual_seed(0)
-            try:
-                model = timm.create_model(variant, num_classes=10, **settings).eval()
-            except Exception as error:
-                last = error
-                continue
-            try:
-                with torch.no_grad():
-                    model(torch.randn(2, 3, size, size))
-            except Exception as error:
-                last = error
-                continue
-            return Family(model=settled(model, images(size)), variant=f"{variant} at {size}", inputs=images(size), dynamic=(0,))
+    for shallow in SHALLOW:
+        for size in SIZES:
+            for settings in ({"img_size": size}, {}):
+                try:
+                    model = timm_model(variant, size, shallow | settings)
+                except Exception as error:
+                    last = error
+                    continue
+                how = "".join(f", {name}={value}" for name, value in shallow.items())
+                return Family(
+                    model=settled(model, images(size)), variant=f"{variant} at {size}{how}", inputs=images(size), dynamic=(0,)
+                )
+            if isinstance(last, TypeError) and "unexpected keyword" in str(last) and shallow:
+                break
     raise RuntimeError(f"{variant} runs on no size of {SIZES}: {last}")
+
+
+def timm_model(variant: str, size: int, settings: dict[str, Any]) -> nn.Module:
+    """The model, once it has run on images of that size; fails where it does not take them."""
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model(variant, num_classes=10, **settings).eval()
+    with torch.no_grad():
+        model(torch.randn(2, 3, size, size))
+    return model
 
 
 def images(size: int) -> Callable[[int, int, int], Any]:
@@ -130,7 +155,7 @@ SEQUENCE, CAUSAL, SEQ2SEQ, IMAGES, AUDIO, DENSE = (
     )
 )
 CONVS = {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
-         "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 32, "apply_spec_augment": False}  # fmt: skip
+         "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 32, "mask_time_length": 2}  # fmt: skip
 STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_attention_heads": [2, 4], "sr_ratios": [2, 1],
           "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 32}  # fmt: skip
 #: Model type -> (class, entries of the config besides TINY; None leaves an entry of TINY out).
