@@ -583,6 +583,38 @@ class Written(Images):
         return y
 
 
+class SelectiveKernel(Images):
+    """Two branches, weighted channel by channel by a softmax over the branches (Li et al., 1903.06586)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(16, 16), conv(16, 16, 5)
+        self.squeeze, self.select = conv(16, 8, 1), nn.Conv2d(8, 32, 1)
+
+    def body(self, x):
+        branches = torch.stack([self.a(x), self.b(x)], 1)
+        weights = self.select(self.squeeze(branches.sum(1).mean((2, 3), keepdim=True)))
+        n, channels = weights.shape[:2]
+        return (branches * weights.view(n, 2, channels // 2, 1, 1).softmax(1)).sum(1)
+
+
+class SplitAttention(Images):
+    """Two splits of two groups, weighted channel by channel by a softmax over the splits (ResNeSt, Zhang et al., 2004.08955)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(16, 32, 3, 1, 1, groups=4), nn.BatchNorm2d(32)
+        self.squeeze, self.select = nn.Conv2d(16, 8, 1, groups=2), nn.Conv2d(8, 32, 1, groups=2)
+
+    def body(self, x):
+        x = self.norm(self.a(x)).relu()
+        n, channels, height, width = x.shape
+        splits = x.reshape(n, 2, channels // 2, height, width)
+        weights = self.select(self.squeeze(splits.sum(1).mean((2, 3), keepdim=True)).relu())
+        weights = weights.view(n, 2, 2, -1).transpose(1, 2).softmax(1).reshape(n, 2, channels // 2, 1, 1)
+        return (splits * weights).sum(1)
+
+
 def example(kind):
     """Inputs of a network of this kind, two rows."""
     if kind is Conv1d:

@@ -6,7 +6,6 @@ does not run cannot be verified: a bf16 model is written with its weights stored
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs
+from compresskit.graph.surgery import copy_model
 
 
 def least_precise_dtype(model: nn.Module) -> torch.dtype:
@@ -31,7 +31,7 @@ def widen_to_fp32(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]
         return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
 
     wider: Inputs = pytree.tree_map(wide, example)
-    return copy.deepcopy(model).float(), wider
+    return copy_model(model).float(), wider
 
 
 def store_bf16_(file: Any) -> None:

@@ -6,7 +6,6 @@ channels that are removed do not. There the zeroed model takes its statistics ov
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.normalize import aten
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
 from compresskit.prune.structure.plan import Plan, apply_, zero_
@@ -68,19 +67,19 @@ def check_plan(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelA
     if size >= SINGLE_SAMPLE_MODEL and _runs(model, first_rows(example, 1)):
         example = first_rows(example, 1)
     if size < LARGE_MODEL:
-        wide = copy.deepcopy(model).double().eval()
+        wide = copy_model(model).double().eval()
         try:
             with torch.random.fork_rng():
                 return _compare_copies(wide, model, plan, _to_float64(example), masks, FLOAT64_TOLERANCE)
         except _NotInFloat64:
             del wide
     with torch.random.fork_rng():
-        return _compare_copies(copy.deepcopy(model).eval(), model, plan, example, masks, FLOAT32_TOLERANCE)
+        return _compare_copies(copy_model(model).eval(), model, plan, example, masks, FLOAT32_TOLERANCE)
 
 
 def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs) -> Failure | None:
     """Run a pruned copy in eval mode, which costs far less than a proof; None where it runs."""
-    pruned = apply_(copy.deepcopy(model).eval(), plan)
+    pruned = apply_(copy_model(model).eval(), plan)
     failure = None
     for inputs in (first_rows(example, 1), example):  # one sample is cheap; all of them where the code does not take one
         paths = [""]
@@ -190,7 +189,7 @@ def _check_training_mode(pruned: nn.Module, model: nn.Module, example: Inputs) -
     try:
         call(pruned.train(), repeated)
     except Exception:
-        dense = copy.deepcopy(model).float().train()
+        dense = copy_model(model).float().train()
         try:
             call(dense, repeated)
         except Exception:

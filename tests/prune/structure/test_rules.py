@@ -64,6 +64,8 @@ CUT = {
     special.Product: [("a.weight", 0), ("b.weight", 0)],
     special.WeightNorm: [("body.0.parametrizations.weight.original0", 0), ("body.0.parametrizations.weight.original1", 0)],
     special.Auxiliary: [("a.0.weight", 0), ("side.0.0.weight", 1)],
+    special.SelectiveKernel: [("a.0.weight", 0), ("b.0.weight", 0), ("select.weight", 0), ("select.weight", 1)],
+    special.SplitAttention: [("a.weight", 0), ("norm.weight", 0), ("select.weight", 0), ("head.weight", 1)],
     special.DataDependent: [("a.0.weight", 0), ("b.0.weight", 1)],
 }
 

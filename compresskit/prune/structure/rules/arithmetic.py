@@ -178,14 +178,22 @@ def _reduced_labels(x: Tensor, kept: list[int], shape: tuple[int, ...]) -> Tenso
 
 @rule_for(*overloads("softmax log_softmax cumsum cumprod _softmax logcumsumexp sort argsort flip"))
 def rule_over_one_dim(call: OperatorCall) -> RuleResult:
-    """Mixes the values along one dimension, which must not be that of the channels."""
+    """Mixes the values along one dimension: channels that lie along it go together, where others lie along another dimension."""
     x = call.args[0]
     if not isinstance(x, Tensor):
         return call.lock_inputs(f"{call.where} works on a parameter")
     dims = call.argument("dim", call.argument("dims", -1))
     dims = [dims] if isinstance(dims, int) else list(dims)
-    if any(d % max(x.ndim, 1) in varying_dims(x) for d in dims):
+    moving = varying_dims(x)
+    mixed = [d for d in moving if d in {dim % max(x.ndim, 1) for dim in dims}]
+    if mixed == moving != []:
         return call.lock_inputs(f"{call.where} mixes the channels")
+    if mixed:
+        # (N, branches, C) over the branches: a channel goes with its weights in all branches.
+        first = collapse(x)
+        for d in mixed:
+            first = first.narrow(d, 0, 1)
+        x = call.sets.join(first, collapse(x), f"{call.where} takes several of them together").expand(x.shape)
     return x if call.has_one_result else [x for _ in call.part_shapes]
 
 
