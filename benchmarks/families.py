@@ -3,14 +3,15 @@
     python benchmarks/families.py                     every family without a row, each in a process of its own
     python benchmarks/families.py --only hf/bert      these, measured again
     python benchmarks/families.py --stale             also those whose row is of another commit
-    python benchmarks/families.py --shard 0/4         every fourth; --parts prune only that part, the others of the row stay
+    python benchmarks/families.py --shard 0/4         every fourth
+    python benchmarks/families.py --parts prune       only that part; the others of a row stay
 
-Each row: `export`: torch exports the float model and ONNX Runtime agrees with it; `static`: int8 with calibration, the share of MACs in
-integers, verified on other batch sizes; `dynamic`: int8 without calibration, verified on other batches and, for text, lengths;
-`prune`: to half of the MACs, or as far as the locks allow, equal in float64 to the network whose removed values are zero (the
-widths are not rounded, since they are small; the
-reference is in this file and shares no code with the planner's proof), exported and verified. Where something fails, the first line
-of the message. Weights are random (seed 0), BatchNorm statistics those of random batches.
+Each row: `export`: torch exports the float model and ONNX Runtime agrees with it; `static`: int8 with calibration, the share of
+MACs in integers, verified on other batch sizes; `dynamic`: int8 without calibration, verified on other batches and, for text,
+lengths; `prune`: to half of the MACs, or as far as the locks allow (widths are not rounded, since they are small), equal in
+float64 to the network whose removed values are zero (that reference is in this file and shares no code with the planner's proof),
+exported and verified. Where something fails, the first line of the message. Weights are random (seed 0), BatchNorm statistics
+those of random batches.
 
 Writes `families.json` and `families.md` beside this file after every family.
 """
@@ -300,7 +301,8 @@ def measure(name: str, parts: tuple[str, ...], known: dict[str, Any], out: Path,
     except Exception as error:
         logging.exception(name)
         row["error"] = first_line(error)
-        return save()
+        save()
+        return
     row |= {"variant": family.variant, "parameters": ck.count_parameters(family.model)}
     dims = options | ({"dynamic": row["export"]["dynamic"]} if "dynamic" in row.get("export", {}) else {})
     for part in parts:
@@ -371,7 +373,8 @@ def write(rows: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "timm": timm.__version__, "transformers": transformers.__version__}
     rows = dict(sorted(rows.items()))
     (HERE / "families.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-    head = "family, variant, torch exports, float verified, integer MACs, static, dynamic, varying, MACs left, proved, pruned exported"
+    head = "family, variant, torch exports, float verified, integer MACs, static, dynamic, varying, MACs left, proved"
+    head += ", pruned exported"
     lines = ["# Families", "", *summary(rows), "", f"{versions}", "", f"| {head.replace(', ', ' | ')} | reasons |"]
     lines.append("|---" * (len(head.split(", ")) + 1) + "|")
     for name, row in rows.items():
@@ -379,12 +382,19 @@ def write(rows: dict[str, Any]) -> None:
         reasons = [f"{part}: {row[part]['cause']}" for part in PARTS if row.get(part, {}).get("cause")]
         reasons += [row["error"]] if "error" in row else []
         cells = [
-            name, row.get("variant", ""), yes(export.get("torch")), yes(export.get("verified")),
-            f"{static['integer_macs']:.0%}" if "integer_macs" in static else "", yes(static.get("verified")), yes(dynamic.get("verified")),
+            name,
+            row.get("variant", ""),
+            yes(export.get("torch")),
+            yes(export.get("verified")),
+            f"{static['integer_macs']:.0%}" if "integer_macs" in static else "",
+            yes(static.get("verified")),
+            yes(dynamic.get("verified")),
             {(0, 1): "batch, length", (0,): "batch", (): "none"}[tuple(export.get("dynamic", ()))],
-            f"{prune['left']:.1%}" if "left" in prune else "", yes(prune.get("proved")), yes(prune.get("export", {}).get("verified")),
+            f"{prune['left']:.1%}" if "left" in prune else "",
+            yes(prune.get("proved")),
+            yes(prune.get("export", {}).get("verified")),
             "; ".join(reasons).replace("|", "\\|")[:600],
-        ]  # fmt: skip
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     (HERE / "families.md").write_text("\n".join(lines) + "\n")
 
@@ -431,8 +441,6 @@ def main() -> None:
     args = parser.parse_args()
     import onnxscript.optimizer  # noqa: F401  loaded once, before the processes part
     import timm  # noqa: F401
-    import torch._dynamo
-    import torch.onnx._internal.exporter._core
     import transformers  # noqa: F401
 
     gc.freeze()

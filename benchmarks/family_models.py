@@ -154,7 +154,8 @@ SEQUENCE, CAUSAL, SEQ2SEQ, IMAGES, AUDIO, DENSE = (
         "SemanticSegmentation",
     )
 )
-CONVS = {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
+CONVS = {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2,
+                    "num_conv_pos_embeddings": 16,
          "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 32, "mask_time_length": 2}  # fmt: skip
 STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_attention_heads": [2, 4], "sr_ratios": [2, 1],
           "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 32}  # fmt: skip
@@ -175,7 +176,8 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "fnet": (SEQUENCE, {}),
     "squeezebert": (SEQUENCE, {"embedding_size": 64}),
     "convbert": (SEQUENCE, {"embedding_size": 32, "head_ratio": 2}),
-    "funnel": (SEQUENCE, {"num_hidden_layers": None, "block_sizes": [1, 1], "d_head": 16, "d_inner": 128, "num_decoder_layers": 1}),
+    "funnel": (SEQUENCE, {"num_hidden_layers": None, "block_sizes": [1, 1], "d_head": 16, "d_inner": 128,
+                    "num_decoder_layers": 1}),
     "big_bird": (SEQUENCE, {"block_size": 8, "attention_type": "original_full"}),
     "longformer": (SEQUENCE, {"attention_window": [4, 4]}),
     "nystromformer": (SEQUENCE, {"num_landmarks": 4, "segment_means_seq_len": 16, "conv_kernel_size": 3}),
@@ -233,7 +235,8 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "swinv2": (IMAGES, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4,
                         "pretrained_window_sizes": [0, 0]}),
     "donut-swin": (IMAGES, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}),
-    "convnext": (IMAGES, {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "layer_scale_init_value": 0.3, "patch_size": 4}),
+    "convnext": (IMAGES, {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "layer_scale_init_value": 0.3,
+                    "patch_size": 4}),
     "convnextv2": (IMAGES, {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4}),
     "mobilevit": (IMAGES, {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [16, 16, 24, 32, 32, 32, 64], "patch_size": 2}),
     "mobilenet_v1": (IMAGES, {"depth_multiplier": 0.5}),
@@ -242,19 +245,22 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "poolformer": (IMAGES, {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "layer_scale_init_value": 0.3}),
     "resnet": (IMAGES, {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1]}),
     "regnet": (IMAGES, {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1], "groups_width": 8}),
-    "levit": ("LevitForImageClassification", {"num_labels": 10, "hidden_sizes": [32, 48, 64], "mlp_ratio": [2, 2, 2], "attention_ratio": [2, 2, 2], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [16, 16, 16],
+    "levit": ("LevitForImageClassification", {"num_labels": 10, "hidden_sizes": [32, 48, 64], "mlp_ratio": [2, 2, 2],
+                    "attention_ratio": [2, 2, 2], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [16, 16, 16],
                        "down_ops": [["Subsample", 16, 2, 4, 2, 2], ["Subsample", 16, 3, 4, 2, 2]]}),
     "cvt": (IMAGES, {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 2, 3], "mlp_ratio": [2.0, 2.0, 2.0],
                      "drop_path_rate": [0.0, 0.0, 0.0]}),
     "pvt_v2": (IMAGES, {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4],
                         "mlp_ratios": [2, 2, 2, 2], "sr_ratios": [4, 2, 2, 1]}),
-    "focalnet": (IMAGES, {"embed_dim": 16, "depths": [1, 1], "hidden_sizes": [16, 32], "focal_levels": [2, 2], "focal_windows": [3, 3],
+    "focalnet": (IMAGES, {"embed_dim": 16, "depths": [1, 1], "hidden_sizes": [16, 32], "focal_levels": [2, 2],
+                    "focal_windows": [3, 3],
                           "patch_size": 4}),
     "efficientnet": (IMAGES, {"width_coefficient": 0.35, "depth_coefficient": 0.3, "hidden_dim": 448}),
     "bit": (IMAGES, {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 4}),
     "dpt": (DENSE, {"neck_hidden_sizes": [8, 16, 16, 32], "fusion_hidden_size": 16, "backbone_out_indices": [0, 1, 2, 3],
                     "num_hidden_layers": 4, "reassemble_factors": [4, 2, 1, 0.5], "use_auxiliary_head": False}),
-    "yolos": ("YolosForObjectDetection", {"image_size": [64, 64], "num_detection_tokens": 5, "use_mid_position_embeddings": False}),
+    "yolos": ("YolosForObjectDetection", {"image_size": [64, 64], "num_detection_tokens": 5,
+                    "use_mid_position_embeddings": False}),
     "clip_vision_model": ("CLIPVisionModelWithProjection", {"projection_dim": 32}),
     "siglip_vision_model": ("SiglipVisionModel", {}),
     "wav2vec2": (AUDIO, CONVS),
@@ -266,7 +272,8 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "wav2vec2-conformer": (AUDIO, CONVS | {"conformer_conv_dropout": 0.0}),
     "whisper": ("WhisperForConditionalGeneration", {"num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32}),
     "audio-spectrogram-transformer": (AUDIO, {"max_length": 64, "num_mel_bins": 32}),
-    "speech_to_text": ("Speech2TextForConditionalGeneration", {"num_mel_bins": 16, "input_feat_per_channel": 16, "conv_channels": 32,
+    "speech_to_text": ("Speech2TextForConditionalGeneration", {"num_mel_bins": 16, "input_feat_per_channel": 16,
+                    "conv_channels": 32,
                                                                "max_source_positions": 64, "max_target_positions": 32}),
 }  # fmt: skip
 
@@ -313,7 +320,7 @@ def hugging_face_inputs(cls: str, config: Any, model: nn.Module) -> tuple[Callab
             size = getattr(config, "image_size", 64) or 64
             size = size if isinstance(size, int) else size[0]
             return {"pixel_values": torch.randn(samples, 3, min(size, 64), min(size, 64), generator=generator)}
-        if "input_features" in arguments or "input_values" in arguments and "audio-spectrogram" in config.model_type:
+        if "input_features" in arguments or ("input_values" in arguments and "audio-spectrogram" in config.model_type):
             name = "input_features" if "input_features" in arguments else "input_values"
             bins = config.num_mel_bins
             frames = {"whisper": 64, "audio-spectrogram-transformer": 64}.get(config.model_type, 48)
@@ -328,12 +335,9 @@ def hugging_face_inputs(cls: str, config: Any, model: nn.Module) -> tuple[Callab
             found["decoder_input_ids"] = torch.randint(3, 100, (samples, length), generator=generator)
         return {k: v for k, v in found.items() if k in arguments}
 
-    return (
-        make,
-        (0, 1)
-        if "input_ids" in arguments and "pixel_values" not in arguments or cls == AUDIO and "spectrogram" not in config.model_type
-        else (0,),
-    )
+    text = "input_ids" in arguments and "pixel_values" not in arguments
+    waves = cls == AUDIO and "spectrogram" not in config.model_type
+    return make, (0, 1) if text or waves else (0,)
 
 
 def build(name: str, variant: str | None = None) -> Family:

@@ -88,6 +88,7 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
     """A product with a bare parameter is a linear layer: dimensions that are summed over read channels, others make some."""
     made: list[tuple[int, Tensor]] = []
     inputs: list[Tensor] = []
+    inner = [c for c, n in zip(letters.second, parameter.shape, strict=True) if c not in letters.first and n > 1][:-1]
     for position, letter in enumerate(letters.second):
         if parameter.shape[position] == 1:
             continue
@@ -98,6 +99,8 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
             labels = call.labels_along(x, letters.first.index(letter))
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
             inputs.append(labels)
+        elif letter in inner:  # (heads, width): heads get narrower, none goes
+            call.assign(parameter, axis, torch.zeros(parameter.shape[position], dtype=torch.long), "with")
         else:
             labels = call.sets.fresh(parameter.shape[position])
             call.assign(parameter, axis, labels, "out")
