@@ -228,20 +228,30 @@ def torch_exports(family: Family) -> bool:
     return True
 
 
+def quantized(family: Family, dims: dict[str, Any], make: Callable[[Any], nn.Module]) -> tuple[nn.Module, Any]:
+    """What `make` gives for the dimensions that the float model was exported with; where it was not, for the most it takes."""
+    choices = [tuple(dims["dynamic"])] if "dynamic" in dims else [d for d in ((0, 1), (0,), ()) if set(d) <= set(family.dynamic)]
+    for dynamic in choices:
+        try:
+            return make(dynamic), dynamic
+        except ck.ModelError:
+            if dynamic == choices[-1]:
+                raise
+    raise AssertionError("no choice")
+
+
 def measure_static(family: Family, path: Path, row: dict[str, Any], dims: dict[str, Any]) -> None:
-    dynamic = tuple(dims.get("dynamic", family.dynamic))
-    batches = [family.inputs(4, seed, LENGTH) for seed in (1, 2)]
-    model = ck.quant.quantize_static(family.model, batches, dynamic=dynamic, target=getattr(ck.quant, dims["target"]))
-    row["integer_macs"] = round(model.placement.coverage.fraction, 4) if hasattr(model.placement.coverage, "fraction") else None
+    batches, target = [family.inputs(4, seed, LENGTH) for seed in (1, 2)], getattr(ck.quant, dims["target"])
+    model, dynamic = quantized(family, dims, lambda d: ck.quant.quantize_static(family.model, batches, dynamic=d, target=target))
+    row["dynamic"] = list(dynamic)
     exported(model, family, path, dynamic, row)
     row["integer_macs"] = round(ck.audit(path).integer_fraction, 4)
 
 
 def measure_dynamic(family: Family, path: Path, row: dict[str, Any], dims: dict[str, Any]) -> None:
-    dynamic = tuple(dims.get("dynamic", family.dynamic))
-    model = ck.quant.quantize_dynamic(
-        family.model, [family.inputs(4, 1, LENGTH)], dynamic=dynamic, target=getattr(ck.quant, dims["target"])
-    )
+    batches, target = [family.inputs(4, 1, LENGTH)], getattr(ck.quant, dims["target"])
+    model, dynamic = quantized(family, dims, lambda d: ck.quant.quantize_dynamic(family.model, batches, dynamic=d, target=target))
+    row["dynamic"] = list(dynamic)
     exported(model, family, path, dynamic, row)
 
 

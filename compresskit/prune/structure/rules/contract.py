@@ -96,7 +96,8 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
         if axis is None:
             return call.lock_inputs(f"{call.where} reads the parameter {parameter.name} in an order of its own")
         if letter in letters.first:
-            labels = call.labels_along(x, letters.first.index(letter))
+            dim, moving = letters.first.index(letter), varying_dims(x)
+            labels = fixed_labels((x.shape[dim],)) if moving and dim not in moving else call.labels_along(x, dim)
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
             inputs.append(labels)
         elif letter in inner:  # (heads, width): heads get narrower, none goes
