@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
+from compresskit.graph.surgery import copy_model
 from compresskit.train.objective import supervised_loss
 
 
@@ -28,7 +28,7 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
         task.length(which)
         batch = next(iter(task.batches(which)))
         inputs, target = task.split(batch) if which != "calibration" else (task.inputs(batch), None)
-        probe = copy.deepcopy(model).to(task.device)
+        probe = copy_model(model).to(task.device)
         check_runs(probe, inputs)
         with torch.no_grad():
             predictions = task.predict(call(probe.eval(), inputs))
@@ -46,7 +46,7 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first_line}"
                 ) from error
-    probe = copy.deepcopy(model).to(task.device).eval()
+    probe = copy_model(model).to(task.device).eval()
     for stage in stages:
         stage.rehearse(probe, task)
     if not is_quantized(model):

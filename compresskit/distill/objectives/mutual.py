@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from compresskit.base.objective import Losses, Objective
 from compresskit.base.task import Inputs, Task, call
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 from compresskit.train.objective import supervised_loss
 
 
@@ -35,7 +34,7 @@ class Mutual(Objective):
     def bind(self, model: nn.Module, task: Task) -> Mutual:
         """Copy the peers, check that all predict the same classes, and attach the copies to the student."""
         drop_adapters_(model)
-        peers = [copy.deepcopy(peer).requires_grad_(True).to(task.device) for peer in self.peers]
+        peers = [copy_model(peer).requires_grad_(True).to(task.device) for peer in self.peers]
         example = task.example()
         shapes = []
         for each in (model, *peers):

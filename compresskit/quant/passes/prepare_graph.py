@@ -5,7 +5,6 @@ prepare_graph(model, example, target, skip) -> (captured graph, what it was made
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name, source_line
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.quantized import quantized_parts
-from compresskit.graph.surgery import not_fp32, structure
+from compresskit.graph.surgery import copy_model, not_fp32, structure
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
@@ -69,7 +68,7 @@ def prepare_graph(
     if other := not_fp32(model):
         raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {other}; quantize model.float()")
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
-    captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
+    captured = capture(copy_model(model), example, dynamic=dynamic)
     _refuse_autocast(type(model).__name__, captured.module.graph)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
