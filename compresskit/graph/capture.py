@@ -359,6 +359,7 @@ def autocasts(graph: fx.Graph) -> Iterator[tuple[Node, torch.dtype]]:
         if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]:
             assert graph.owning_module is not None
             block = graph.owning_module.get_submodule(node.args[4].target)
+            assert isinstance(block, fx.GraphModule)
             yield next(n for n in block.graph.nodes if n.op == "call_function"), node.args[1]
 
 

@@ -73,7 +73,7 @@ def _move_mask(module: fx.GraphModule, node: Node, name: str) -> None:
     while source.op == "call_function" and source.target in LAYOUT_OPERATORS | TRANSPOSES:
         source = source.args[0]
     stored, masks = parameter_name(source), masks_of(module)
-    if masks is None or stored not in masks.masks:
+    if masks is None or stored is None or stored not in masks.masks:
         return
     mask = masks.masks[stored]
 
