@@ -16,10 +16,10 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.masks import MASK_PREFIX, masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.reserved_names import RESERVED
+from compresskit.graph.stored_products import TRANSPOSES
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS, LAYOUT_OPERATORS, TRANSPOSED_CONVS
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
-from compresskit.quant.passes.stored_products import TRANSPOSES
 
 
 def fold_parametrizations_(module: fx.GraphModule) -> int:

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.stored_products import why_no_linear
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
-from compresskit.quant.passes.stored_products import why_no_linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name, source_line
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, not_fp32, structure
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
 from compresskit.quant.passes.rewrite import rewrite_
-from compresskit.quant.passes.stored_products import rewrite_stored_products_
 
 
 @dataclass(frozen=True, kw_only=True)
