@@ -164,7 +164,8 @@ def find_groups(
     alike: dict[Any, list[int]] = defaultdict(list)
     for root, indices in indices_of.items():
         if root in sets.locks:
-            locked[sets.locks[root]] += 1
+            if sets.locks[root]:
+                locked[sets.locks[root]] += 1
         else:
             counts = tuple((key, len(each)) for key, each in indices.items())
             alike[counts, tuple(costs_of[root].items())].append(root)
@@ -173,6 +174,10 @@ def find_groups(
         return tuple(get_tensor(propagation.trace.module, tensor).shape)
 
     parameters = {name for name, _ in propagation.trace.module.named_parameters(remove_duplicate=False)}
+    with_channels = {tensor for tensor, _ in resolved.axes}
+    for tensor in propagation.unfollowed_weights - with_channels:
+        locked[propagation.locked_tensors[tensor]] += shape(tensor)[0]
+
     groups = []
     for roots in alike.values():
         stacked = {key: torch.tensor([indices_of[root][key] for root in roots]) for key in indices_of[roots[0]]}
