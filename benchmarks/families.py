@@ -91,8 +91,8 @@ class WithoutZeros(TorchFunctionMode):
         kept = self._kept(x, 1)
         if kept is None or len(kept) % groups:
             return F.group_norm(x, groups, weight, bias, eps)
-        parts = [None if p is None else p[kept] for p in (weight, bias)]
-        return torch.zeros_like(x).index_copy(1, kept, F.group_norm(x[:, kept], groups, *parts, eps))
+        scale, offset = (None if p is None else p[kept] for p in (weight, bias))
+        return torch.zeros_like(x).index_copy(1, kept, F.group_norm(x[:, kept], groups, scale, offset, eps))
 
     def _moment(self, func: Any, args: Any, kwargs: Any) -> Any:
         x, rest = args[0], args[1:]

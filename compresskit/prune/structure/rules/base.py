@@ -218,7 +218,7 @@ class OperatorCall:
         """Labels along a dimension of a parameter that is read as an activation, such as learned queries; the others stay."""
         dim %= len(parameter.shape)
         axis = parameter.axis(dim)
-        if axis is None:
+        if axis is None or parameter.computed or parameter.same_layout:
             return None
         for other, indices in enumerate(parameter.axes):
             if other != axis[0] and self.state.size(parameter.name, other) > 1 and indices.numel():
