@@ -59,7 +59,7 @@ def prepare_graph(
 
     The model itself is not changed. Masks are carried over to the graph.
 
-    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers.
+    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
     Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32.
     """
     if parts := list(quantized_parts(model)):
@@ -75,4 +75,5 @@ def prepare_graph(
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)
-    return captured, origin, folds
+    left = set(captured.module.graph.nodes)
+    return captured, origin, [fold for fold in folds if fold.layer in left]
