@@ -214,12 +214,12 @@ def _shortened(names: Sequence[str]) -> list[str]:
             alike[name[: number.start()], name[number.end() :]].append((name, int(number[0])))
     short: dict[str, str] = {}
     for (before, after), members in sorted(alike.items(), key=lambda item: -len(item[1])):
-        members = sorted({(number, name) for name, number in members if name not in short})
-        if len(members) > 2:
-            numbers = [number for number, _ in members]
+        free = sorted({(number, name) for name, number in members if name not in short})
+        if len(free) > 2:
+            numbers = [number for number, _ in free]
             gapless = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
             inside = f"{numbers[0]}-{numbers[-1]}" if gapless else ",".join(map(str, numbers))
-            short |= {name: f"{before}{{{inside}}}{after}" for _, name in members}
+            short |= {name: f"{before}{{{inside}}}{after}" for _, name in free}
     return list(dict.fromkeys(short.get(name, name) for name in names))
 
 
