@@ -62,3 +62,17 @@ def test_a_table_of_positions_is_no_group_of_channels() -> None:
     plan = plan_channels(StoredKinds(), (torch.randint(0, 20, (2, 6)),), budget=keep(macs=0.5), round_to=1)
     assert "stored" not in plan.remove
     assert plan.macs <= 0.5 * plan.macs_before
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ((nn.Conv2d(3, 4, 1), nn.PixelShuffle(2), nn.Conv2d(1, 8, 1)), "channels of 0 that only go together"),
+        ((nn.Conv2d(3, 1, 1), nn.ReLU(), nn.Conv2d(1, 8, 1)), "a layer of one channel"),
+    ],
+)
+def test_what_would_leave_nothing_of_a_layer_is_named(layers, reason) -> None:
+    model = nn.Sequential(*layers, nn.Conv2d(8, 5, 1))
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
+    assert found.locked == {"an output of the model": 5, reason: 1}
+    assert [group.layer for group in found.groups] == ["2"]
