@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -351,3 +351,20 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]
     return paths[-1] if paths else ""
+
+
+def autocasts(graph: fx.Graph) -> Iterator[tuple[Node, torch.dtype]]:
+    """Yield the first operator of every block of a graph that runs under `torch.autocast`, with the dtype of the block."""
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]:
+            assert graph.owning_module is not None
+            block = graph.owning_module.get_submodule(node.args[4].target)
+            assert isinstance(block, fx.GraphModule)
+            yield next(n for n in block.graph.nodes if n.op == "call_function"), node.args[1]
+
+
+def source_line(node: Node) -> str:
+    """`" (at model.py:12: x = x.clamp(0, 0.3))"`, the innermost line of the user's code that a node comes from, or ""."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    return " (at {}:{}: {})".format(*own[-1]) if own else ""

@@ -91,6 +91,11 @@ class Quantized(QuantizedModule):
         """Whether ONNX Runtime runs its file with its own kernels, so that the file is rewritten for its fusions."""
         return self.target.onnxruntime
 
+    @property
+    def prepared_for(self) -> Target:
+        """The target by whose operators its graph was rewritten; see `prepare_graph`."""
+        return self.target
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.check_inputs(kwargs or args)
         return self.body(*args, **kwargs)

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.stored_products import why_no_linear
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
@@ -194,7 +195,7 @@ class _Placer:
         if kind == "unknown":
             return f"no rule for {node.target}"
         if kind not in self.target.operators:
-            return f"{self.target.name} runs no {kind} in integers"
+            return why_no_linear(node) or f"{self.target.name} runs no {kind} in integers"
         operands = self._operands(node, kind)
         if skipped := [value for value in operands if self.unrounded.intersection(self._sources(value))]:
             return f"it reads {skipped[0].name}, which the user skipped"
