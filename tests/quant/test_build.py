@@ -17,16 +17,16 @@ class Mixed(nn.Module):
     def __init__(self, *layers: str) -> None:
         super().__init__()
         self.layers, self.conv, self.norm = layers, nn.Conv2d(4, 4, 3, padding=1), nn.LayerNorm(8)
-        self.gru, self.linear, self.matrix = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8), nn.Parameter(torch.eye(8))
+        self.gru, self.head, self.matrix = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8), nn.Parameter(torch.eye(8))
 
     def forward(self, x):
         x = self.norm(self.conv(x)).cumsum(1).flatten(1, 2)
         for name in self.layers:
             x = x.bmm(x.transpose(1, 2)).bmm(x) if name == "attention" else x
             x = self.gru(x)[0] if name == "gru" else x
-            x = F.linear(x, self.linear.weight * x.abs().mean()) if name == "computed" else x
+            x = F.linear(x, self.head.weight * x.abs().mean()) if name == "computed" else x
             x = torch.einsum("abc,cd->abd", x, self.matrix) if name == "einsum" else x
-        return self.linear(x)
+        return self.head(x)
 
 
 def test_strict_takes_operators_without_weights() -> None:
