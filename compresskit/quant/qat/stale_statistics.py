@@ -63,8 +63,8 @@ def renew_stale_statistics_(quantized: Quantized, inputs: Inputs, where: str) ->
             layer.running_var.copy_(var)
     for layer, (momentum, _, _) in zip(layers, before, strict=True):
         layer.momentum = momentum
-    for quantizer, on in zip(quantized.quantizers(), enabled, strict=True):
-        quantizer.enabled = on
+    for rounding, on in zip(quantized.quantizers(), enabled, strict=True):
+        rounding.enabled = on
 
 
 def _normalize_by_batch(quantized: Quantized, inputs: Inputs) -> None:
