@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import warnings
@@ -24,7 +23,7 @@ from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
 from compresskit.graph.quantized import is_quantized, quantized_parts
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 
 OPSETS = range(13, 24)  # 13: the first whose QuantizeLinear has a scale for each channel; 23: the newest of torch's exporter
 EXPORTED = 18  # the oldest opset that torch's exporter writes; for older ones its graph is rewritten
@@ -208,7 +207,7 @@ def deployed(model: nn.Module) -> nn.Module:
     if "" in parts:
         return parts[""].deployed()
     if parts:
-        model = copy.deepcopy(model)
+        model = copy_model(model)
     for name, part in parts.items():
         model.set_submodule(name, part.deployed())
     return model

@@ -339,6 +339,13 @@ def parameter_name(node: Any) -> str | None:
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
+def insert_call(replaced: Node, target: Any, *args: Any) -> Node:
+    """Insert a call where the graph's insertion point stands: it belongs to the module of the node that it helps to replace."""
+    new = replaced.graph.call_function(target, args)
+    new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
+    return new
+
+
 def module_path(node: Node) -> str:
     """Return the dotted path of the user's module whose `forward` contains the operator of a node."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -352,6 +359,7 @@ def autocasts(graph: fx.Graph) -> Iterator[tuple[Node, torch.dtype]]:
         if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]:
             assert graph.owning_module is not None
             block = graph.owning_module.get_submodule(node.args[4].target)
+            assert isinstance(block, fx.GraphModule)
             yield next(n for n in block.graph.nodes if n.op == "call_function"), node.args[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -398,6 +399,8 @@ def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[i
             setattr(model.get_submodule(parent), leaf, plain)
             remove[f"{path}.weight"] = remove.pop(f"{path}.parametrizations.weight.original1", {})
             remove.pop(f"{path}.parametrizations.weight.original0", None)
+        if hasattr(module, "standardized"):
+            module.standardized = partial(_standardized, module.standardized, remove.get(f"{path}.weight", {}))
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
         for name, dims in remove.items():
@@ -414,6 +417,14 @@ def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[i
             return model(*(v.double() if v.is_floating_point() else v for v in inputs))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def _standardized(formula, gone, weight, gain):
+    """A weight standardized over the inputs that stay; zero where an output or an input is gone."""
+    outputs, inputs = ([i for i in range(n) if i not in gone.get(d, ())] for d, n in enumerate(weight.shape[:2]))
+    result = torch.zeros_like(weight)
+    result[np.ix_(outputs, inputs)] = formula(weight[outputs][:, inputs], gain[outputs])
+    return result
 
 
 def blocks(rows, bits, block, symmetric):

@@ -6,7 +6,6 @@ does not run cannot be verified: a bf16 model is written with its weights stored
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ExportError
 from compresskit.base.task import Inputs
 from compresskit.export.files import LIMIT
-from compresskit.graph.surgery import not_fp32
+from compresskit.graph.surgery import copy_model, not_fp32
 
 
 def least_precise_dtype(model: nn.Module) -> torch.dtype:
@@ -35,7 +34,7 @@ def widen_to_fp32(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]
         return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value
 
     wider: Inputs = pytree.tree_map(wide, example)
-    return copy.deepcopy(model).float(), wider
+    return copy_model(model).float(), wider
 
 
 def check_kernels(file: Any, model: nn.Module) -> None:

@@ -164,13 +164,18 @@ def find_groups(
     alike: dict[Any, list[int]] = defaultdict(list)
     for root, indices in indices_of.items():
         if root in sets.locks:
-            locked[sets.locks[root]] += 1
+            if sets.locks[root]:
+                locked[sets.locks[root]] += 1
         else:
             counts = tuple((key, len(each)) for key, each in indices.items())
             alike[counts, tuple(costs_of[root].items())].append(root)
 
     def shape(tensor: str) -> tuple[int, ...]:
         return tuple(get_tensor(propagation.trace.module, tensor).shape)
+
+    with_channels = {tensor for tensor, _ in resolved.axes}
+    for tensor in propagation.unfollowed_weights - with_channels:
+        locked[propagation.locked_tensors[tensor]] += shape(tensor)[0]
 
     groups = []
     for roots in alike.values():

@@ -16,10 +16,10 @@ from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.masks import MASK_PREFIX, masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.reserved_names import RESERVED
+from compresskit.graph.stored_products import TRANSPOSES
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS, LAYOUT_OPERATORS, TRANSPOSED_CONVS
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
-from compresskit.quant.passes.stored_products import TRANSPOSES
 
 
 def fold_parametrizations_(module: fx.GraphModule) -> int:
@@ -73,7 +73,7 @@ def _move_mask(module: fx.GraphModule, node: Node, name: str) -> None:
     while source.op == "call_function" and source.target in LAYOUT_OPERATORS | TRANSPOSES:
         source = source.args[0]
     stored, masks = parameter_name(source), masks_of(module)
-    if masks is None or stored not in masks.masks:
+    if masks is None or stored is None or stored not in masks.masks:
         return
     mask = masks.masks[stored]
 

@@ -5,7 +5,6 @@ prepare_graph(model, example, target, skip) -> (captured graph, what it was made
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +16,12 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name, source_line
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.quantized import quantized_parts
-from compresskit.graph.surgery import not_fp32, structure
+from compresskit.graph.stored_products import rewrite_stored_products_
+from compresskit.graph.surgery import copy_model, not_fp32, structure
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
 from compresskit.quant.passes.rewrite import rewrite_
-from compresskit.quant.passes.stored_products import rewrite_stored_products_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ def prepare_graph(
 
     The model itself is not changed. Masks are carried over to the graph.
 
-    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers.
+    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
     Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32.
     """
     if parts := list(quantized_parts(model)):
@@ -69,7 +68,7 @@ def prepare_graph(
     if other := not_fp32(model):
         raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {other}; quantize model.float()")
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
-    captured = capture(copy.deepcopy(model), example, dynamic=dynamic)
+    captured = capture(copy_model(model), example, dynamic=dynamic)
     _refuse_autocast(type(model).__name__, captured.module.graph)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
@@ -78,7 +77,8 @@ def prepare_graph(
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)
-    return captured, origin, folds
+    left = set(captured.module.graph.nodes)
+    return captured, origin, [fold for fold in folds if fold.layer in left]
 
 
 def _refuse_autocast(model: str, graph: fx.Graph) -> None:

@@ -46,9 +46,7 @@ def test_precisions_without_a_kernel_are_refused_before_a_file_is_written(tmp_pa
     )
     with pytest.raises(ExportError, match=wanted):
         ck.export_onnx(double, path, x.double())
-    with pytest.raises(
-        ExportError, match=r"Halved: wanted fp32 in forward, .* ONNX Runtime has no Gemm in BFLOAT16; take the cast"
-    ):
+    with pytest.raises(ExportError, match=r"Halved: wanted fp32 in forward, .* has no Gemm in BFLOAT16; take the cast"):
         ck.export_onnx(Halved(4, 4).eval(), path, torch.randn(2, 4))
     assert not path.exists()
     linear, y = nn.Linear(4, 4).double().eval(), torch.randn(2, 4).double()  # for which there are kernels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import collapse, expand_along, fixed_labels, tighten, varying_dims
-from compresskit.prune.structure.rules.arithmetic import join_broadcast
+from compresskit.prune.structure.rules.arithmetic import join_broadcast, join_parameter
 from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_width_scaling, remember_product
@@ -56,7 +56,7 @@ def labels_of_sum(call: OperatorCall, x: Tensor, dims: list[int]) -> Tensor:
 def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> RuleResult:
     """Labels of `einsum(f"{first},{second}->{out}", a, b)`, where one of the two may be a parameter."""
     if isinstance(a, ParameterView) and isinstance(b, ParameterView):
-        return call.lock_inputs(f"{call.where} works on parameters only")
+        return call.lock_inputs(f"{call.where} multiplies parameters, as spectral_norm does: each channel changes all results")
     if isinstance(a, ParameterView):
         return contract(call, b, a, EinsumDims(letters.second, letters.first, letters.out))
     if any(len(set(names)) < len(names) for names in (letters.first, letters.second)):
@@ -179,7 +179,7 @@ def rule_attention(call: OperatorCall) -> RuleResult:
         add_width_scaling(call, q, q.ndim - 1)
     mask = call.argument("attn_mask")
     if isinstance(mask, ParameterView):
-        call.state.lock_tensor(mask.name, f"the mask of {call.where}")
+        scores = join_parameter(call, scores, mask)
     elif mask is not None:
         scores = join_broadcast(call, scores, mask)
     result = _contract_activations(call, scores, v, EinsumDims(f"{batch}ij", f"{batch}jk", f"{batch}ik"))

@@ -69,6 +69,7 @@ _MOVING_OPERATORS = """reshape view flatten unflatten permute transpose squeeze 
 def rule_move(call: OperatorCall) -> RuleResult:
     """Run the operator on the labels themselves."""
     x, *rest = call.args
+    rest = [fixed_labels(v.shape) if isinstance(v, ParameterView) else v for v in rest]  # `view_as` of a parameter
     if call.kind == "roll" and isinstance(x, Tensor) and len(rest) > 1 and not {d % x.ndim for d in rest[1]} & {*varying_dims(x)}:
         return x
     function = aten.reshape.default if call.target is aten.view.default else functional_form(call.target) or call.target

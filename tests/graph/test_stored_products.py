@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import compresskit as ck
 from compresskit.graph.capture import capture
 from compresskit.graph.masks import Masks, enforce_masks_, masks_of
+from compresskit.graph.stored_products import rewrite_stored_products_
 from compresskit.quant import (
     X86_NO_VNNI,
     BlockScheme,
@@ -22,7 +23,6 @@ from compresskit.quant import (
     quantize_static,
     quantize_weights,
 )
-from compresskit.quant.passes.stored_products import rewrite_stored_products_
 from compresskit.recipe.store import load, save
 
 

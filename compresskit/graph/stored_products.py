@@ -58,12 +58,13 @@ def _untransposed(module: fx.GraphModule, value: Any) -> Node | None:
     """The stored matrix that a value is the transpose of, or None."""
     if not isinstance(value, fx.Node) or value.op != "call_function" or not value.args or not _is_matrix(module, value.args[0]):
         return None
+    args: list[Any] = list(value.args)
     swaps = value.target in TRANSPOSES
     if value.target is aten.permute.default:
-        swaps = [d % 2 for d in value.args[1]] == [1, 0]
+        swaps = [d % 2 for d in args[1]] == [1, 0]
     elif value.target is aten.transpose.int:
-        swaps = value.args[1] % 2 != value.args[2] % 2
-    return value.args[0] if swaps else None
+        swaps = args[1] % 2 != args[2] % 2
+    return args[0] if swaps else None
 
 
 def _is_linear(node: Node) -> bool:
