@@ -95,11 +95,9 @@ def check_opset(opset: Opset | None, where: str) -> None:
         raise SettingError(f'{where}(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, "lowest" or None, got {opset!r}')
 
 
-def _file_in_opset(
-    model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]
-) -> Any:
+def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
     """The onnx-ir model in an opset; see `export_onnx`."""
-    from compresskit.export.rewrite.opset import check_lowered, lower_opset_, lowest_opset  # loads onnx_ir
+    from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset  # loads onnx_ir
 
     def written(version: int) -> Any:
         program = to_program(model, example, opset=max(version, EXPORTED), dynamic=dynamic)
@@ -111,7 +109,13 @@ def _file_in_opset(
         file = written(version) if version > EXPORTED else file
     else:
         version = _default_opset(model) if opset is None else opset
-        file = written(version)
+        try:
+            file = written(version)
+        except ExportError as error:
+            # Of an operator that is newer than the opset, torch's exporter says less than we can.
+            if version in (EXPORTED, _default_opset(model)) or not (unknown := first_unknown(written(EXPORTED), version)):
+                raise
+            raise ExportError(unknown) from error
     if opset is not None or version <= EXPORTED:
         lower_opset_(file, version)
     if version <= EXPORTED:

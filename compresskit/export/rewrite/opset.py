@@ -2,7 +2,7 @@
 
 torch's exporter writes opset 18 or newer. Down to 13 most operators differ in their form only:
 
-    Reduce..., Split, Pad: what became an input is an attribute again, or is left out
+    Reduce..., Split, Pad: what became an input is an attribute again, and the reverse
     Shape of some dimensions                  -> Shape -> Slice
     LayerNormalization, HardSwish, Mish       -> the operators that they stand for
     CastLike                                  -> Cast
@@ -43,6 +43,9 @@ def lower_opset_(model: ir.Model, opset: int) -> None:
     for node in _nodes(model):
         if (rewrite := _rewrite_for(model, node, opset)) is not None:
             rewrite()
+    for name, value in list(model.graph.initializers.items()):
+        if not list(value.uses()) and not value.is_graph_output():
+            del model.graph.initializers[name]
     model.graph.opset_imports[""] = opset
     set_ir_version_(model)
 
@@ -177,7 +180,7 @@ def _axes_to_attribute(model: ir.Model, node: ir.Node, opset: int) -> Rewrite | 
     axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     if len(node.inputs) > 1 and node.inputs[1] is not None and (axes is None or axes.size == 0):
         return None
-    if axes is None and node.attributes.get_int("noop_with_empty_axes", 0):
+    if axes is None and node.attributes.get_int("noop_with_empty_axes", 0) == 1:
         return None
 
     def rewrite() -> None:
@@ -289,15 +292,27 @@ def _spell_out_gate(model: ir.Model, node: ir.Node, opset: int) -> Rewrite | Non
     return rewrite
 
 
+def _without_empty_shapes(model: ir.Model, node: ir.Node, opset: int) -> Rewrite | None:
+    """Reshape that takes 0 for a size: older ones take it for the size in the input, which differs without elements only."""
+    shape = constant(node.inputs[1])
+    if shape is not None and (shape == 0).any():
+        return None
+
+    def rewrite() -> None:
+        del node.attributes["allowzero"]
+
+    return rewrite
+
+
 def _cast_like(model: ir.Model, node: ir.Node, opset: int) -> Rewrite | None:
     like = node.inputs[1]
-    if like is None or like.dtype is None:
-        return None
-    return lambda: _replace(node, [ir.node("Cast", [node.inputs[0]], {"to": int(like.dtype)})])
+    kind = None if like is None else like.dtype
+    return None if kind is None else lambda: _replace(node, [ir.node("Cast", [node.inputs[0]], {"to": int(kind)})])
 
 
 #: Operator -> what finds the rewrite of a node that an opset does not have as it is.
 _RULES: dict[str, Callable[[ir.Model, ir.Node, int], Rewrite | None]] = {
+    "Reshape": _without_empty_shapes,
     "Split": _split_sizes,
     "Pad": _pad_all_axes,
     "Shape": _slice_shape,
