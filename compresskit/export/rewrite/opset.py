@@ -100,7 +100,7 @@ def _nodes(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph.all_nodes() if node.domain == ""]
 
 
-def _schema(node: ir.Node, opset: int) -> Any:
+def _operator_schema(node: ir.Node, opset: int) -> Any:
     from onnx import defs
 
     try:
@@ -111,7 +111,7 @@ def _schema(node: ir.Node, opset: int) -> Any:
 
 def _is_known(node: ir.Node, opset: int) -> bool:
     """Whether an opset has an operator with the attributes and inputs of a node."""
-    schema = _schema(node, opset)
+    schema = _operator_schema(node, opset)
     if schema is None or schema.deprecated or len(node.inputs) > schema.max_input or len(node.outputs) > schema.max_output:
         return False
     if node.op_type == "RoiAlign" and opset < 16:
@@ -135,7 +135,7 @@ def _types_allowed(node: ir.Node, schema: Any) -> bool:
 
 def _unknown_attributes(node: ir.Node, opset: int) -> set[str]:
     """The attributes of a node that its operator has not in an opset."""
-    schema = _schema(node, opset)
+    schema = _operator_schema(node, opset)
     return set() if schema is None else set(node.attributes) - set(schema.attributes)
 
 
@@ -154,7 +154,7 @@ def _drop_defaults(node: ir.Node, opset: int) -> Rewrite | None:
     """Leave out attributes that an opset does not know yet, where they have their default value."""
     from onnx import helper
 
-    newest, schema = _schema(node, NEWEST), _schema(node, opset)
+    newest, schema = _operator_schema(node, NEWEST), _operator_schema(node, opset)
     if newest is None or schema is None or len(node.inputs) > schema.max_input or not _types_allowed(node, schema):
         return None
     unknown = _unknown_attributes(node, opset)
