@@ -8,7 +8,6 @@ out/model.onnx                  of the last stage
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
+from compresskit.graph.surgery import copy_model
 from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
 from compresskit.recipe.engine import RunSettings, run_steps
 from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
+from compresskit.train.modes import remember_modes_
 from compresskit.train.train import Train
 
 DEFAULT_SAVE = Every()
@@ -212,7 +213,8 @@ class Recipe:
         self._check_model(model)
         preflight_check(model, task, self.stages)
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
-            model = copy.deepcopy(model).to(task.device)
+            model = copy_model(model).to(task.device)
+            remember_modes_(model)
             distributed.broadcast_model_(model)
             record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task))
             run = RunSettings(

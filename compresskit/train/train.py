@@ -33,6 +33,7 @@ from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
+from compresskit.train.modes import remember_modes_, train_mode_
 from compresskit.train.objective import bind_objective
 from compresskit.train.snapshots import fill_snapshots_
 
@@ -109,6 +110,9 @@ def fit_(
     With `Task(progress=...)`, which a Recipe sets, checkpoints are written, and an interrupted training is resumed with the same
     bits. The loader draws from torch's global generator; the model (dropout) from a stream that is forked from it.
 
+    A model wholly in eval mode is put in train mode. In one in train mode, modules in eval mode, such as a frozen BatchNorm, stay
+    so in this training, which logs them, and in later ones.
+
     Args:
         model: the model; at least one parameter requires a gradient.
         task: has the data and the loss.
@@ -126,9 +130,8 @@ def fit_(
         DataError: the loader fails, or changes its length.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
-    task.length("train")  # raises where the loader is missing or empty
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+    remember_modes_(model)
+    _check_trainable(model, task)
     training = _checkpoints(model, task, label)
     align_processes_(model)
     result = TrainingResult(model=model, task=task, resumables=resumables)
@@ -146,8 +149,7 @@ def fit_(
         training=training,
         label=label,
     )
-    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
-        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
+    _check_finite(model)
     if training is not None:
         training.save(result.state(), "end")
         training.raise_if_stopped("at its end")
@@ -177,7 +179,7 @@ def _train_(
         cleanup.callback(enforce_masks_(model, run))
         if finish_setup is not None:
             cleanup.callback(finish_setup)
-        model.train()
+        train_mode_(model, label)
         fill_snapshots_(task.snapshots, model, run, 0, steps)
         loop = TrainingLoop(
             run=run,
@@ -194,6 +196,17 @@ def _train_(
             label=label,
         )
         loop.train()
+
+
+def _check_trainable(model: nn.Module, task: Task) -> None:
+    task.length("train")  # raises where the loader is missing or empty
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+
+
+def _check_finite(model: nn.Module) -> None:
+    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
+        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
 
 
 def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
