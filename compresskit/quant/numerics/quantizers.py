@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import Observer, extremes
+from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
 from compresskit.quant.numerics.scheme import Scheme, affine, anchored, fake_quantize, to_integers
 
 LEAST_SCALE = 1e-12  # lower bound of a learned scale
@@ -156,28 +157,50 @@ class WeightQuantizer(Quantizer):
         exceed int32.
     scale_factor: factor of each scale, 1 or slightly more, that keeps results away from rounding boundaries (see
         `passes.rounding_boundaries`).
+    packing: which weights kernels multiply in pairs that must not overflow, on targets where they could; else None.
     """
 
     scale: Tensor
     min_scale: Tensor
     scale_factor: Tensor
 
-    def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
+    def __init__(self, scheme: Scheme, axis: int, channels: int, packing: PairPacking | None = None) -> None:
         super().__init__()
-        self.scheme, self.axis = scheme, axis
+        self.scheme, self.axis, self.packing = scheme, axis, packing
         for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
 
+    def pack_(self, packing: PairPacking | None) -> None:
+        """Let the pairs of one more layer that reads the weight fit; None of a layer that adds none."""
+        self.packing = packing if self.packing is None else self.packing.joined(packing)
+
     def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of a weight, each (channels,) or a scalar."""
-        values = weight.detach().float()
-        values = values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1)
-        low, high = extremes(values)
-        low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
+        rows = weight.detach().float().movedim(self.axis, 0).flatten(1)
+        low, high = extremes(rows if self.scheme.per_channel else rows.reshape(1, -1))
+        if self.packing is not None:
+            low, high = self.packing.widen(rows, low, high, self.scheme)
+        low, high = (low, high) if self.scheme.per_channel else (low.amin(), high.amax())
         scale, zero_point = affine(low, high, self.scheme)
         if isinstance(self.scale, nn.Parameter):
             return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor, zero_point
         return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor, zero_point
+
+    def integers(self, weight: Tensor) -> Tensor:
+        """The integers that a weight is rounded to, of its shape and `scheme.dtype`."""
+        scale, zero_point = self.qparams(weight)
+        if self.packing is None:
+            return to_integers(weight, scale, zero_point, self.scheme, self.axis)
+        return self._fitted(weight, scale, zero_point)[0].to(self.scheme.dtype)
+
+    def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, ChangedPairs]:
+        """Integers whose pairs fit, those of plain rounding, and the pairs that had to be changed; both integers in fp32."""
+        assert self.packing is not None
+        turned = weight.detach().float().movedim(self.axis, 0)
+        exact = turned.flatten(1) / scale.detach().reshape(-1, 1)
+        rows, plain, changed = self.packing.round(exact, zero_point.reshape(-1, 1), self.scheme)
+        integers, nearest = (v.view(turned.shape).movedim(0, self.axis) for v in (rows, plain))
+        return integers, nearest, changed
 
     def fix_scale_(self, scale: Tensor) -> None:
         """Set a constant scale that no longer follows the weight."""
@@ -202,8 +225,8 @@ class WeightQuantizer(Quantizer):
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
         """Move weights that `mask` keeps but that would round to zero to one step of the grid, in place."""
         scale, zero_point = self.qparams(weight)
-        rounded = fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis)
-        steps = scale.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
+        rounded = self.integers(weight).float() - self._along(zero_point, weight)
+        steps = self._along(scale, weight)
         one = torch.where(weight < 0, -steps, steps).to(weight.dtype)
         weight.copy_(torch.where(mask & (rounded == 0), one, weight))
 
@@ -212,7 +235,16 @@ class WeightQuantizer(Quantizer):
             return weight
         scale, zero_point = self.qparams(weight)
         factor = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
+        if self.packing is not None:
+            integers, plain, changed = self._fitted(weight, scale, zero_point)
+            steps = (integers - self._along(zero_point, weight)) * self._along(scale.detach(), weight)
+            moved = torch.where(integers != plain, steps.to(weight.dtype), weight.detach())
+            weight = FitPairs.apply(weight, moved, changed, self.axis)  # type: ignore[no-untyped-call]
         return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor)
+
+    def _along(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Values of each channel in a shape that broadcasts to the weight; a scalar as it is."""
+        return values.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if values.ndim else values
 
 
 class BiasQuantizer(Quantizer):
@@ -295,7 +327,7 @@ class DeployedConstant(nn.Module):
 def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConstant:
     """The weight as stored integers."""
     scale, zero_point = quantizer.qparams(weight)
-    integers = to_integers(weight, scale, zero_point, quantizer.scheme, quantizer.axis)
+    integers = quantizer.integers(weight)
     # ONNX allows leaving out a zero point of zeros, but ONNX Runtime fuses no Gemm without it.
     return DeployedConstant(integers, scale, zero_point.to(quantizer.scheme.dtype), quantizer.axis)
 

@@ -2,8 +2,8 @@
 
 | target | activations | weights | specific to it |
 |---|---|---|---|
-| X86 (FBGEMM) | uint8 | int8 | ONNX Runtime on x86 with VNNI |
-| X86_NO_VNNI | uint8 | 7 bits | x86 without VNNI adds pairs of products in int16, see `saturating_matmul` |
+| X86 (FBGEMM) | uint8 | int8 | ONNX Runtime on x86; no pair of weights overflows int16 without VNNI, see `numerics.saturation` |
+| X86_NO_VNNI | uint8 | 7 bits | as X86; no pair overflows, whichever weights a kernel pairs |
 | ARM (QNNPACK) | uint8 | int8 | average pooling keeps the scale of its input |
 | TENSORRT | int8, zero point 0 | int8 | the inputs of operators are quantized, not their outputs |
 | OPENVINO | uint8 | int8 | as X86, but a convolution's output reaches an addition unrounded, unless it is read elsewhere, too |
@@ -54,7 +54,8 @@ class Target:
         activations, weights: number formats.
         operators: operator kind (see `numerics.operators.OPERATOR_KINDS`) -> how it is supported; other kinds stay float.
         zero_points: whether activations may have a zero point other than 0.
-        saturates: whether products are added in pairs in int16, which full 8-bit weights can overflow.
+        saturates: whether some of its machines add products in pairs in int16, which full 8-bit weights can overflow. Weights are
+            then made such that no pair can (see `numerics.saturation`), so that all machines compute the same.
         opset: version of the ONNX operator set of the exported file.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
@@ -104,12 +105,13 @@ _ONNX_RUNTIME = {
     "hardsigmoid": Support(output=False, follow=True),
 }
 
-#: ONNX Runtime on x86 with VNNI.
-X86 = Target(name="X86", operators=_ONNX_RUNTIME, tuned=True)
+#: ONNX Runtime on x86. Without VNNI `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; the weights are such that no pair
+#: overflows, and the integers are the same with VNNI and without.
+X86 = Target(name="X86", operators=_ONNX_RUNTIME, saturates=True, tuned=True)
 
-#: ONNX Runtime on x86 without VNNI: `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; with 7-bit weights the largest
-#: sum is 2 * 255 * 63 = 32130, which fits.
-X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits=7), saturates=True)
+#: As X86, with 7-bit weights: the largest sum of two products is 2 * 255 * 63 = 32130, whichever weights a kernel pairs. Only for
+#: runtimes that pack weights in another order than ONNX Runtime does.
+X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits=7))
 
 #: ONNX Runtime on ARM64. Its symmetric convolution kernels (onnxruntime#9772) need weights without a zero point and accept
 #: activations of either sign; by its documentation uint8 with int8 is no slower than uint8 with uint8, and faster on small cores;
