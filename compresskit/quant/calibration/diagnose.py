@@ -40,7 +40,8 @@ class OperatorNoise:
     sqnr: of its result in the quantized model, with the noise of all operators before it.
     weights: of its result if only its own weight and bias were rounded; None where it has none.
     activations: of its result if only its own input was rounded; None where its input is not rounded.
-    saturated: fraction of its sums that overflow int16 on x86 without VNNI; None where the target's weights are such that none can.
+    saturated: fraction of its sums that overflow int16 on x86 without VNNI; None where the target's weights are such that none
+        can.
     """
 
     name: str
