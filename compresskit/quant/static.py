@@ -103,6 +103,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
     )
     result = calibrate_inside(model, quantized, data, settings.inside)
     nudge_scales_(quantized.body)
+    quantized.balance_weights_()
     quantized.keep_masked_()
     return result
 

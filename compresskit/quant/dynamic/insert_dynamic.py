@@ -135,7 +135,7 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
             grid = (operands.axis, _symmetric(scheme) if kind == "conv" else scheme)
             quantizer = _round_weight(body, node, operands.weight, grid, stored)
             if kind != "conv" and target.saturates and can_overflow(scheme, Scheme()):  # ConvInteger adds no pairs
-                quantizer.pack_(PairPacking())
+                quantizer.packing = PairPacking()
             node.replace_input_with(operands.x, rounded[operands.x])
     for node in [n for n, kind in kinds.items() if kind == "embedding"]:  # last: the quantizers of products read them
         product = stored.get((str(parameter_name(node.args[0])), 0))

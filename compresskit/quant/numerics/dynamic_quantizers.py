@@ -52,7 +52,7 @@ class RowQuantizer(Quantizer):
                 low, high = self.table.scheme.low, self.table.scheme.high
                 integers = (torch.round(exact) + zero_point).clamp(low, high)
             else:
-                integers, _, _ = self.table.packing.round(exact, zero_point.view(1, 1), self.table.scheme)
+                integers, _ = self.table.packing.round(exact, zero_point.view(1, 1), self.table.scheme)
             steps = (integers - zero_point).view(rows.shape)
             return rows + (steps * scale - rows).detach()
         flat = rows.reshape(-1, rows.shape[-1])  # each row has its own scale, so the table is not needed

@@ -158,25 +158,41 @@ class WeightQuantizer(Quantizer):
     scale_factor: factor of each scale, 1 or slightly more, that keeps results away from rounding boundaries (see
         `passes.rounding_boundaries`).
     packing: which weights kernels multiply in pairs that must not overflow, on targets where they could; else None.
+    correction: steps that are added to the nearest integers (see `balance_`); None where `packing` is.
     """
 
     scale: Tensor
     min_scale: Tensor
     scale_factor: Tensor
+    correction: Tensor | None
 
     def __init__(self, scheme: Scheme, axis: int, channels: int, packing: PairPacking | None = None) -> None:
         super().__init__()
         self.scheme, self.axis, self.packing = scheme, axis, packing
+        self.register_buffer("correction", None)
         for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
 
-    def pack_(self, packing: PairPacking | None) -> None:
+    def pack_(self, packing: PairPacking | None, weight: Tensor) -> None:
         """Let the pairs of one more layer that reads the weight fit; None of a layer that adds none."""
         self.packing = packing if self.packing is None else self.packing.joined(packing)
+        if self.packing is not None:
+            self.register_buffer("correction", torch.zeros_like(weight, dtype=torch.int8))
+
+    def balance_(self, weight: Tensor) -> None:
+        """Where pairs needed a larger scale, round some weights the other way, so that the errors of each kernel cancel."""
+        if self.packing is not None and self.correction is not None:
+            rows = self._rows(weight) / self.qparams(weight)[0].detach().reshape(-1, 1)
+            self.correction.copy_(self._turned_back(self.packing.balance(rows, self.scheme), weight))
+
+    def forget_correction_(self) -> None:
+        """Round every weight to the nearest integer again, as long as its pair fits."""
+        if self.correction is not None:
+            self.correction.zero_()
 
     def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of a weight, each (channels,) or a scalar."""
-        rows = weight.detach().float().movedim(self.axis, 0).flatten(1)
+        rows = self._rows(weight)
         low, high = extremes(rows if self.scheme.per_channel else rows.reshape(1, -1))
         if self.packing is not None:
             low, high = self.packing.widen(rows, low, high, self.scheme)
@@ -193,19 +209,27 @@ class WeightQuantizer(Quantizer):
             return to_integers(weight, scale, zero_point, self.scheme, self.axis)
         return self._fitted(weight, scale, zero_point)[0].to(self.scheme.dtype)
 
-    def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, ChangedPairs]:
-        """Integers whose pairs fit, those of plain rounding, and the pairs that had to be changed; both integers in fp32."""
+    def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ChangedPairs]:
+        """Integers whose pairs fit, in fp32, and the pairs that had to be changed."""
         assert self.packing is not None
-        turned = weight.detach().float().movedim(self.axis, 0)
-        exact = turned.flatten(1) / scale.detach().reshape(-1, 1)
-        rows, plain, changed = self.packing.round(exact, zero_point.reshape(-1, 1), self.scheme)
-        integers, nearest = (v.view(turned.shape).movedim(0, self.axis) for v in (rows, plain))
-        return integers, nearest, changed
+        exact = self._rows(weight) / scale.detach().reshape(-1, 1)
+        correction = None if self.correction is None else self._rows(self.correction)
+        rows, changed = self.packing.round(exact, zero_point.reshape(-1, 1), self.scheme, correction)
+        return self._turned_back(rows, weight), changed
+
+    def _rows(self, weight: Tensor) -> Tensor:
+        """A weight as a matrix with one row for each index of the channel axis."""
+        rows = weight.detach().movedim(self.axis, 0).flatten(1)
+        return rows.float() if rows.is_floating_point() else rows
+
+    def _turned_back(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rows.view(weight.movedim(self.axis, 0).shape).movedim(0, self.axis)
 
     def fix_scale_(self, scale: Tensor) -> None:
         """Set a constant scale that no longer follows the weight."""
         self.scale.copy_(scale)
         self.scale_factor.fill_(1)
+        self.forget_correction_()
 
     def learn_(self, weight: Tensor, on: bool = True) -> None:
         """Make the scale a parameter (LSQ), or a constant again.
@@ -236,10 +260,10 @@ class WeightQuantizer(Quantizer):
         scale, zero_point = self.qparams(weight)
         factor = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
         if self.packing is not None:
-            integers, plain, changed = self._fitted(weight, scale, zero_point)
-            steps = (integers - self._along(zero_point, weight)) * self._along(scale.detach(), weight)
-            moved = torch.where(integers != plain, steps.to(weight.dtype), weight.detach())
-            weight = FitPairs.apply(weight, moved, changed, self.axis)  # type: ignore[no-untyped-call]
+            integers, changed = self._fitted(weight, scale, zero_point)
+            if changed or self.correction is not None:
+                steps = (integers - self._along(zero_point, weight)).mul_(self._along(scale.detach(), weight))
+                weight = FitPairs.apply(weight, steps.to(weight.dtype), changed, self.axis)  # type: ignore[no-untyped-call]
         return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor)
 
     def _along(self, values: Tensor, weight: Tensor) -> Tensor:

@@ -88,41 +88,43 @@ class PairPacking:
         offends = quarter + (middle - (low + high) / 2).abs() > (high - low) / 4
         return torch.where(offends, middle - half, low), torch.where(offends, middle + half, high)
 
-    def round(self, exact: Tensor, zero: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, ChangedPairs]:
+    def round(self, exact: Tensor, zero: Tensor, scheme: Scheme, correction: Tensor | None = None) -> tuple[Tensor, ChangedPairs]:
         """Round rows such that all pairs fit.
 
-        exact: rows in steps, before rounding, (n, values). zero: zero points, (n, 1) or (1, 1).
+        exact: rows in steps, before rounding, (n, values). zero: zero points, (n, 1) or (1, 1). correction: steps that are added
+            to the nearest integers, as `balance` returns them.
 
-        Returns the integers, those of plain rounding, and the pairs that `fit` changed.
+        Returns the integers, fp32, and the pairs that `fit` changed.
         """
-        zero = zero.to(exact.dtype)
-        plain = (torch.round(exact) + zero).clamp_(scheme.low, scheme.high)
-        integers, exact = plain, exact + zero
-        sums = self.sums(plain)
-        if not sums:
-            return plain, plain, []
-        if scheme.symmetric:
-            reach = torch.stack([s.abs().amax(1) for s in sums]).amax(0)
-            widened = (reach >= PAIR_LIMIT - 1) & (plain.abs().amax(1) < scheme.high)
-            if bool(widened.any()):
-                integers = plain.clone()
-                integers[widened] = self.balance(plain[widened], exact[widened])
-        integers, changed = self.fit(integers, exact)
-        return integers, plain, changed
+        integers = torch.round(exact).add_(zero)
+        integers = (integers if correction is None else integers.add_(correction)).clamp_(scheme.low, scheme.high)
+        if all(bool(total.abs().amax() <= PAIR_LIMIT) for total in self.sums(integers)):
+            return integers, []
+        return self.fit(integers, exact + zero)
 
-    def balance(self, integers: Tensor, exact: Tensor) -> Tensor:
-        """Round some weights the other way, so that the errors of each kernel sum to at most half a step (SQuant, Guo et al.,
+    def balance(self, exact: Tensor, scheme: Scheme) -> Tensor:
+        """Which weights to round the other way, so that the errors of each kernel sum to at most half a step (SQuant, Guo et al.,
         arXiv 2202.07471); of a row, where there is one position and inputs are nonnegative.
 
         Neighbours in an image are alike, and so are the means of channels after ReLU: such errors add up, others do not.
 
-        integers, exact: rows after and before rounding, in steps, (n, values). No weight becomes zero, and none that is zero is
-            moved.
+        exact: rows in steps, before rounding, (n, values), of a symmetric format.
+
+        Returns -1, 0 or 1 for each, int8. It is 0 in rows whose pairs fit anyway and would be with the smallest scale, and for
+        weights that are zero or would become so.
         """
+        plain = torch.round(exact).clamp_(scheme.low, scheme.high)
+        sums, found = self.sums(plain), torch.zeros_like(plain)
+        if not sums or not (self.positions > 1 or self.nonnegative):
+            return found.to(torch.int8)
+        reach = torch.stack([total.abs().amax(1) for total in sums]).amax(0)
+        rows = ((reach >= PAIR_LIMIT - 1) & (plain.abs().amax(1) < scheme.high)).nonzero()[:, 0]
         if self.positions > 1:
-            kernels = integers.reshape(-1, self.positions), exact.reshape(-1, self.positions)
-            return _cancel_errors(*kernels).view_as(integers)
-        return _cancel_row_errors(integers, exact) if self.nonnegative else integers
+            kernels = (v[rows].reshape(-1, self.positions) for v in (plain, exact))
+            found[rows] = _cancel_errors(*kernels).view(len(rows), -1) - plain[rows]
+        else:
+            found[rows] = _cancel_row_errors(plain[rows], exact[rows]) - plain[rows]
+        return found.to(torch.int8)
 
     def fit(self, integers: Tensor, exact: Tensor) -> tuple[Tensor, ChangedPairs]:
         """Make both weights of every pair that does not fit smaller, such that it does and the squared error is least.

@@ -54,8 +54,8 @@ class Target:
         activations, weights: number formats.
         operators: operator kind (see `numerics.operators.OPERATOR_KINDS`) -> how it is supported; other kinds stay float.
         zero_points: whether activations may have a zero point other than 0.
-        saturates: whether some of its machines add products in pairs in int16, which full 8-bit weights can overflow. Weights are
-            then made such that no pair can (see `numerics.saturation`), so that all machines compute the same.
+        saturates: whether machines that run or prove its files add products in pairs in int16, which full 8-bit weights can
+            overflow. Weights are then made such that no pair can (see `numerics.saturation`): all machines compute the same.
         opset: version of the ONNX operator set of the exported file.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
@@ -115,9 +115,9 @@ X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits
 
 #: ONNX Runtime on ARM64. Its symmetric convolution kernels (onnxruntime#9772) need weights without a zero point and accept
 #: activations of either sign; by its documentation uint8 with int8 is no slower than uint8 with uint8, and faster on small cores;
-#: QNNPACK uses the same formats. Products are widened, so nothing saturates. NNAPI and TFLite, which a phone may delegate to,
-#: give input and output of average pooling one scale.
-ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)})
+#: QNNPACK uses the same formats. Products are widened, so nothing saturates there, but it does on an x86 where the file is proved.
+#: NNAPI and TFLite, which a phone may delegate to, give input and output of average pooling one scale.
+ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)}, saturates=True)
 
 #: TensorRT with explicit quantization: int8 with zero point 0 throughout; Q/DQ before the operators that run in integers, none
 #: between a convolution and the operators fused into it (its activation, and the addition of a shortcut, whose other operand is
@@ -144,6 +144,7 @@ OPENVINO = Target(
     name="OPENVINO",
     operators={**_ONNX_RUNTIME, "conv": Support(output=False, whole=True), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
+    saturates=True,
 )
 
 #: Every target of the library.

@@ -101,7 +101,7 @@ def _insert_weight(body: fx.GraphModule, node: Node, axis: int | None, target: T
     quantizer = body.get_submodule(weights[stored])
     assert isinstance(quantizer, WeightQuantizer)
     if target.saturates and can_overflow(quantizer.scheme, target.activations):
-        quantizer.pack_(_packing(node, shape, source))
+        quantizer.pack_(_packing(node, shape, source), get_tensor(body, stored))
     with body.graph.inserting_before(node):
         rounded = body.graph.call_module(weights[stored], (weight,))
     node.replace_input_with(weight, rounded)
