@@ -115,7 +115,7 @@ X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits
 
 #: ONNX Runtime on ARM64. Its symmetric convolution kernels (onnxruntime#9772) need weights without a zero point and accept
 #: activations of either sign; by its documentation uint8 with int8 is no slower than uint8 with uint8, and faster on small cores;
-#: QNNPACK uses the same formats. Products are widened, so nothing saturates there, but it does on an x86 where the file is proved.
+#: QNNPACK uses the same formats. Products are widened and nothing saturates there, but on an x86 where a file is proved it does.
 #: NNAPI and TFLite, which a phone may delegate to, give input and output of average pooling one scale.
 ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)}, saturates=True)
 
