@@ -209,6 +209,12 @@ class WeightQuantizer(Quantizer):
             return to_integers(weight, scale, zero_point, self.scheme, self.axis)
         return self._fitted(weight, scale, zero_point)[0].to(self.scheme.dtype)
 
+    def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The whole numbers, fp32, that a weight is rounded to in a symmetric format with another scale, (channels,) or a scalar."""
+        if self.packing is None:
+            return torch.round(weight / self._along(scale, weight)).clamp_(self.scheme.low, self.scheme.high)
+        return self._fitted(weight, scale, torch.zeros_like(scale))[0]
+
     def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ChangedPairs]:
         """Integers whose pairs fit, in fp32, and the pairs that had to be changed."""
         assert self.packing is not None
