@@ -210,7 +210,7 @@ class WeightQuantizer(Quantizer):
         return self._fitted(weight, scale, zero_point)[0].to(self.scheme.dtype)
 
     def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """The whole numbers, fp32, that a weight is rounded to in a symmetric format with another scale, (channels,) or a scalar."""
+        """The whole numbers, fp32, that a weight is rounded to in a symmetric format with a scale, (channels,) or a scalar."""
         if self.packing is None:
             return torch.round(weight / self._along(scale, weight)).clamp_(self.scheme.low, self.scheme.high)
         return self._fitted(weight, scale, torch.zeros_like(scale))[0]
