@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from compresskit.base.errors import CompressError, DataError, SettingError
+from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
 from compresskit.base.files import read_json
 from compresskit.base.task import Inputs
+from compresskit.base.version import __version__
 from compresskit.export.check.audit import audit
 from compresskit.export.check.benchmark import benchmark, random_inputs
 from compresskit.export.check.levels import verify_levels
 from compresskit.export.files import read_metadata
-from compresskit.recipe.report import read_stage_report, table
+from compresskit.recipe.report import read_stage_report, remarks, table
+
+LONGEST_ENTRY = 80  # characters of an entry of the metadata that `audit` prints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None reads `sys.argv`.
 
     Returns:
-        The exit code: 0 for success, 1 if a file does not agree with its reference, 2 if a file cannot be read.
+        The exit code: 0 for success, 1 if a file does not agree with its reference, 2 if a file cannot be read, 3 if random
+        inputs do not allow a verdict.
     """
     parser = argparse.ArgumentParser(
         prog="compresskit", description="Verify, audit and benchmark ONNX files; print the report of a finished run."
     )
+    parser.add_argument("--version", action="version", version=f"compresskit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("verify", "run a file at every optimization level and compare the outputs; of two files, the first is the reference"),
@@ -66,11 +71,11 @@ def _print(options: argparse.Namespace, record: Any, text: str) -> None:
     sys.stdout.write((json.dumps(record, indent=1) if options.json else text) + "\n")
 
 
-def _inputs(path: str, options: argparse.Namespace) -> Inputs:
-    """Inputs by name: from the npz file, or random."""
-    defaults = random_inputs(path, batch=options.batch, size=options.size)
+def _inputs(path: str, options: argparse.Namespace) -> Inputs | None:
+    """Inputs by name from the npz file; None where none is given."""
     if not options.inputs:
-        return dict(defaults)
+        return None
+    defaults = random_inputs(path, batch=options.batch, size=options.size)
     try:
         given = dict(np.load(options.inputs, allow_pickle=False))
     except (OSError, ValueError) as error:
@@ -84,9 +89,10 @@ def _verify_command(options: argparse.Namespace) -> int:
     if len(options.files) > 2:
         raise SettingError(f"verify: wanted one file, or a reference and a file, got {len(options.files)}")
     reference = options.files[0] if len(options.files) == 2 else None
-    result = verify_levels(options.files[-1], _inputs(options.files[0], options), reference=reference)
+    inputs = _inputs(options.files[0], options)
+    result = verify_levels(options.files[-1], inputs, reference=reference, batch=options.batch, size=options.size)
     _print(options, {"file": options.files[-1]} | result.to_json(), f"{options.files[-1]}: {result}")
-    return 0 if result.passed else 1
+    return {True: 0, False: 1, None: 3}[result.passed]
 
 
 def _audit_command(options: argparse.Namespace) -> int:
@@ -94,15 +100,23 @@ def _audit_command(options: argparse.Namespace) -> int:
     for path in options.files:
         result, metadata = audit(path), read_metadata(path)
         records[path] = asdict(result) | {"share": result.integer_fraction, "about": metadata}
-        entries = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if value}
-        texts.append("\n".join([f"{path}: {result}", *(f"  {key:<24} {value}" for key, value in entries.items())]))
+        entries = [f"  {key:<24} {_shortened(value)}" for key, value in metadata.items() if value]
+        texts.append("\n".join([f"{path}: {result}", *entries]))
     _print(options, records, "\n".join(texts))
     return 0
 
 
+def _shortened(value: Any) -> str:
+    """An entry of the metadata in one line that a terminal holds."""
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text if len(text) <= LONGEST_ENTRY else f"{text[:LONGEST_ENTRY]} ... (--json prints all of it)"
+
+
 def _bench_command(options: argparse.Namespace) -> int:
     inputs = _inputs(options.files[0], options)
-    timings = benchmark(options.files, inputs, threads=options.threads, seconds=options.seconds)
+    timings = benchmark(
+        options.files, inputs, batch=options.batch, size=options.size, threads=options.threads, seconds=options.seconds
+    )
     width = max(map(len, options.files))
     rows = [f"{'file':<{width}}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
     rows += [f"{t.path:<{width}}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings]
@@ -112,10 +126,12 @@ def _bench_command(options: argparse.Namespace) -> int:
 
 def _report_command(options: argparse.Namespace) -> int:
     for folder in options.files:
+        if Path(folder).is_file():
+            raise CheckpointError(f"{folder}: a file; wanted the folder of a run")
         path = Path(folder) / "report.json"
         record = read_json(path, "the report of a run")
         rows = [read_stage_report(row, path) for row in record.get("rows", [])]
-        _print(options, record, table(rows) if rows else f"{path}: no stage is finished")
+        _print(options, record, "\n".join([table(rows), *remarks(rows)]) if rows else f"{path}: no stage is finished")
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import DataError, SettingError
+from compresskit.base.errors import DataError, ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked
 from compresskit.graph.surgery import mode
+
+LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -97,7 +101,7 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
                 metric.update(predictions, target)
             else:
                 outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
-    value = float(metric.compute() if isinstance(metric, RunningMetric) else metric(*_joined(outputs)))
+    value = float(metric.compute() if isinstance(metric, RunningMetric) else task.score(*_joined(outputs)))
     if not math.isfinite(value):
         raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
     return value
@@ -138,6 +142,8 @@ def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool | str 
         path: an ONNX file, or its bytes.
         threads: for the operators of the graph.
         optimize: graph optimizations of the runtime: True all, False none, "basic" and "extended" the levels in between.
+
+    Raises ExportError where ONNX Runtime cannot load the file.
     """
     import onnxruntime as ort  # heavy, and only measuring and exporting need it
 
@@ -152,7 +158,39 @@ def session(path: str | Path | bytes, *, threads: int = 1, optimize: bool | str 
         "extended": levels.ORT_ENABLE_EXTENDED,
         True: levels.ORT_ENABLE_ALL,
     }[optimize]
-    return ort.InferenceSession(path if isinstance(path, bytes) else str(path), options, providers=["CPUExecutionProvider"])
+    source = path if isinstance(path, bytes) else runtime_path(path)
+    try:
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        name = "the model" if isinstance(path, bytes) else path
+        raise ExportError(f"{name}: ONNX Runtime cannot load it: {runtime_message(error)}") from error
+
+
+def runtime_path(path: str | Path) -> str:
+    """A path as ONNX Runtime takes it, which is UTF-8 whatever the locale. Raises ExportError where its bytes are not."""
+    try:
+        return os.fsencode(path).decode()
+    except UnicodeDecodeError:
+        raise ExportError(
+            f"{os.fsencode(path)!r}: ONNX Runtime cannot load it: its path is not UTF-8; rename the file or its folder"
+        ) from None
+
+
+def runtime_message(error: BaseException) -> str:
+    """What an error of ONNX Runtime says, in one line without its code and its advice."""
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : |Please fix either the inputs/outputs or the model\.", "", str(error))
+    line = " ".join(text.split())
+    if len(line) > LONGEST_MESSAGE:  # both ends: what failed comes first, why comes last
+        line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
+    return line or type(error).__name__
+
+
+def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path) -> list[Any]:
+    """The outputs of a session for inputs by name. Raises ExportError, with what ONNX Runtime says, where it cannot run."""
+    try:
+        return session.run(None, feed)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ExportError(f"{path}: ONNX Runtime cannot run it: {runtime_message(error)}") from error
 
 
 def latency(
@@ -171,15 +209,19 @@ def latency(
         rounds: number of rounds, at least 1.
 
     Raises:
-        SettingError: `rounds` or `seconds` is out of range.
+        SettingError: `rounds`, `seconds` or `threads` is out of range.
+        ExportError: a file does not load, or does not run on the inputs.
     """
     if rounds < 1 or seconds <= 0:
         raise SettingError(f"latency: wanted rounds >= 1 and seconds > 0, got {rounds} and {seconds}")
+    if threads < 1:
+        raise SettingError(f"latency: wanted threads >= 1, got {threads}")
     sessions = [session(path, threads=threads) for path in paths]
     feeds = [numpy_inputs(s, inputs) for s in sessions]
     repeats = []
-    for s, feed in zip(sessions, feeds, strict=True):
-        for _ in range(3):
+    for path, s, feed in zip(paths, sessions, feeds, strict=True):
+        run_session(s, feed, path)
+        for _ in range(2):
             s.run(None, feed)
         begin = time.perf_counter()
         s.run(None, feed)

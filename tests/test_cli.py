@@ -7,7 +7,9 @@ import json
 import networks
 import numpy as np
 import pytest
+import torch
 from networks import build, image, images_task
+from torch import nn
 
 import compresskit as ck
 from compresskit.cli import main
@@ -76,6 +78,7 @@ def test_report_prints_the_table_of_a_run(tmp_path, capsys) -> None:
 def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no")
     np.savez(tmp_path / "x.npz", wrong=np.zeros(3))
+    np.savez(tmp_path / "shape.npz", x=np.zeros((2, 5, 8, 8), np.float32))
     for arguments, message in (
         (["audit", str(tmp_path / "bad.onnx")], "cannot load it"),
         (["bench", str(tmp_path / "bad.onnx")], "cannot load it"),
@@ -83,6 +86,62 @@ def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
         (["verify", files[0], "--inputs", str(tmp_path / "x.npz")], "no array 'x'; the file wants ['x']"),
         (["verify", files[0], files[0], files[0]], "wanted one file, or a reference and a file, got 3"),
         (["report", str(tmp_path)], "report.json: not there"),
+        (["report", files[0]], "f.onnx: a file; wanted the folder of a run"),
+        (["audit", str(tmp_path / "nothere.onnx")], "nothere.onnx: not there; wanted an ONNX file"),
+        (["audit", str(tmp_path)], "a folder; wanted an ONNX file"),
+        (["bench", files[0], "--threads", "-1"], "wanted threads >= 1, got -1"),
+        (["bench", files[0], "--threads", "0"], "wanted threads >= 1, got 0"),
+        (["verify", files[0], "--inputs", str(tmp_path / "shape.npz")], "index: 1 Got: 5 Expected: 3"),
+        (["bench", files[0], "--inputs", str(tmp_path / "shape.npz")], "f.onnx: ONNX Runtime cannot run it: Got invalid dimens"),
     ):
         assert main(arguments) == 2
-        assert message in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_the_version_is_printed(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"compresskit {ck.__version__}\n"
+
+
+def test_audit_shortens_long_metadata(capsys, tmp_path) -> None:
+    path = str(ck.export_onnx(nn.Linear(8, 4).eval(), tmp_path / "f.onnx", (torch.randn(2, 8),)))
+    ck.export.annotate(path, stage={"settings": {"objective": "x" * 3000}}, notes="two\nlines")
+    assert main(["audit", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) < 200
+    assert any(line.split() == ["notes", "two", "lines"] for line in lines)
+    assert any("xxx ... (--json prints all of it)" in line for line in lines)
+    assert main(["audit", path, "--json"]) == 0
+    assert "x" * 3000 in capsys.readouterr().out
+
+
+def test_random_inputs_give_no_verdict_on_a_calibrated_file(capsys, tmp_path) -> None:
+    x, model = torch.rand(32, 8) * 0.1, nn.Linear(8, 4).eval()
+    target = ck.quant.X86_NO_VNNI
+    plain = str(ck.export_onnx(model, tmp_path / "f.onnx", (x,)))
+    small = str(ck.export_onnx(ck.quant.quantize_static(model, [(x,)], target=target), tmp_path / "q.onnx", (x,)))
+    assert main(["verify", plain, small]) == 3
+    assert f"{small}: no verdict: on random inputs, which may lie outside the ranges it was" in capsys.readouterr().out
+    assert main(["verify", plain, small, "--json"]) == 3
+    record = json.loads(capsys.readouterr().out)
+    assert record["passed"] is None
+    assert record["undecided"]
+    np.savez(tmp_path / "x.npz", input=x.numpy())
+    assert main(["verify", plain, small, "--inputs", str(tmp_path / "x.npz")]) == 0
+    assert f"{small}: agrees with {plain}" in capsys.readouterr().out
+    np.savez(tmp_path / "x.npz", input=100 * x.numpy())
+    assert main(["verify", plain, small, "--inputs", str(tmp_path / "x.npz")]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
+
+
+def test_a_dynamically_quantized_file_is_a_quantized_one(tmp_path) -> None:
+    x, model = (torch.randn(32, 8),), nn.Linear(8, 4).eval()
+    target = ck.quant.X86_NO_VNNI
+    plain = ck.export_onnx(model, tmp_path / "f.onnx", x)
+    small = ck.export_onnx(ck.quant.quantize_dynamic(model, [x], target=target), tmp_path / "q.onnx", x)
+    found = ck.export.verify_levels(small, reference=plain)
+    assert found.quantized
+    assert not found.undecided

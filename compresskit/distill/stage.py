@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from compresskit.distill.models.teacher import TeacherLike
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
 from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 from compresskit.train.train import Train, fit_
 
 
@@ -111,7 +110,7 @@ class Distill(Train):
         if self.student is None:
             return model
         if isinstance(self.student, nn.Module):
-            return copy.deepcopy(self.student)
+            return copy_model(self.student)
         student = self.student()
         if not isinstance(student, nn.Module):
             raise SettingError(

@@ -6,10 +6,11 @@ model.onnx.data     the weights, where they do not fit into the file; named in i
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -53,13 +54,23 @@ def write_model(model: Any, path: Path) -> None:
         external.unlink(missing_ok=True)  # of a larger model that was here before
 
 
-def copy_model(source: Path, to: Path) -> None:
-    """Copy a file, with its external data, to another folder under the same name."""
-    pairs = [(data_path(source), data_path(to)), (source, to)]
-    for old, new in [pair for pair in pairs if pair[0].exists()]:
-        with atomic(new) as temporary, old.open("rb") as reader, temporary.open("wb") as writer:
-            while block := reader.read(2**24):
-                writer.write(block)
+def copy_model(source: Path, to: Path, *, without: Collection[str] = ()) -> None:
+    """Copy a file, with its external data, to another folder under the same name. What is there already is not written again.
+
+    without: entries of its metadata that the copy lacks, of those that `annotate` wrote.
+    """
+    pairs = [(data_path(source), data_path(to))] if without else [(data_path(source), data_path(to)), (source, to)]
+    for old, new in pairs:
+        if old.exists() and not (new.exists() and filecmp.cmp(old, new, shallow=False)):
+            with atomic(new) as temporary, old.open("rb") as reader, temporary.open("wb") as writer:
+                while block := reader.read(2**24):
+                    writer.write(block)
+    if without and source.exists():
+        proto = read_proto(source)
+        content = _with_record(proto, {name: value for name, value in _metadata_record(proto).items() if name not in without})
+        if not to.exists() or to.read_bytes() != content:
+            with atomic(to) as temporary:
+                temporary.write_bytes(content)
 
 
 def read_proto(path: str | Path) -> Any:
@@ -72,6 +83,10 @@ def read_proto(path: str | Path) -> Any:
 
     try:
         proto = onnx.load(path, load_external_data=False)
+    except FileNotFoundError:
+        raise ExportError(f"{path}: not there; wanted an ONNX file") from None
+    except IsADirectoryError:
+        raise ExportError(f"{path}: a folder; wanted an ONNX file") from None
     except (DecodeError, OSError) as error:
         raise ExportError(f"{path}: ONNX Runtime cannot load it: not an ONNX file ({error})") from error
     for name, place in _external_locations(proto):
@@ -107,15 +122,20 @@ def annotate(path: str | Path, **entries: Any) -> None:
 
     Raises ExportError where the file is not an ONNX file.
     """
+    proto = read_proto(path)
+    content = _with_record(proto, _metadata_record(proto) | entries)
+    with atomic(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _with_record(proto: Any, record: dict[str, Any]) -> bytes:
+    """A file with this JSON object in the place of the one that it has."""
     import onnx
 
-    proto = read_proto(path)
-    record = _metadata_record(proto) | entries
     kept = {p.key: p.value for p in proto.metadata_props} | {KEY: json.dumps(record, allow_nan=False)}
     del proto.metadata_props[:]
     proto.metadata_props.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in kept.items())
-    with atomic(path) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
+    return proto.SerializeToString()  # type: ignore[no-any-return]
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:

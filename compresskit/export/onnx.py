@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import warnings
@@ -21,10 +20,10 @@ from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
-from compresskit.export.rewrite.dtypes import least_precise_dtype, store_bf16_, widen_to_fp32
+from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
 from compresskit.graph.quantized import is_quantized, quantized_parts
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 
 OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that torch's exporter writes
 
@@ -104,6 +103,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     optimize_(file, [*X86_REWRITES, *always] if tuned else always)
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
+    check_kernels(file, model)
     if least_precise_dtype(model) is torch.bfloat16:
         store_bf16_(file)
     if file.opset_imports[""] <= 20:
@@ -173,7 +173,7 @@ def deployed(model: nn.Module) -> nn.Module:
     if "" in parts:
         return parts[""].deployed()
     if parts:
-        model = copy.deepcopy(model)
+        model = copy_model(model)
     for name, part in parts.items():
         model.set_submodule(name, part.deployed())
     return model

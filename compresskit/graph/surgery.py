@@ -7,12 +7,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, ModelError
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 #: Attributes of torch's own layers that repeat a size of their parameters, as (attribute, tensor, dimension).
 MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
@@ -49,6 +53,14 @@ def free_name(model: nn.Module, name: str) -> str:
         tried for tried in itertools.chain([leaf], (f"{leaf}_{i}" for i in itertools.count(2))) if not hasattr(module, tried)
     )
     return name.removesuffix(leaf) + free
+
+
+def not_fp32(model: nn.Module) -> str:
+    """`"0.weight is torch.float64"` for the first floating point parameter of another dtype than float32; "" where none is."""
+    for name, value in model.named_parameters():
+        if value.is_floating_point() and value.dtype != torch.float32:
+            return f"{name} is {value.dtype}"
+    return ""
 
 
 #: id of a parameter -> the modules that own it, with its name there.
@@ -149,9 +161,66 @@ def _sync_conv_(conv: nn.modules.conv._ConvNd) -> None:
         conv.in_channels, conv.out_channels = inputs * conv.groups, outputs
 
 
+def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
+    """Raise ModelError for a model that carries masks of torch.nn.utils.prune; `where` is what was asked for."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                raise ModelError(
+                    f"{where}{': ' if where else ''}{type(model).__name__} has masks of torch.nn.utils.prune, in"
+                    f" {path or 'the model itself'}; make them permanent with torch.nn.utils.prune.remove(module,"
+                    f" {hook._tensor_name!r}), or pass the model that has none"
+                )
+
+
+def copy_model(model: AnyModule) -> AnyModule:
+    """Return a deep copy of a user's model.
+
+    Tensors that a module keeps from its last run (activations in an attribute, a weight that `torch.nn.utils.weight_norm`
+    computes) are copied without the graph that they were computed by; `copy.deepcopy` refuses them.
+
+    Raises:
+        ModelError: the model has masks of torch.nn.utils.prune, or a module has an attribute that cannot be copied.
+    """
+    check_no_torch_masks(model)
+    try:
+        return copy.deepcopy(model)
+    except Exception:  # whatever the classes of a user's attributes raise
+        memo: dict[int, Any] = {id(v): v.detach().clone() for v in _computed_tensors(model)}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied{_uncopyable(model)}: {first_line}; delete the attribute, make it in"
+            " forward, or give its class a __deepcopy__"
+        ) from error
+
+
+def _computed_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors with a gradient function that modules hold as attributes or buffers, in lists, tuples and dictionaries too."""
+    for module in model.modules():
+        for value in pytree.tree_leaves({k: v for k, v in vars(module).items() if k != "_modules"}):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                yield value
+
+
+def _uncopyable(model: nn.Module) -> str:
+    """Where the first attribute is that cannot be copied: ` (its attribute 'body.lock', a lock)`."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name == "_modules":
+                continue
+            try:
+                copy.deepcopy(value, {id(v): v for v in _computed_tensors(module)})
+            except Exception:
+                return f" (its attribute {f'{path}.{name}'.lstrip('.')!r}, of type {type(value).__name__})"
+    return ""
+
+
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model in eval mode whose parameters require no gradient."""
-    return copy.deepcopy(model).eval().requires_grad_(False)
+    return copy_model(model).eval().requires_grad_(False)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ The curves give a ranking or ratios for `plan_channels`, and an allocation for `
 
 from __future__ import annotations
 
-import copy
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from compresskit.base.errors import CheckpointError, DataError, SettingError
 from compresskit.base.inputs import AnyInputs, calibration_inputs, some_batches
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Task, batch_size
+from compresskit.graph.surgery import copy_model
 from compresskit.measure import evaluate
 from compresskit.prune.allocations import Allocation, measured_ratios
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
@@ -162,7 +162,7 @@ def channel_sensitivity(
         if 0 < count < group.size and count / group.size not in curve:
             group.removed = count
             plan = plan_of(analysis, total, prefix)
-            pruned = apply_(copy.deepcopy(model), plan)
+            pruned = apply_(copy_model(model), plan)
             if reconstruct:
                 reconstruct_(pruned, model, plan, calibration_inputs(task, samples, "refit"))
             reestimate_batchnorm_(pruned, calibration_inputs(task, samples, "re-estimate BatchNorm"))

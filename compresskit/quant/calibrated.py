@@ -6,7 +6,6 @@ CalibratedSettings    the same with their defaults and checks; the stages `Stati
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypedDict
@@ -18,7 +17,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer, check_observer
 from compresskit.quant.numerics.targets import X86, Target, check_target
@@ -89,7 +88,7 @@ def calibrate_inside(model: nn.Module, quantized: Quantized, batches: Iterable[I
     if not inside:
         quantized.calibrate_(batches)
         return quantized
-    whole = copy.deepcopy(model)
+    whole = copy_model(model)
     whole.set_submodule(inside, quantized)
     quantized.calibrate_(batches, through=whole)
     return whole

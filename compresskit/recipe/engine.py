@@ -46,7 +46,7 @@ from compresskit.recipe.folder import (
     read_finished_stage,
     why_unknown,
 )
-from compresskit.recipe.measure_stage import measure_stage
+from compresskit.recipe.measure_stage import RUN_METADATA, measure_stage
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
 from compresskit.recipe.store import load, load_snapshots_, save, save_snapshots
 from compresskit.train.snapshots import Snapshots
@@ -60,7 +60,7 @@ class RunSettings:
 
     Attributes:
         out: folder of the run.
-        seed, save, dynamic: settings of the recipe.
+        seed, save, dynamic, metadata: settings of the recipe.
         stop: whether a signal asked the run to stop.
         record: what recipe.json says of the recipe.
         reused: of each step so far, whether it was read from its folder.
@@ -70,6 +70,7 @@ class RunSettings:
     seed: int
     save: Every
     dynamic: Dynamic
+    metadata: bool
     stop: Stop
     record: dict[str, Any]
     reused: list[bool] = field(default_factory=list)
@@ -217,28 +218,35 @@ def seed_generators(seed: int, task: Task) -> None:
 def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:
     """Measure the latency of all ONNX files in turn, write report.json, and copy the last step's file to model.onnx.
 
-    Where all steps were finished, the latencies that were measured then stay.
+    Where all steps were finished, the latencies that were measured then stay, and what is there already is not written again, so
+    that a finished run can be read from where nothing can be written.
     """
     files = [run.out / step.name / "model.onnx" for step in steps]
     exported = [i for i, file in enumerate(files) if file.exists()]
-    times = latencies_before(run, steps, exported) if all(run.reused) else None
+    before = reports_before(run) if all(run.reused) else []
+    times = latencies_before(before, steps, exported)
     if times is None:
         times = latency([files[i] for i in exported], first_rows(task.example(), 1))
     reports = list(reports)
     for i, milliseconds in zip(exported, times, strict=True):
         reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
-    write_report(run.out / "report.json", reports, stages=run.record["stages"], torch=torch.__version__)
-    copy_model(files[-1], run.out / "model.onnx")
+    if reports != before:
+        write_report(run.out / "report.json", reports, stages=run.record["stages"], torch=torch.__version__)
+    copy_model(files[-1], run.out / "model.onnx", without=() if run.metadata else RUN_METADATA)
     return reports
 
 
-def latencies_before(run: RunSettings, steps: list[RunStep], exported: list[int]) -> list[float] | None:
-    """The latencies of the exported steps in report.json, in ms; None where it lacks one or is damaged."""
+def reports_before(run: RunSettings) -> list[StageReport]:
+    """The rows of report.json; none where it is not there or damaged."""
     path = run.out / "report.json"
     try:
-        rows = [read_stage_report(row, path) for row in read_json(path, "a report")["rows"]] if path.exists() else []
+        return [read_stage_report(row, path) for row in read_json(path, "a report")["rows"]] if path.exists() else []
     except (CheckpointError, KeyError, TypeError):
-        return None
-    found = {row.stage: row.latency_ms for row in rows}
+        return []
+
+
+def latencies_before(before: list[StageReport], steps: list[RunStep], exported: list[int]) -> list[float] | None:
+    """The latencies of the exported steps in earlier reports, in ms; None where one is missing."""
+    found = {row.stage: row.latency_ms for row in before}
     times = [time for i in exported if (time := found.get(steps[i].name)) is not None]
     return times if len(times) == len(exported) else None

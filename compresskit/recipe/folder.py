@@ -6,6 +6,7 @@ the key that the recipe asks for, and if its files still have the digests that a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ except ImportError:  # there is none on Windows, and so no lock
 
 
 ROW, PROGRESS, LOCK = "row.json", "progress", ".lock"
+READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})  # errors of a place that may only be read
 _LOCK_FILES: set[Any] = set()  # that this process has open
 
 
@@ -63,17 +65,17 @@ class RunStep:
 def locked(out: Path) -> Iterator[None]:
     """Lock a folder for this process; CheckpointError where another process has it. The lock ends with the process.
 
-    In a distributed run, rank 0 holds the lock for all.
+    A run in a place that can only be read is not written to; what would write is refused later. In a distributed run, rank 0
+    holds the lock for all.
     """
     if rank() != 0:
         yield
         return
     check_not_foreign(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / LOCK).open("a+")
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+    file = _open_lock(out)
+    if file is None:
+        yield
+        return
     with file:
         if fcntl is not None:
             try:
@@ -84,16 +86,33 @@ def locked(out: Path) -> Iterator[None]:
                 raise CheckpointError(
                     f"{out}: in use by another process ({owner}); wait for it, end it, or choose another out="
                 ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        if file.writable():
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
         _LOCK_FILES.add(file)
         for part in out.glob(".*.part"):  # of a process that was killed while it wrote
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # where the folder can only be read
+                part.unlink(missing_ok=True)
         try:
             yield
         finally:
             _LOCK_FILES.discard(file)
+
+
+def _open_lock(out: Path) -> Any:
+    """The lock file of a folder, opened; for reading, or None, where a run that may be finished can only be read."""
+    lock = out / LOCK
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return lock.open("a+")
+    except OSError as error:
+        if error.errno not in READ_ONLY or not (out / "report.json").exists():
+            raise CheckpointError(f"{out}: cannot be written ({error.strerror}); choose another out=") from None
+    try:
+        return lock.open()
+    except OSError:
+        return None
 
 
 def _release_in_child() -> None:

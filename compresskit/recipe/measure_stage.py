@@ -25,6 +25,9 @@ from compresskit.graph.quantized import quantized_parts
 from compresskit.measure import count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
 from compresskit.recipe.report import StageReport
 
+#: Entries of an ONNX file's metadata that a run adds.
+RUN_METADATA = ("stage", "metric", "verification")
+
 
 def measure_stage(
     model: nn.Module, task: Task, folder: Path, *, settings: Any, seconds: float, export: bool, dynamic: Dynamic = (0,)
@@ -53,7 +56,8 @@ def measure_stage(
         run = _like_model(session(path), model, task.example())
     metric = evaluate(run, task)
     if verification is not None:
-        annotate(path, stage={"name": folder.name, "settings": settings}, metric=metric, verification=verification.to_json())
+        stage, found = {"name": folder.name, "settings": settings}, verification.to_json()
+        annotate(path, **dict(zip(RUN_METADATA, (stage, metric, found), strict=True)))
     masks = masks_of(model)
     return StageReport(
         stage=folder.name,

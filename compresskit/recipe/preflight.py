@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, DataError
 from compresskit.base.stage import Stage
-from compresskit.base.task import RunningMetric, Task, call, first_rows, shapes_of
+from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
+from compresskit.graph.surgery import copy_model
 from compresskit.train.objective import supervised_loss
 
 
@@ -28,15 +29,15 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
         task.length(which)
         batch = next(iter(task.batches(which)))
         inputs, target = task.split(batch) if which != "calibration" else (task.inputs(batch), None)
-        probe = copy.deepcopy(model).to(task.device)
+        probe = copy_model(model).to(task.device)
         check_runs(probe, inputs)
         with torch.no_grad():
             predictions = task.predict(call(probe.eval(), inputs))
             try:
                 if which == "train":
                     supervised_loss(task, predictions, target)
-                elif which == "val" and not isinstance(task.metric, RunningMetric):
-                    task.metric(predictions, target)
+                elif which == "val" and not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
+                    task.score(predictions, target)
             except CompressError:
                 raise
             except Exception as error:
@@ -46,8 +47,14 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first_line}"
                 ) from error
-    probe = copy.deepcopy(model).to(task.device).eval()
+    probe = copy_model(model).to(task.device).eval()
     for stage in stages:
         stage.rehearse(probe, task)
     if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))
+
+
+def _all_ignored(task: Task, target: Any) -> bool:
+    """Whether no label of a batch counts, as in one of padding alone; the whole validation set may still hold some that do."""
+    labels = target.unique().tolist() if isinstance(target, Tensor) and not target.is_floating_point() else [0]
+    return set(labels) <= {IGNORED, task.ignore_index}

@@ -8,7 +8,6 @@ out/model.onnx                  of the last stage
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ from compresskit.base.task import Task
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
+from compresskit.graph.surgery import copy_model
 from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
 from compresskit.recipe.engine import RunSettings, run_steps
 from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.preflight import preflight_check
-from compresskit.recipe.report import StageReport, table
+from compresskit.recipe.report import StageReport, remarks, table
+from compresskit.train.modes import remember_modes_
 from compresskit.train.train import Train
 
 DEFAULT_SAVE = Every()
@@ -61,7 +62,7 @@ class Result:
         return self.out / "report.json"
 
     def __str__(self) -> str:
-        return f"{table(self.rows)}\n\nmodel: {self.onnx or self.out}"
+        return "\n".join([table(self.rows), *remarks(self.rows), "", f"model: {self.onnx or self.out}"])
 
 
 def check_order(stages: Sequence[Stage]) -> None:
@@ -154,12 +155,20 @@ class Recipe:
         save: how often a training saves a checkpoint.
         dynamic: dimensions of the inputs that may vary in the ONNX files of float models, such as `(0, 1)` for batch and
             length. A quantized model uses those that its stage was given.
+        metadata: whether `out/model.onnx`, the file to hand on, holds the settings of its stage, its metric and its verification.
+            The files in the folders of the stages always do.
 
     Raises SettingError for settings out of range, StageOrderError for an order of stages in which one would undo another.
     """
 
     def __init__(
-        self, *stages: Stage, seed: int = 0, export: str = "each", save: Every = DEFAULT_SAVE, dynamic: Dynamic = (0,)
+        self,
+        *stages: Stage,
+        seed: int = 0,
+        export: str = "each",
+        save: Every = DEFAULT_SAVE,
+        dynamic: Dynamic = (0,),
+        metadata: bool = True,
     ) -> None:
         if not stages:
             raise SettingError("Recipe(): give at least one stage")
@@ -175,7 +184,10 @@ class Recipe:
         self.snapshot_fractions = snapshot_fractions(stages)
         if not isinstance(save, Every):
             raise SettingError(f"Recipe(save=...): wanted Every(seconds=...), got {save!r}")
+        if not isinstance(metadata, bool):
+            raise SettingError(f"Recipe(metadata=...): wanted True or False, got {metadata!r}")
         self.stages, self.seed, self.export, self.save, self.dynamic = stages, seed, export, save, dynamic
+        self.metadata = metadata
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(repr, self.stages))}, seed={self.seed}, export={self.export!r})"
@@ -201,10 +213,19 @@ class Recipe:
         self._check_model(model)
         preflight_check(model, task, self.stages)
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
-            model = copy.deepcopy(model).to(task.device)
+            model = copy_model(model).to(task.device)
+            remember_modes_(model)
             distributed.broadcast_model_(model)
             record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task))
-            run = RunSettings(out=out, seed=self.seed, save=self.save, dynamic=self.dynamic, stop=stop, record=record)
+            run = RunSettings(
+                out=out,
+                seed=self.seed,
+                save=self.save,
+                dynamic=self.dynamic,
+                metadata=self.metadata,
+                stop=stop,
+                record=record,
+            )
             model, rows = run_steps(run, self._steps(keys), model, task)
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
 

@@ -78,6 +78,18 @@ def table(rows: Sequence[StageReport]) -> str:
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
+def remarks(rows: Sequence[StageReport]) -> list[str]:
+    """What the table does not say by itself, a sentence each: whether a file before the last one is smaller."""
+    sizes = [(row.bytes, row.stage) for row in rows if row.bytes]
+    if not sizes or sizes[-1][0] == min(sizes)[0]:
+        return []
+    (size, stage), (smallest, before) = sizes[-1], min(sizes)
+    return [
+        f"The file of {stage} ({size:,} bytes) is larger than that of {before} ({smallest:,} bytes): what its rounding or masks"
+        " add to the graph is more than they save in a model of this size."
+    ]
+
+
 def _measurements(row: StageReport, first: StageReport) -> tuple[str, ...]:
     verified = {True: "yes", False: "NO", None: "-"}[row.verified]
     smaller = f"{first.bytes / row.bytes:.1f}x" if row.bytes and first.bytes else "-"

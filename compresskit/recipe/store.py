@@ -8,7 +8,6 @@ snapshots.safetensors  weights on the way through the training, where a later st
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import FORMAT, read_json, read_tensors, write_json, write_tensors
 from compresskit.graph.masks import Masks, attach_masks_, detach_masks_, masks_of
-from compresskit.graph.surgery import owner, restructure_, structure
+from compresskit.graph.surgery import copy_model, owner, restructure_, structure
 from compresskit.quant.model import Quantized
 from compresskit.quant.serialize import rebuild
 from compresskit.quant.serialize import record as quantization_record
@@ -29,13 +28,16 @@ MODEL, STRUCTURE, MASKS = "model.safetensors", "structure.json", "masks.safetens
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write a float, pruned or quantized model into a folder, which is made where it is missing. The model is not changed.
 
-    Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored.
+    Raises CheckpointError where the folder cannot be written, or for a tensor whose dtype cannot be stored, and ModelError for a
+    mask whose shape is not that of its tensor.
     """
     folder = Path(folder)
     quantized = {name: part for name, part in model.named_modules() if isinstance(part, Quantized)}
     converted = {name: part.converted() for name, part in quantized.items()}
     if any(converted[name] is not part for name, part in quantized.items()):  # one is still in training: a copy is written
         model = converted[""] if "" in converted else _with_parts(model, converted)
+    if (masks := masks_of(model)) is not None:
+        masks.check(model)
     folder.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"format": FORMAT}
     if not quantized:
@@ -44,7 +46,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
         record |= quantization_record(converted[""])
     else:
         record |= {"kind": "parts", "parts": {name: quantization_record(part) for name, part in converted.items()}}
-    if (masks := masks_of(model)) is not None:
+    if masks is not None:
         write_tensors(folder / MASKS, masks.state())
         record["masks"] = {"removed": masks.removed, "total": masks.total}
     write_tensors(folder / MODEL, model.state_dict())
@@ -52,7 +54,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def _with_parts(model: nn.Module, parts: dict[str, Quantized]) -> nn.Module:
-    copied = copy.deepcopy(model)
+    copied = copy_model(model)
     for name, part in parts.items():
         copied.set_submodule(name, part)
     return copied
@@ -72,7 +74,7 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     saved = read_json(folder / STRUCTURE, "a model's structure")
-    model = copy.deepcopy(model)
+    model = copy_model(model)
     detach_masks_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
         # Read before the model is built again, which takes long; besides the weights there are a few numbers per channel.

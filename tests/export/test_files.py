@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import networks
 import onnx
 import pytest
+import torch
 from networks import build, image, images_task
 from onnx import external_data_helper
+from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ExportError
 from compresskit.cli import main
 from compresskit.export import files
-from compresskit.measure import session
+from compresskit.measure import runtime_message, session
 
 
 @pytest.fixture
@@ -115,3 +119,24 @@ def test_files_of_other_libraries_have_no_metadata(tmp_path) -> None:
     ck.export.annotate(path, versions={})
     ck.export.annotate(path, metric=0.5)
     assert ck.export.read_metadata(path) == {"producer": "compresskit", "opset": 20, "versions": {}, "metric": 0.5}
+
+
+def test_a_path_that_is_not_utf_8_is_refused_and_others_are_read_in_any_locale(tmp_path) -> None:
+    path = ck.export_onnx(nn.Linear(8, 4).eval(), tmp_path / "f.onnx", (torch.randn(2, 8),))
+    for name, wanted in ((b"\xff.onnx", None), ("\N{LATIN SMALL LETTER E WITH ACUTE}.onnx".encode(), True)):
+        # what Python makes of a name in an ASCII locale
+        copy = Path(os.fsencode(path.parent).decode() + "/" + name.decode("ascii", "surrogateescape"))
+        os.link(os.fsencode(path), os.fsencode(path.parent) + b"/" + name)
+        if wanted is None:
+            for use in (ck.audit, session, ck.export.verify_levels):
+                with pytest.raises(ExportError, match=r"its path is not UTF-8; rename the file or its folder"):
+                    use(copy)
+        else:
+            assert session(copy).get_inputs()[0].shape == ["batch", 8]
+
+
+def test_an_error_of_the_runtime_is_one_line_with_what_it_says() -> None:
+    text = "[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : Got\n index: 1\n Please fix either the inputs/outputs or the model."
+    assert runtime_message(ValueError(text)) == "Got index: 1"
+    assert runtime_message(ValueError("a" * 1000 + "z")) == "a" * 200 + " ... " + "a" * 199 + "z"
+    assert runtime_message(KeyError()) == "KeyError"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import networks
 import pytest
 import torch
+import torch.nn.utils.prune
 from networks import build, image
 from torch import nn
 
@@ -44,3 +46,47 @@ def test_unknown_names_are_refused() -> None:
         surgery.get_tensor(model, "a.b")
     with pytest.raises(ModelError, match="wait: Linear has no parameter or buffer"):
         surgery.get_tensor(model, "wait")
+
+
+class Remembers(nn.Sequential):
+    def forward(self, x):
+        self.seen = {"hidden": [self[0](x)]}
+        return self[1](self.seen["hidden"][0])
+
+
+def test_what_a_model_remembers_is_copied_without_its_graph() -> None:
+    model, x = Remembers(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    wanted = model(x)
+    copied = surgery.copy_model(model)
+    (kept,), (seen,) = copied.seen["hidden"], model.seen["hidden"]
+    assert kept.is_leaf
+    assert kept.equal(seen)
+    assert kept.data_ptr() != seen.data_ptr()
+    assert seen.grad_fn is not None
+    assert copied(x).equal(wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_copy_of_an_old_weight_norm_follows_its_own_parameters() -> None:
+    model, x = nn.utils.weight_norm(nn.Linear(3, 4)), torch.randn(5, 3)
+    wanted = model(x)
+    copied = surgery.copy_model(model)
+    assert copied(x).equal(wanted)
+    copied.weight_g.data *= 2
+    assert (copied(x) - copied.bias).allclose(2 * (wanted - model.bias))
+    assert model(x).equal(wanted)
+
+
+def test_masks_of_torch_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 5))
+    torch.nn.utils.prune.l1_unstructured(model[1], "weight_hh_l0", amount=0.5)
+    with pytest.raises(ModelError, match=r"masks of torch.nn.utils.prune, in 1; .*prune.remove\(module, 'weight_hh_l0'\)"):
+        surgery.copy_model(model)
+
+
+def test_the_attribute_that_cannot_be_copied_is_named() -> None:
+    model = nn.Sequential(Remembers(nn.Linear(3, 4), nn.Linear(4, 2)))
+    model[0](torch.randn(5, 3))
+    model[0].lock = threading.Lock()
+    with pytest.raises(ModelError, match=r"its attribute '0.lock', of type lock\): cannot pickle"):
+        surgery.copy_model(model)

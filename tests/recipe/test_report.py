@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+from torch import nn
 
 import compresskit as ck
+from compresskit.recipe.recipe import Result
+from compresskit.recipe.report import StageReport, remarks
 
 
 def test_a_run_writes_its_folder_and_prints_a_table(finished_run) -> None:
@@ -42,3 +47,16 @@ def test_a_run_writes_its_folder_and_prints_a_table(finished_run) -> None:
     assert (out / "model.onnx").read_bytes() == (out / "3-qat" / "model.onnx").read_bytes()
     assert rows[2]["macs"] == ck.count_macs(result.model, task.example()) <= 0.7 * rows[0]["macs"]
     assert rows[2]["bytes"] < rows[0]["bytes"]
+
+
+def test_a_last_file_that_is_not_the_smallest_is_remarked_upon() -> None:
+    def row(stage, size):
+        return StageReport(stage=stage, metric=1.0, parameters=1, nonzero=1, macs=1, seconds=0.0, bytes=size)
+
+    rows = [row("1-train", 5332), row("2-prune", None), row("3-qat", 8725)]
+    assert remarks(rows) == [
+        "The file of 3-qat (8,725 bytes) is larger than that of 1-train (5,332 bytes): what its rounding or masks"
+        " add to the graph is more than they save in a model of this size."
+    ]
+    assert remarks(rows)[0] in str(Result(model=nn.Identity(), onnx=None, rows=tuple(rows), out=Path("run")))
+    assert remarks(rows[:2]) == remarks(rows[::-1]) == remarks([row("1-train", None)]) == []

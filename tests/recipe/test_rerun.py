@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import CheckpointError, ModelError, StageOrderError
+from compresskit.base.errors import CheckpointError, ModelError, SettingError, StageOrderError
 
 BATCHES = [(torch.randn(16, 8), torch.arange(16) % 4)] * 2
 TASK = ck.Task(train=BATCHES, val=BATCHES)
@@ -77,3 +79,53 @@ def test_soft_targets_of_a_regression_are_refused_before_anything_runs(tmp_path)
     with pytest.raises(ModelError, match=r"Distill\(\): Linear gives one channel, .*; pass Distill\(loss=...\)"):
         ck.Recipe(*stages).run(nn.Linear(8, 1), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """Opens no file for writing and makes none, as on a medium that can only be read."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    plain = Path.open
+
+    def guarded(path, mode="r", *rest, **settings):
+        return refuse() if set(mode) & set("wax+") else plain(path, mode, *rest, **settings)
+
+    def switch():
+        monkeypatch.setattr(Path, "open", guarded)
+        monkeypatch.setattr("compresskit.base.files.tempfile.mkstemp", refuse)
+        monkeypatch.setattr(Path, "rename", refuse)
+
+    return switch
+
+
+def test_a_finished_run_is_read_where_nothing_can_be_written(tmp_path, read_only) -> None:
+    torch.manual_seed(0)
+    model, out = nn.Linear(8, 4), tmp_path / "run"
+    first = ck.Recipe(ck.Train(epochs=1)).run(model, TASK, out)
+    read_only()
+    again = ck.Recipe(ck.Train(epochs=1)).run(model, TASK, out)
+    assert again.rows == first.rows
+    assert torch.equal(again.model.weight, first.model.weight)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(Read-only file system\)"):
+        ck.Recipe(ck.Train(epochs=2)).run(model, TASK, out)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(Read-only file system\); choose another out="):
+        ck.Recipe(ck.Train(epochs=1)).run(model, TASK, tmp_path / "new")
+
+
+def test_the_result_keeps_its_settings_to_itself_where_asked(tmp_path) -> None:
+    model, out = nn.Linear(8, 4), tmp_path / "run"
+    told = ck.Recipe(ck.Train(epochs=1), seed=3).run(model, TASK, out).onnx.read_bytes()
+    assert ck.export.read_metadata(out / "model.onnx")["stage"]["settings"]["epochs"] == 1
+    quiet = ck.Recipe(ck.Train(epochs=1), seed=3, metadata=False)
+    assert quiet.plan(model, TASK, out).stages[0].action == "reuse"
+    record = ck.export.read_metadata(quiet.run(model, TASK, out).onnx)
+    assert record["model"] == "Linear"
+    assert record.keys().isdisjoint({"stage", "metric", "verification"})
+    assert b"epochs" not in (out / "model.onnx").read_bytes()
+    ck.Recipe(ck.Train(epochs=1), seed=3).run(model, TASK, out)
+    assert (out / "model.onnx").read_bytes() == told
+    with pytest.raises(SettingError, match=r"Recipe\(metadata=...\): wanted True or False, got 'no'"):
+        ck.Recipe(ck.Train(epochs=1), metadata="no")

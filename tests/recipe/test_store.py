@@ -13,9 +13,7 @@ from networks import image
 
 import compresskit as ck
 from compresskit import prune
-from compresskit.base.errors import (
-    CheckpointError,
-)
+from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.masks import masks_of
 
 
@@ -75,3 +73,12 @@ def test_load_does_not_change_its_argument(finished_run, name) -> None:
     assert masks_of(loaded) is None
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_masks_of_other_shapes_are_refused_before_a_file_is_written(tmp_path) -> None:
+    model = torch.nn.Linear(8, 4)
+    prune.plan_mask(model, ck.remove(weights=0.5)).apply_(model)
+    model.weight = torch.nn.Parameter(torch.randn(4, 6))
+    with pytest.raises(ModelError, match=r"weight: the mask is for shape \(4, 8\), this Linear has \(4, 6\)"):
+        ck.save(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

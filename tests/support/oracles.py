@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -383,12 +384,24 @@ class _MaskedNorm(nn.Module):
         return ((values - mean) / (variance + norm.eps).sqrt()).reshape(x.shape) * weight[0] + weight[1]
 
 
-def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[int, ...]]]):
+def without_dropout(model: nn.Module) -> nn.Module:
+    """A copy that drops nothing in train mode: what is dropped differs in tensors of other widths, also with one seed."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return model
+
+
+def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[int, ...]]], *, training: bool = False):
     """Outputs in float64 of a copy of the model in which the named indices of the named tensors are zero.
 
     Normalisations over channels leave those channels out of their statistics. Parametrized linear layers are made plain first.
+    In train mode BatchNorm takes the statistics of these inputs, and dropout drops nothing.
     """
-    model = copy.deepcopy(model).double().eval()
+    model = without_dropout(model).double().train(training)
     remove = dict(remove)
     for path, module in list(model.named_modules()):
         if nn.utils.parametrize.is_parametrized(module):
@@ -398,6 +411,8 @@ def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[i
             setattr(model.get_submodule(parent), leaf, plain)
             remove[f"{path}.weight"] = remove.pop(f"{path}.parametrizations.weight.original1", {})
             remove.pop(f"{path}.parametrizations.weight.original0", None)
+        if hasattr(module, "standardized"):
+            module.standardized = partial(_standardized, module.standardized, remove.get(f"{path}.weight", {}))
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
         for name, dims in remove.items():
@@ -414,6 +429,14 @@ def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[i
             return model(*(v.double() if v.is_floating_point() else v for v in inputs))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def _standardized(formula, gone, weight, gain):
+    """A weight standardized over the inputs that stay; zero where an output or an input is gone."""
+    outputs, inputs = ([i for i in range(n) if i not in gone.get(d, ())] for d, n in enumerate(weight.shape[:2]))
+    result = torch.zeros_like(weight)
+    result[np.ix_(outputs, inputs)] = formula(weight[outputs][:, inputs], gain[outputs])
+    return result
 
 
 def blocks(rows, bits, block, symmetric):

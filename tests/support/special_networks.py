@@ -544,6 +544,94 @@ class SpectralNorm(Tokens):
         self.body = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(32, 48)), nn.ReLU(), nn.Linear(48, 32))
 
 
+class StandardConv(nn.Conv2d):
+    """A convolution whose weight has mean 0 and variance 1 over its inputs, times a gain."""
+
+    def __init__(self, *sizes, **settings):
+        super().__init__(*sizes, **settings)
+        self.gain = nn.Parameter(0.5 + torch.rand(self.out_channels, 1, 1, 1))
+
+    def standardized(self, weight, gain):
+        gain = (gain * 0.3).view(-1)
+        flat = weight.reshape(1, len(gain), -1)
+        return F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=1e-6).reshape_as(weight)
+
+    def forward(self, x):
+        return self._conv_forward(x, self.standardized(self.weight, self.gain), self.bias)
+
+
+class StandardConvByHand(StandardConv):
+    def standardized(self, weight, gain):
+        weight = weight - weight.mean(1, keepdim=True).mean((2, 3), keepdim=True)
+        std = weight.view(weight.size(0), -1).std(dim=1).view(-1, 1, 1, 1) + 1e-5
+        return gain * weight / std.expand_as(weight)
+
+
+class StandardConvAtOnce(StandardConv):
+    def standardized(self, weight, gain):
+        var, mean = torch.var_mean(weight, dim=[1, 2, 3], keepdim=True)
+        return (weight - mean) * (torch.rsqrt(var + 1e-6) * gain)
+
+
+class Standardized(Images):
+    """Weight standardization: the sigmoid of a zeroed channel is not zero, so what reads it must not see it."""
+
+    kind = StandardConv
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = self.kind(16, 24, 3, padding=1), self.kind(24, 16, 3, groups=2, padding=1)
+
+    def body(self, x):
+        return self.b(self.a(x).sigmoid())
+
+
+class StandardizedByHand(Standardized):
+    kind = StandardConvByHand
+
+
+class StandardizedAtOnce(Standardized):
+    kind = StandardConvAtOnce
+
+
+class CosineClassifier(Tokens):
+    """Unit features and unit weights; the weights of the layer before are masked and scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.rate = nn.Linear(32, 48), nn.Parameter(torch.rand(48, 1))
+        self.kept = nn.Parameter((torch.rand(48, 32) > 0.3).float(), requires_grad=False)
+        self.classes, self.back = nn.Parameter(torch.randn(12, 48)), nn.Parameter(torch.randn(32, 12))
+
+    def body(self, x):
+        x = F.linear(x, self.up.weight * self.kept * self.rate.sigmoid(), self.up.bias).relu()
+        return F.linear(F.linear(F.normalize(x, dim=-1), F.normalize(self.classes, dim=1)), self.back)
+
+
+class JoinedBias(Tokens):
+    """Attention whose keys have no bias: that of q, k and v is put together in the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(32))
+
+    def body(self, x):
+        n, length, _ = x.shape
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias, requires_grad=False), self.v_bias])
+        q, k, v = F.linear(x, self.qkv.weight, bias).reshape(n, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
+
+
+class FixedBias(JoinedBias):
+    """The zeros of the keys are as many as the code says."""
+
+    def body(self, x):
+        bias = torch.cat([self.q_bias, torch.zeros(32, dtype=x.dtype), self.v_bias])
+        q, k, v = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
+        return x + self.out((q * k).sigmoid() * v)
+
+
 class Auxiliary(Images):
     """A second head that only training runs."""
 
@@ -581,6 +669,38 @@ class Written(Images):
         y = torch.zeros(x.shape[0], 16, 8, 8, dtype=x.dtype)
         y[:, :, ::2] = self.a(x)[:, :, ::2]
         return y
+
+
+class SelectiveKernel(Images):
+    """Two branches, weighted channel by channel by a softmax over the branches (Li et al., 1903.06586)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(16, 16), conv(16, 16, 5)
+        self.squeeze, self.select = conv(16, 8, 1), nn.Conv2d(8, 32, 1)
+
+    def body(self, x):
+        branches = torch.stack([self.a(x), self.b(x)], 1)
+        weights = self.select(self.squeeze(branches.sum(1).mean((2, 3), keepdim=True)))
+        n, channels = weights.shape[:2]
+        return (branches * weights.view(n, 2, channels // 2, 1, 1).softmax(1)).sum(1)
+
+
+class SplitAttention(Images):
+    """Two splits of two groups, weighted channel by channel by a softmax over the splits (ResNeSt, Zhang et al., 2004.08955)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(16, 32, 3, 1, 1, groups=4), nn.BatchNorm2d(32)
+        self.squeeze, self.select = nn.Conv2d(16, 8, 1, groups=2), nn.Conv2d(8, 32, 1, groups=2)
+
+    def body(self, x):
+        x = self.norm(self.a(x)).relu()
+        n, channels, height, width = x.shape
+        splits = x.reshape(n, 2, channels // 2, height, width)
+        weights = self.select(self.squeeze(splits.sum(1).mean((2, 3), keepdim=True)).relu())
+        weights = weights.view(n, 2, 2, -1).transpose(1, 2).softmax(1).reshape(n, 2, channels // 2, 1, 1)
+        return (splits * weights).sum(1)
 
 
 def example(kind):

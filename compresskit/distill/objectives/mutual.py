@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.objective import Losses, Objective
+from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.task import Inputs, Task, call
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 from compresskit.train.objective import supervised_loss
 
 
@@ -35,7 +34,7 @@ class Mutual(Objective):
     def bind(self, model: nn.Module, task: Task) -> Mutual:
         """Copy the peers, check that all predict the same classes, and attach the copies to the student."""
         drop_adapters_(model)
-        peers = [copy.deepcopy(peer).requires_grad_(True).to(task.device) for peer in self.peers]
+        peers = [copy_model(peer).requires_grad_(True).to(task.device) for peer in self.peers]
         example = task.example()
         shapes = []
         for each in (model, *peers):
@@ -56,8 +55,7 @@ class Mutual(Objective):
             drop_adapters_(self.student)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task = self.task
-        assert task is not None, "bind first"
+        task = bound(self.task, self)
         inputs, target = task.split(batch)
         predictions = [task.predict(call(model, inputs)), *(_peer_predictions(peer, inputs, task) for peer in self.peers)]
         losses: Losses = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from compresskit.base.errors import ExportError
 from compresskit.export.files import read_proto
+from compresskit.measure import runtime_message, runtime_path
 
 #: ONNX Runtime's integer kernels, and the operator that each replaces.
 INTEGER_KERNELS = {
@@ -33,7 +34,10 @@ INTEGER_KERNELS = {
     "DynamicQuantizeLSTM": "LSTM",
 }
 #: Operators that run on any type; they count as integer where their input is 8 bits wide.
-ANY_TYPE = frozenset("MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize".split())
+ANY_TYPE = frozenset(
+    "MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize DepthToSpace SpaceToDepth"
+    " Identity Tile".split()
+)
 #: Index of the weight among the inputs, for float and integer kernels.
 WEIGHT = {
     "DynamicQuantizeMatMul": 1,
@@ -157,9 +161,9 @@ def optimized_model(path: str | Path) -> Any:
         # Weights in another file: a file past 2 GB could not be written otherwise, and only the shapes of the weights are read.
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
         try:
-            ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            ort.InferenceSession(runtime_path(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise ExportError(f"{path}: ONNX Runtime cannot load it: {error}") from error
+            raise ExportError(f"{path}: ONNX Runtime cannot load it: {runtime_message(error)}") from error
         return onnx.load(options.optimized_model_filepath, load_external_data=False)
 
 

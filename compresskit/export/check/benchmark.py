@@ -71,10 +71,7 @@ def benchmark(
 def open_session(path: str | Path, *, optimize: bool | str = True) -> Any:
     """An ONNX Runtime session; ExportError where the file does not load or names weights outside its folder."""
     read_proto(path)
-    try:
-        return session(path, optimize=optimize)
-    except Exception as error:
-        raise ExportError(f"{path}: ONNX Runtime cannot load it: {str(error).strip().splitlines()[-1]}") from error
+    return session(path, optimize=optimize)
 
 
 def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import mode
-from compresskit.measure import numpy_inputs, session
+from compresskit.measure import numpy_inputs, run_session, session
 
 #: Limits for a file to pass. FLOAT_STEPS: largest error of a float file, in steps. QUANTIZED_AGREEMENT and QUANTIZED_WITHIN:
 #: fraction of samples whose largest class agrees, and of values within two steps. Or QUANTIZED_NOISE: error as a fraction of the
@@ -129,10 +129,7 @@ def verify_onnx(
     read_proto(path)  # refuses weights outside its folder
     total = len(batches) if isinstance(batches, Sized) else None
     batches = each_inputs(batches, "verify_onnx")
-    try:
-        sessions = [session(path, optimize=False), session(path)]
-    except Exception as error:
-        raise ExportError(f"{path}: ONNX Runtime cannot load it: {_last_line(error)}") from error
+    sessions = [session(path, optimize=False), session(path)]
     if inside:
         model, batches = _batches_inside(model, batches, inside)
     parts = quantized_parts(model).values()
@@ -174,12 +171,7 @@ def _rng_states() -> list[Tensor]:
 
 def _run(run: Any, inputs: Inputs, path: str | Path) -> list[np.ndarray]:
     """Outputs of a session of ONNX Runtime."""
-    try:
-        return [np.atleast_1d(v) for v in run.run(None, numpy_inputs(run, inputs))]
-    except DataError:
-        raise
-    except Exception as error:
-        raise ExportError(f"{path}: ONNX Runtime cannot run it: {_last_line(error)}") from error
+    return [np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs), path)]
 
 
 def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> list[np.ndarray] | None:
@@ -324,7 +316,3 @@ def _is_within_noise(level: Agreement) -> bool:
     if level.noise is None or level.excess is None or not np.isfinite(level.largest):
         return False
     return level.noise <= QUANTIZED_NOISE or level.excess <= QUANTIZED_EXCESS
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

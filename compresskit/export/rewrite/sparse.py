@@ -62,8 +62,8 @@ def store_sparse(path: str | Path, out: str | Path) -> Path:
     written = model.SerializeToString()
     try:
         session(written)
-    except Exception as error:
-        raise ExportError(f"{out}: ONNX Runtime does not load sparse initializers here: {str(error).splitlines()[-1]}") from error
+    except ExportError as error:
+        raise ExportError(f"{out}: ONNX Runtime does not load sparse initializers here: {error}") from error
     with atomic(out) as temporary:
         temporary.write_bytes(written)
     return Path(out)

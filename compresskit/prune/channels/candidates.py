@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +10,7 @@ from torch import nn
 
 from compresskit.base.task import Inputs, first_rows
 from compresskit.export import export_onnx
+from compresskit.graph.surgery import copy_model
 from compresskit.measure import latency
 from compresskit.prune.structure.plan import Plan, apply_
 
@@ -39,7 +39,7 @@ class ExportedCandidates:
 
     def measure(self, plan: Plan) -> tuple[float, str]:
         """Fraction of the dense model's figure that a plan keeps, and the measurement in words."""
-        file = self._write(apply_(copy.deepcopy(self.model), plan), "candidate")
+        file = self._write(apply_(copy_model(self.model), plan), "candidate")
         if self.kind == "bytes":
             before, after = (_onnx_bytes(f) for f in (self.dense, file))
             return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"

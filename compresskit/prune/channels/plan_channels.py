@@ -8,7 +8,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.prune import is_pruned
 from torch.utils import _pytree as pytree
 
 from compresskit.base.budget import Budget, check_budget, takes_budget
@@ -16,6 +15,7 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.masks import masks_of
+from compresskit.graph.surgery import check_no_torch_masks
 from compresskit.measure import count_macs
 from compresskit.prune.channels.resources import PRUNABLE, Limits
 from compresskit.prune.channels.selector import ChannelSelector
@@ -147,11 +147,7 @@ def check_prunable(model: nn.Module, example: Inputs, where: str) -> None:
             f"{where}: {kind} has masks, which are for its present shapes; prune channels first, then Sparsify"
             " (or remove the masks with detach_masks_)"
         )
-    if is_pruned(model):
-        raise ModelError(
-            f"{where}: {kind} has masks of torch.nn.utils.prune; make them permanent with torch.nn.utils.prune.remove(module,"
-            " name), or prune the model that has none"
-        )
+    check_no_torch_masks(model, where)
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError(f"{where}: {kind} has no parameters, so it has no channels to remove")

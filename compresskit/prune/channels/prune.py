@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
-from compresskit.graph.surgery import frozen_copy
+from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.measure import count_parameters
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import check_functions, plan_channels
@@ -163,7 +162,7 @@ class Prune(Budgeted, Stage):
         if unit == "MACs":
             return kept * plan.macs / plan.macs_before
         if unit == "parameters":
-            return kept * count_parameters(apply_(copy.deepcopy(model), plan)) / count_parameters(model)
+            return kept * count_parameters(apply_(copy_model(model), plan)) / count_parameters(model)
         return target
 
     def _apply_and_repair_(self, model: nn.Module, plan: Plan, task: Task) -> None:
@@ -184,7 +183,7 @@ def replayed(model: nn.Module, plans: Plan | list[Plan]) -> nn.Module:
     Raises:
         ModelError: the tensors are not those that the plans were made for.
     """
-    model = copy.deepcopy(model)
+    model = copy_model(model)
     for plan in [plans] if isinstance(plans, Plan) else plans:
         apply_(model, plan)
     return model

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.graph.surgery import owner
+from compresskit.graph.surgery import check_no_torch_masks, owner
 from compresskit.prune.patterns import Pattern
 
 #: Modules whose weights are masked, with the leaves that are weights.
@@ -22,8 +22,10 @@ def maskable(model: nn.Module, protect: tuple[str, ...] = (), include: tuple[str
     """Weights that may be masked, by sorted name: of convolutions, linear layers, embeddings, recurrent layers and attention.
 
     protect: dotted names of tensors, or of modules with all that is in them. include: the same, for matrices that are no weights
-    of these layers. A tied weight is there once. Raises SettingError for a name that protects or includes nothing.
+    of these layers. A tied weight is there once. Raises SettingError for a name that protects or includes nothing, ModelError for
+    a model that has masks of torch.nn.utils.prune.
     """
+    check_no_torch_masks(model)
     others = matrices(model)
     for setting, names in (("protect", protect), ("include", include)):
         _check_names(model, setting, names)

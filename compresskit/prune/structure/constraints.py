@@ -71,6 +71,19 @@ class ChannelStatistic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputedWeight:
+    """Result `part` of the nth call of `target`, which is computed from parameters alone, such as a standardized weight.
+
+    labels: for each dimension of channels of the parameters, labels that broadcast to the value's shape.
+    """
+
+    target: Any
+    nth: int
+    part: int
+    labels: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SizeAttribute:
     """An attribute of a module that repeats the size of `labels`; where it is a tuple, its entry at `position`."""
 

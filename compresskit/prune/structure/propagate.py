@@ -24,6 +24,7 @@ def propagate(trace: Trace) -> ChannelPropagation:
     for run in trace.other_runs:
         state.shapes, state.main_run = run.shapes, False
         _propagate_run(state, run)
+    state.drop_axes_without_channels()
     for axis in state.sets.axes:
         if axis.tensor in state.locked_tensors:
             state.sets.lock(axis.labels, state.locked_tensors[axis.tensor])
@@ -36,6 +37,8 @@ def _propagate_run(state: ChannelPropagation, run: Trace) -> None:
     last_use = {a: node for node in run.graph.nodes for a in node.all_input_nodes}
     for node in run.graph.nodes:
         values[node] = value = _propagate_node(state, node, values)
+        if node.op == "get_attr" or (node.op == "call_function" and state.data_free.issuperset(node.all_input_nodes)):
+            state.data_free.add(node)
         if unread and isinstance(value, Tensor):
             _lock_widths(state, value, unread)
         for used in node.all_input_nodes:

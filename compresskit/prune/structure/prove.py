@@ -6,8 +6,6 @@ channels that are removed do not. There the zeroed model takes its statistics ov
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
-from compresskit.graph.normalize import aten
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import copy_model, mode
 from compresskit.prune.evidence import watched_calls
 from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
+from compresskit.prune.structure.masked_statistics import MaskedStatistics, ZeroedMasks, zeroed_masks
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import propagate
 from compresskit.prune.structure.repeatable import repeatable, varied_inputs, vary_constants_
@@ -63,24 +60,24 @@ def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
 
 def check_plan(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelAnalysis) -> Failure | None:
     """`prove` with an analysis of the model that is already there."""
-    masks = _statistic_masks(analysis, plan)
+    masks = zeroed_masks(analysis, plan)
     size = sum(p.numel() for p in model.parameters())
     if size >= SINGLE_SAMPLE_MODEL and _runs(model, first_rows(example, 1)):
         example = first_rows(example, 1)
     if size < LARGE_MODEL:
-        wide = copy.deepcopy(model).double().eval()
+        wide = copy_model(model).double().eval()
         try:
             with torch.random.fork_rng():
                 return _compare_copies(wide, model, plan, _to_float64(example), masks, FLOAT64_TOLERANCE)
         except _NotInFloat64:
             del wide
     with torch.random.fork_rng():
-        return _compare_copies(copy.deepcopy(model).eval(), model, plan, example, masks, FLOAT32_TOLERANCE)
+        return _compare_copies(copy_model(model).eval(), model, plan, example, masks, FLOAT32_TOLERANCE)
 
 
 def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs) -> Failure | None:
     """Run a pruned copy in eval mode, which costs far less than a proof; None where it runs."""
-    pruned = apply_(copy.deepcopy(model).eval(), plan)
+    pruned = apply_(copy_model(model).eval(), plan)
     failure = None
     for inputs in (first_rows(example, 1), example):  # one sample is cheap; all of them where the code does not take one
         paths = [""]
@@ -107,7 +104,7 @@ class _NotInFloat64(Exception):
 
 
 def _compare_copies(
-    zeroed: nn.Module, model: nn.Module, plan: Plan, example: Inputs, masks: list[StatisticMask], tolerance: float
+    zeroed: nn.Module, model: nn.Module, plan: Plan, example: Inputs, masks: ZeroedMasks, tolerance: float
 ) -> Failure | None:
     """Zero a copy and run it, then prune it and run it again, in eval and in train mode; `model` is the dense model."""
     unchanged = [n for n, m in zeroed.named_modules() if _keeps_outputs(n, m, plan)]
@@ -158,13 +155,13 @@ class _TrainingRun:
 def _training_run(zeroed: nn.Module, example: Inputs, eval_statistics: MaskedStatistics) -> _TrainingRun | None:
     """Run the zeroed model in train mode; None where that needs more than inputs, such as targets."""
     for inputs in (first_rows(example, 1), first_rows(example, 2), repeat_rows(example), example):  # BatchNorm may need more
-        statistics = MaskedStatistics(eval_statistics.masks.values())
+        statistics = MaskedStatistics(eval_statistics.masks)
         try:
             with no_attention_fastpath(), torch.inference_mode(), mode(zeroed, training=True), repeatable(zeroed), statistics:
                 outputs = _float_tensors(call(zeroed, inputs))
         except Exception:
             continue
-        comparable = all(statistics.calls[target] == eval_statistics.calls[target] for target, _ in statistics.masks)
+        comparable = all(statistics.calls[target] == eval_statistics.calls[target] for target in statistics.masks.targets)
         return _TrainingRun(inputs=inputs, outputs=outputs, comparable=comparable)
     return None
 
@@ -190,7 +187,7 @@ def _check_training_mode(pruned: nn.Module, model: nn.Module, example: Inputs) -
     try:
         call(pruned.train(), repeated)
     except Exception:
-        dense = copy.deepcopy(model).float().train()
+        dense = copy_model(model).float().train()
         try:
             call(dense, repeated)
         except Exception:
@@ -219,70 +216,6 @@ def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
         difference = difference.masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
         a = a.nan_to_num(0, 0, 0)
     return float(difference.max()), float(a.abs().max())
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatisticMask:
-    """The nth call of an operator takes its statistics over the entries of `dim` where `keep`, (size,) bool, is set."""
-
-    target: Any
-    nth: int
-    dim: int
-    keep: Tensor
-
-
-def _statistic_masks(analysis: ChannelAnalysis, plan: Plan) -> list[StatisticMask]:
-    """What normalisations must leave out when the channels of a plan are zero."""
-    sets = analysis.resolved.sets
-    roots: set[int] = set()
-    for (tensor, dim), axis in analysis.resolved.axes.items():
-        if indices := plan.remove.get(analysis.prefix + tensor, {}).get(dim):
-            roots.update(sets.roots(axis.labels)[list(indices)].tolist())
-    removed = torch.tensor(sorted(roots - {0}), dtype=torch.long)
-    masks = []
-    for s in analysis.propagation.statistics:
-        keep = ~torch.isin(sets.roots(s.labels), removed)
-        if not bool(keep.all()):
-            masks.append(StatisticMask(target=s.target, nth=s.nth, dim=s.dim, keep=keep))
-    return masks
-
-
-class MaskedStatistics(TorchDispatchMode):
-    """Runs the calls of normalisations that are named in `masks` over the channels that stay."""
-
-    def __init__(self, masks: Iterable[StatisticMask]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.masks = {(m.target, m.nth): m for m in masks}
-        self.calls: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func] += 1
-        mask = self.masks.get((func, self.calls[func]))
-        kwargs = kwargs or {}
-        if func is aten._weight_norm.default:
-            return torch.nan_to_num(func(*args, **kwargs))  # a row of zeros has no direction: 0 / 0, times 0
-        if mask is None:
-            return func(*args, **kwargs)
-        x = args[0]
-        keep = mask.keep.to(x.device).nonzero().flatten()
-        small = x.index_select(mask.dim, keep)
-        if func in (aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default):
-            result = func(small, *_selected_arguments(func, x, args, keep, mask.dim), **kwargs)
-            return torch.zeros_like(x).index_copy(mask.dim, keep, result)
-        return func(small, *args[1:], **kwargs)
-
-
-def _selected_arguments(func: Any, x: Tensor, args: Any, keep: Tensor, dim: int) -> list[Any]:
-    """The other arguments of a norm, for the channels that stay."""
-    others: list[Any] = list(args[1:])
-    if func is aten.group_norm.default:
-        own_dim = 0
-    else:
-        own_dim = dim - (x.ndim - len(args[1]))
-        shape = list(others[0])
-        shape[own_dim] = len(keep)
-        others[0] = shape
-    return [v.index_select(own_dim, keep) if isinstance(v, Tensor) else v for v in others]
 
 
 def _does_not_run(error: BaseException, paths: list[str]) -> Failure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from compresskit.base.inputs import Batches, first_and_all
 from compresskit.graph.capture import capture, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import copy_model, get_tensor
 from compresskit.quant.numerics.operators import CONVS
 
 #: Operators f with f(s x) = s f(x) for s > 0 and each channel.
@@ -54,7 +53,7 @@ def equalize_(model: nn.Module, batches: Batches, *, rounds: int = 20) -> int:
     """
     if is_quantized(model):
         raise ModelError("equalize_: this model is quantized already; equalize the float model it came from")
-    captured = capture(copy.deepcopy(model), first_and_all(batches, "equalize_")[0])
+    captured = capture(copy_model(model), first_and_all(batches, "equalize_")[0])
     pairs = _layer_pairs(captured.module)
     named = captured.module if captured.renamed else model
     with torch.no_grad():

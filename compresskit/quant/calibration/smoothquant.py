@@ -13,7 +13,6 @@ products that read it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +24,7 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
-from compresskit.graph.surgery import get_tensor
+from compresskit.graph.surgery import copy_model, get_tensor
 from compresskit.quant.calibration.activation_statistics import ActivationStatistics, collect_statistics
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
@@ -64,7 +63,7 @@ def smooth_(
     if not strengths or any(not 0 <= a <= 1 for a in strengths):
         raise SettingError(f"smooth_(strengths=...): wanted numbers in [0, 1], got {strengths}")
     first, data = first_and_all(batches, "smooth_")
-    captured = capture(copy.deepcopy(model), first, dynamic=dynamic)
+    captured = capture(copy_model(model), first, dynamic=dynamic)
     named = captured.module if captured.renamed else model
     count = smooth_tensors_(named, captured, list(data), strengths=strengths, shift=shift)
     if captured.renamed:

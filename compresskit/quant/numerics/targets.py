@@ -103,6 +103,7 @@ _ONNX_RUNTIME = {
     "mean": Support(follow=True),
     "sigmoid": Support(follow=True),
     "hardsigmoid": Support(output=False, follow=True),
+    "leaky_relu": Support(follow=True),
 }
 
 #: ONNX Runtime on x86. Without VNNI `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; the weights are such that no pair

@@ -63,7 +63,29 @@ CUT = {
     special.Einsum: [("first", 1), ("second", 0)],
     special.Product: [("a.weight", 0), ("b.weight", 0)],
     special.WeightNorm: [("body.0.parametrizations.weight.original0", 0), ("body.0.parametrizations.weight.original1", 0)],
+    special.Standardized: [
+        ("a.weight", 0),
+        ("a.gain", 0),
+        ("a.weight", 1),
+        ("b.weight", 0),
+        ("b.weight", 1),
+        ("stem.0.weight", 0),
+    ],
+    special.StandardizedByHand: [("a.weight", 0), ("a.gain", 0), ("a.weight", 1), ("b.weight", 1)],
+    special.StandardizedAtOnce: [("a.weight", 0), ("a.gain", 0), ("a.weight", 1), ("b.weight", 1)],
+    special.CosineClassifier: [
+        ("up.weight", 0),
+        ("kept", 0),
+        ("kept", 1),
+        ("rate", 0),
+        ("classes", 1),
+        ("classes", 0),
+        ("back", 1),
+    ],
+    special.JoinedBias: [("q_bias", 0), ("v_bias", 0), ("qkv.weight", 0)],
     special.Auxiliary: [("a.0.weight", 0), ("side.0.0.weight", 1)],
+    special.SelectiveKernel: [("a.0.weight", 0), ("b.0.weight", 0), ("select.weight", 0), ("select.weight", 1)],
+    special.SplitAttention: [("a.weight", 0), ("norm.weight", 0), ("select.weight", 0), ("head.weight", 1)],
     special.DataDependent: [("a.0.weight", 0), ("b.0.weight", 1)],
 }
 
@@ -75,7 +97,8 @@ KEPT = {
     special.Sliced: r"cut at fixed places by slice in the model",
     special.OptionA: r"cannot be cut, by add in the model",
     special.FusedAttention: r"one for each head of matmul in the model",
-    special.SpectralNorm: r"(no rule for|computed in the forward pass)",
+    special.SpectralNorm: r"^mv in body.0.parametrizations.weight.0 multiplies parameters, as spectral_norm does",
+    special.FixedBias: r"the bias of linear in the model is put together from pieces that cannot be cut",
     special.Written: r"cannot be cut, by copy in the model",
 }
 
@@ -177,3 +200,18 @@ def test_a_tensor_that_is_moved_to_its_own_device_is_followed() -> None:
 
     plan = plan_channels(Moved(nn.Linear(12, 32), nn.Linear(32, 5)), (torch.randn(4, 12),), budget=keep(macs=0.5))
     assert len(plan.remove["0.weight"][0]) == 16
+
+
+def test_a_weight_that_depends_on_data_is_named() -> None:
+    class Dynamic(nn.Sequential):
+        def forward(self, x):
+            return self[1](nn.functional.linear(x, self[0].weight * x.mean().sigmoid(), self[0].bias).relu())
+
+    plan = plan_channels(
+        nn.Sequential(Dynamic(nn.Linear(12, 32), nn.Linear(32, 16)), nn.Linear(16, 8), nn.Linear(8, 5)),
+        (torch.randn(4, 12),),
+        budget=keep(macs=0.9),
+        round_to=1,
+    )
+    assert plan.locked["the weight of linear in 0 is computed in the forward pass"] == 32
+    assert plan.remove

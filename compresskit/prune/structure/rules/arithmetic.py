@@ -13,6 +13,7 @@ from compresskit.prune.structure.channel_sets import (
     varying_dims,
 )
 from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
+from compresskit.prune.structure.rules.computed_weights import combine_parameters, is_computed_weight, reduce_parameter
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_scaling_factor
 
@@ -39,6 +40,8 @@ _BINARY_OPERATORS = """add sub mul div maximum minimum pow where rsub atan2 fmod
 def rule_elementwise(call: OperatorCall) -> RuleResult:
     """Channels that meet in one element are joined."""
     values = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor | ParameterView)]
+    if is_computed_weight(call, values):
+        return combine_parameters(call, values)
     result: Tensor | None = None
     for value in values:
         if isinstance(value, Tensor):
@@ -46,7 +49,7 @@ def rule_elementwise(call: OperatorCall) -> RuleResult:
     result = fixed_labels(call.shape) if result is None else result.expand(call.shape)
     for value in values:
         if isinstance(value, ParameterView):
-            result = _join_parameter(call, result, value)
+            result = join_parameter(call, result, value)
     add_scaling_factor(call, result)
     return result
 
@@ -76,7 +79,7 @@ def join_broadcast(call: OperatorCall, a: Tensor, b: Tensor) -> Tensor:
     return fixed_labels(shape)
 
 
-def _join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView) -> Tensor:
+def join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView) -> Tensor:
     """A bare parameter (layer scale, position embedding) in an elementwise operator goes with the channels that it meets."""
     if parameter.numel == 1:
         return labels
@@ -121,31 +124,33 @@ _SPATIAL_OPERATORS = """avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d m
 def rule_spatial(call: OperatorCall) -> RuleResult:
     """(N, C, ...) to (N or regions, C, other positions): channels are not mixed; tensors of positions have none."""
     x = call.args[0]
-    if not isinstance(x, Tensor):
-        return call.lock_inputs(f"{call.where} works on a parameter")
     for other in (*call.args[1:], *call.kwargs.values()):
         if isinstance(other, Tensor):
             call.sets.lock(other, f"read as positions by {call.where}")
-    channels = 0 if call.has_one_result and "1d" in str(call.target) and x.ndim <= 2 else 1
+    channels = 0 if call.has_one_result and "1d" in str(call.target) and len(x.shape) <= 2 else 1
     return call.expand_along(call.labels_along(x, channels), channels)
 
 
 _SUMS = ("sum", "norm")
 _MEANS = ("mean",)
 _MIXING_REDUCTIONS = ("amax", "amin", "max", "min", "var", "std", "prod", "logsumexp", "any", "all", "argmax", "argmin", "median")
+_DEVIATIONS = ("var_mean", "std_mean")
 
 
-@rule_for(*overloads(*_SUMS, *_MEANS, *_MIXING_REDUCTIONS))
+@rule_for(*overloads(*_SUMS, *_MEANS, *_MIXING_REDUCTIONS, *_DEVIATIONS))
 def rule_reduction(call: OperatorCall) -> RuleResult:
     """Over positions anything may be reduced. A sum over channels reads them; a mean is over those that stay; others mix them."""
     x = call.args[0]
     if len(call.args) > 1 and isinstance(call.args[1], Tensor):
         return rule_elementwise(call)  # torch.max(a, b)
-    if not isinstance(x, Tensor):
-        return call.lock_inputs(f"{call.where} works on a parameter")
+    rank = len(x.shape)
     dims = call.argument("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(x.ndim))
-    dims = sorted({d % max(x.ndim, 1) for d in dims})
+    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    dims = sorted({d % max(rank, 1) for d in dims})
+    if isinstance(x, ParameterView):
+        if call.kind.startswith("arg") or not is_computed_weight(call, [x]):
+            return call.lock_inputs(f"{call.where} works on a parameter")
+        return reduce_parameter(call, x, dims, statistic=call.kind not in _SUMS)
     moving = varying_dims(x)
     reduced = [d for d in moving if d in dims]
     if reduced and set(reduced) == set(moving):
@@ -178,14 +183,22 @@ def _reduced_labels(x: Tensor, kept: list[int], shape: tuple[int, ...]) -> Tenso
 
 @rule_for(*overloads("softmax log_softmax cumsum cumprod _softmax logcumsumexp sort argsort flip"))
 def rule_over_one_dim(call: OperatorCall) -> RuleResult:
-    """Mixes the values along one dimension, which must not be that of the channels."""
+    """Mixes the values along one dimension: channels that lie along it go together, where others lie along another dimension."""
     x = call.args[0]
     if not isinstance(x, Tensor):
         return call.lock_inputs(f"{call.where} works on a parameter")
     dims = call.argument("dim", call.argument("dims", -1))
     dims = [dims] if isinstance(dims, int) else list(dims)
-    if any(d % max(x.ndim, 1) in varying_dims(x) for d in dims):
+    moving = varying_dims(x)
+    mixed = [d for d in moving if d in {dim % max(x.ndim, 1) for dim in dims}]
+    if mixed == moving != []:
         return call.lock_inputs(f"{call.where} mixes the channels")
+    if mixed:
+        # (N, branches, C) over the branches: a channel goes with its weights in all branches.
+        first = collapse(x)
+        for d in mixed:
+            first = first.narrow(d, 0, 1)
+        x = call.sets.join(first, collapse(x), f"{call.where} takes several of them together").expand(x.shape)
     return x if call.has_one_result else [x for _ in call.part_shapes]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.graph.normalize import Node, aten
@@ -30,11 +30,11 @@ from compresskit.prune.structure.channel_sets import (
     collapse_expanded,
     expand_along,
     fixed_labels,
-    varying_dims,
 )
 from compresskit.prune.structure.constraints import (
     AxisSplit,
     ChannelStatistic,
+    ComputedWeight,
     DependsOnAll,
     HardCodedSize,
     SizeAttribute,
@@ -53,40 +53,67 @@ class ChannelPropagation:
     """What propagation over a trace finds: the channel sets, the constraints on them, and what operators cost.
 
     sets: union-find over the labels of channels. locked_tensors: parameter -> why it is never cut.
+    unfollowed_weights: those of them that are weights of layers whose rule gave up.
     splits ... size_attributes: see `constraints.py`.
     costs: MACs of one sample of an operator, and the labels along the dimensions that they are a product of.
     linear_layers: (path, labels of the outputs, labels of the inputs) of each linear layer.
     The rest is state of the propagation: `shapes` of the run at hand, whether it is the `main_run`, `calls` of each operator so
-    far, `blank` nodes (tensors that were made to be written into and hold nothing yet), `products` that sum over channels.
+    far, `blank` nodes (tensors that were made to be written into and hold nothing yet), `products` that sum over channels,
+    `data_free` nodes (computed from nothing but parameters and constants).
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.sets = trace, ChannelSets()
         self.locked_tensors: dict[str, str] = {}
+        self.unfollowed_weights: set[str] = set()
         self.splits: list[AxisSplit] = []
         self.dependencies: list[DependsOnAll] = []
         self.hard_coded_sizes: list[HardCodedSize] = []
         self.width_scalings: list[WidthScaling] = []
         self.statistics: list[ChannelStatistic] = []
+        self.computed_weights: list[ComputedWeight] = []
         self.size_attributes: list[SizeAttribute] = []
         self.costs: list[tuple[float, list[Tensor]]] = []
         self.linear_layers: list[tuple[str, Tensor, Tensor]] = []
         self.shapes, self.main_run = trace.shapes, True
         self.calls: Counter[Any] = Counter()
         self.blank: set[Node] = set()
+        self.data_free: set[Node] = set()
         self.products: dict[Node, tuple[Tensor, int, bool]] = {}
         self._axis_labels: dict[tuple[str, int], Tensor] = {}
+        self._axes_of_computed: set[tuple[str, int]] = set()
 
     def size(self, tensor: str, dim: int) -> int:
         """Size of a dimension of a parameter or buffer."""
         return get_tensor(self.trace.module, tensor).shape[dim]
 
-    def axis_labels(self, tensor: str, dim: int) -> Tensor:
-        """Labels of a parameter's own along one of its dimensions; new ones at the first call."""
+    def axis_labels(self, tensor: str, dim: int, *, computed: bool = False) -> Tensor:
+        """Labels of a parameter's own along one of its dimensions; new ones at the first call.
+
+        computed: a value is computed from the parameter; whether the dimension is one of channels is not known yet.
+        """
         if (tensor, dim) not in self._axis_labels:
             self._axis_labels[tensor, dim] = self.sets.fresh(self.size(tensor, dim))
             self.sets.add_axis(tensor, dim, self._axis_labels[tensor, dim], "with")
+            if computed:
+                self._axes_of_computed.add((tensor, dim))
+        if not computed:
+            self._axes_of_computed.discard((tensor, dim))
         return self._axis_labels[tensor, dim]
+
+    def drop_axes_without_channels(self) -> None:
+        """Forget the labels of dimensions of computed weights that turned out to have no channels, such as a kernel's height."""
+        records = Counter((axis.tensor, axis.dim) for axis in self.sets.axes)
+        alone = {key for key in self._axes_of_computed if records[key] == 1}
+        if not alone:
+            return
+        others = [self.sets.roots(axis.labels) for axis in self.sets.axes if (axis.tensor, axis.dim) not in alone]
+        met = torch.cat(others) if others else torch.zeros(0, dtype=torch.long)
+        self.sets.axes = [
+            axis
+            for axis in self.sets.axes
+            if (axis.tensor, axis.dim) not in alone or bool(torch.isin(self.sets.roots(axis.labels), met).any())
+        ]
 
     def lock_tensor(self, tensor: str, reason: str) -> None:
         """Never cut this parameter; the first reason counts."""
@@ -144,6 +171,11 @@ class OperatorCall:
         shapes: list[tuple[int, ...]] = self.node.meta["parts"]
         return shapes
 
+    @property
+    def is_data_free(self) -> bool:
+        """Whether it reads nothing but parameters, constants, and what is computed from them."""
+        return all(node in self.state.data_free for node in self.node.all_input_nodes)
+
     def expand_along(self, vector: Tensor, dim: int) -> Tensor | list[Tensor]:
         """Labels of the result, or of each of the results, with `vector` along `dim`."""
         if self.has_one_result:
@@ -171,9 +203,8 @@ class OperatorCall:
     def labels_along(self, value: Any, dim: int) -> Tensor:
         """One label for each index of `dim`; sets that share an index of it are joined."""
         if isinstance(value, ParameterView):
-            labels = self.vector_labels(value)
-            if labels is not None and varying_dims(labels) == [dim]:
-                return labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0]
+            if (labels := self._channels_of_parameter(value, dim)) is not None:
+                return labels
             self.state.lock_tensor(value.name, "used as if it were an activation")
             return torch.zeros(value.shape[dim], dtype=torch.long)
         size = value.shape[dim]
@@ -182,6 +213,18 @@ class OperatorCall:
         if rows.shape[1] > 1:
             self.sets.join(rows[:, :1], rows, "positions of one channel that cannot all be cut")
         return (rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows))).expand(size)
+
+    def _channels_of_parameter(self, parameter: ParameterView, dim: int) -> Tensor | None:
+        """Labels along a dimension of a parameter that is read as an activation, such as learned queries; the others stay."""
+        dim %= len(parameter.shape)
+        axis = parameter.axis(dim)
+        if axis is None or parameter.computed or parameter.same_layout:
+            return None
+        for other, indices in enumerate(parameter.axes):
+            if other != axis[0] and self.state.size(parameter.name, other) > 1 and indices.numel():
+                rows = torch.zeros(self.state.size(parameter.name, other), dtype=torch.long)
+                self.sets.add_axis(parameter.name, other, rows, "with")
+        return self.state.axis_labels(parameter.name, axis[0])[axis[1]]
 
     def parameter_labels(self, parameter: ParameterView, dim: int) -> Tensor | None:
         """The parameter's own labels along `dim` of what is read; None where that is not one of its dimensions."""
@@ -205,6 +248,8 @@ class OperatorCall:
                 continue
             size = self.state.size(name, stored)
             axis_labels = labels
+            if parameter.computed and bool((labels == 0).any()):  # inputs of the model, say: no reason is worth a line
+                self.sets.lock(self.state.axis_labels(name, stored, computed=True)[indices[labels == 0]], "")
             if len(indices) != size or not bool((indices == torch.arange(size)).all()):
                 axis_labels = torch.full((size,), UNCONSTRAINED).index_put((indices,), labels)
             self.sets.add_axis(name, stored, axis_labels, role)
@@ -225,8 +270,9 @@ class OperatorCall:
         bias = self.argument("bias")
         if isinstance(bias, ParameterView):
             self.assign_vector(bias, labels)
-        elif bias is not None:
-            self.sets.lock(labels, f"the bias of {self.where} is computed in the forward pass")
+        elif isinstance(bias, Tensor):
+            reason = f"the bias of {self.where} is put together from pieces that cannot be cut"
+            self.sets.join(labels, self.labels_along(bias, bias.ndim - 1), reason)
 
     def lock_inputs(self, reason: str | None = None) -> RuleResult:
         """Lock every channel that reaches the operator; returns labels of a result that cannot be cut."""
@@ -269,6 +315,14 @@ class OperatorCall:
         if hasattr(module, attribute) and getattr(module, "weight", None) is None:
             size = SizeAttribute(path=self.path, attribute=attribute, labels=labels, position=position)
             self.state.size_attributes.append(size)
+
+    def add_group_count(self, labels: Tensor) -> bool:
+        """A GroupNorm module whose number of groups is its number of channels; returns whether it is one."""
+        module = self.state.trace.module.get_submodule(self.path)
+        if isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels == len(labels):
+            self.state.size_attributes.append(SizeAttribute(path=self.path, attribute="num_groups", labels=labels))
+            return True
+        return False
 
     def add_statistic(self, labels: Tensor, dim: int) -> None:
         """The operator takes statistics over the channels along `dim`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import collapse, expand_along, fixed_labels, tighten, varying_dims
-from compresskit.prune.structure.rules.arithmetic import join_broadcast
+from compresskit.prune.structure.rules.arithmetic import join_broadcast, join_parameter
 from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 from compresskit.prune.structure.rules.width_scaling import add_width_scaling, remember_product
@@ -56,7 +56,7 @@ def labels_of_sum(call: OperatorCall, x: Tensor, dims: list[int]) -> Tensor:
 def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> RuleResult:
     """Labels of `einsum(f"{first},{second}->{out}", a, b)`, where one of the two may be a parameter."""
     if isinstance(a, ParameterView) and isinstance(b, ParameterView):
-        return call.lock_inputs(f"{call.where} works on parameters only")
+        return call.lock_inputs(f"{call.where} multiplies parameters, as spectral_norm does: each channel changes all results")
     if isinstance(a, ParameterView):
         return contract(call, b, a, EinsumDims(letters.second, letters.first, letters.out))
     if any(len(set(names)) < len(names) for names in (letters.first, letters.second)):
@@ -88,6 +88,7 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
     """A product with a bare parameter is a linear layer: dimensions that are summed over read channels, others make some."""
     made: list[tuple[int, Tensor]] = []
     inputs: list[Tensor] = []
+    inner = [c for c, n in zip(letters.second, parameter.shape, strict=True) if c not in letters.first and n > 1][:-1]
     for position, letter in enumerate(letters.second):
         if parameter.shape[position] == 1:
             continue
@@ -95,9 +96,12 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
         if axis is None:
             return call.lock_inputs(f"{call.where} reads the parameter {parameter.name} in an order of its own")
         if letter in letters.first:
-            labels = call.labels_along(x, letters.first.index(letter))
+            dim, moving = letters.first.index(letter), varying_dims(x)
+            labels = fixed_labels((x.shape[dim],)) if moving and dim not in moving else call.labels_along(x, dim)
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
             inputs.append(labels)
+        elif letter in inner:  # (heads, width): heads get narrower, none goes
+            call.assign(parameter, axis, torch.zeros(parameter.shape[position], dtype=torch.long), "with")
         else:
             labels = call.sets.fresh(parameter.shape[position])
             call.assign(parameter, axis, labels, "out")
@@ -179,7 +183,7 @@ def rule_attention(call: OperatorCall) -> RuleResult:
         add_width_scaling(call, q, q.ndim - 1)
     mask = call.argument("attn_mask")
     if isinstance(mask, ParameterView):
-        call.state.lock_tensor(mask.name, f"the mask of {call.where}")
+        scores = join_parameter(call, scores, mask)
     elif mask is not None:
         scores = join_broadcast(call, scores, mask)
     result = _contract_activations(call, scores, v, EinsumDims(f"{batch}ij", f"{batch}jk", f"{batch}ik"))

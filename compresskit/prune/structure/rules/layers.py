@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along
-from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
+from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for, tensor_leaves
 from compresskit.prune.structure.rules.parameter_view import ParameterAxis, ParameterView
 
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
@@ -48,7 +48,7 @@ def rule_conv_transpose(call: OperatorCall) -> RuleResult:
     """(N, I, ...) with weight (I, O/groups, ...)."""
     x, weight = call.args[:2]
     groups = call.argument("groups")
-    if not isinstance(weight, ParameterView) or weight.moved:
+    if (axes := _matrix_axes(weight)) is None:
         return lock_computed_weight(call)
     channels = _channel_dim(call, weight)
     inputs = call.labels_along(x, channels)
@@ -59,9 +59,9 @@ def rule_conv_transpose(call: OperatorCall) -> RuleResult:
     else:
         equal_groups(call, inputs, groups)
         rows = equal_groups(call, call.sets.fresh(per_group * groups), groups)
-        call.sets.add_axis(weight.name, 1, rows[0], "out")
+        call.assign(weight, axes[1], rows[0], "out")
         made, made_per_group = rows.reshape(-1), rows[0]
-    call.sets.add_axis(weight.name, 0, inputs, "with" if depthwise else "in")
+    call.assign(weight, axes[0], inputs, "with" if depthwise else "in")
     call.assign_bias(made)
     positions = math.prod(x.shape if isinstance(x, Tensor) else ()) * math.prod(weight.shape[1:])
     call.add_cost(positions, inputs, made_per_group)
@@ -96,9 +96,27 @@ def rule_embedding(call: OperatorCall) -> RuleResult:
     return expand_along(made, len(call.shape) - 1, call.shape)
 
 
-def lock_computed_weight(call: OperatorCall) -> RuleResult:
-    """Lock the inputs of a layer whose weight is no parameter."""
-    return call.lock_inputs(f"the weight of {call.where} is computed in the forward pass")
+def lock_computed_weight(call: OperatorCall, reason: str = "") -> RuleResult:
+    """Lock the inputs of a layer whose weight is no parameter, or is read in a way that cannot be followed."""
+    reason = reason or f"the weight of {call.where} is computed in the forward pass"
+    views = [v for v in tensor_leaves((call.args, call.kwargs)) if isinstance(v, ParameterView)]
+    call.state.unfollowed_weights.update(v.name for v in views if len(v.shape) > 1)
+    for name in _parameters_behind(call, call.node.args[1]):
+        call.state.locked_tensors[name] = reason
+        call.state.unfollowed_weights.add(name)
+    return call.lock_inputs(reason)
+
+
+def _parameters_behind(call: OperatorCall, weight: Any) -> set[str]:
+    """Parameters of a computed weight's shape that it is computed from, entry by entry."""
+    found: set[str] = set()
+    todo, shapes = [weight] if isinstance(weight, fx.Node) else [], call.state.shapes
+    while todo:
+        node = todo.pop()
+        if node.op == "get_attr":
+            found.add(str(node.target))
+        todo += [n for n in node.all_input_nodes if shapes.get(n.name) == shapes.get(weight.name)]
+    return found
 
 
 def equal_groups(call: OperatorCall, labels: Tensor, groups: int) -> Tensor:

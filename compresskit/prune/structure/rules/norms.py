@@ -8,6 +8,7 @@ from torch import Tensor
 from compresskit.graph.normalize import aten
 from compresskit.prune.structure.channel_sets import expand_along, varying_dims
 from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
+from compresskit.prune.structure.rules.computed_weights import is_computed_weight, normalize_parameter, reduce_parameter
 from compresskit.prune.structure.rules.contract import labels_of_sum
 from compresskit.prune.structure.rules.layers import equal_groups
 from compresskit.prune.structure.rules.parameter_view import ParameterView
@@ -16,6 +17,10 @@ from compresskit.prune.structure.rules.parameter_view import ParameterView
 @rule_for(aten.batch_norm.default, aten.instance_norm.default)
 def rule_channel_norm(call: OperatorCall) -> RuleResult:
     """Each channel by itself, with up to four tensors of one entry per channel."""
+    if isinstance(call.args[0], ParameterView):
+        if call.target is not aten.batch_norm.default or not is_computed_weight(call, call.args[:1]):
+            return call.lock_inputs(f"{call.where} normalises a parameter")
+        return normalize_parameter(call, call.args[0], call.args[1:5])
     labels = call.labels_along(call.args[0], 1)
     tensors = [t for t in call.args[1:5] if isinstance(t, ParameterView)]
     for tensor in tensors:
@@ -30,13 +35,15 @@ def rule_group_norm(call: OperatorCall) -> RuleResult:
     """(N, C, ...) in groups: the same position of every group is one channel set; statistics are over what stays."""
     x, groups = call.args[:2]
     labels = call.labels_along(x, 1)
-    if groups == len(labels) > 1:
+    each_by_itself = groups == len(labels) > 1
+    if each_by_itself and not call.add_group_count(labels):
         return call.lock_inputs(f"{call.where} has as many groups as channels; use InstanceNorm, which can be cut")
-    equal_groups(call, labels, groups)
+    if not each_by_itself:
+        equal_groups(call, labels, groups)
+        call.add_statistic(labels, 1)
     call.assign_vector(call.argument("weight"), labels)
     call.assign_vector(call.argument("bias"), labels)
     call.add_size_attribute("num_channels", labels)
-    call.add_statistic(labels, 1)
     return expand_along(labels, 1, call.shape)
 
 
@@ -44,8 +51,8 @@ def rule_group_norm(call: OperatorCall) -> RuleResult:
 def rule_layer_norm(call: OperatorCall) -> RuleResult:
     """Over the last dimensions, one of which may be that of the channels; statistics are over what stays."""
     x, shape = call.args[:2]
-    if not isinstance(x, Tensor):
-        return call.lock_inputs(f"{call.where} normalises a parameter")
+    if isinstance(x, ParameterView):  # an embedding of distances, say, whose last dimension has the channels
+        x = expand_along(call.labels_along(x, -1), len(x.shape) - 1, x.shape)
     first = x.ndim - len(shape)
     inside = [d for d in varying_dims(x) if d >= first]
     if not inside:
@@ -88,6 +95,10 @@ def rule_vector_norm(call: OperatorCall) -> RuleResult:
     """A norm of finite order is a sum: what is removed adds nothing to it."""
     x = call.args[0]
     order, dims = call.argument("ord"), call.argument("dim")
+    if isinstance(x, ParameterView) and float(order) > 0 and is_computed_weight(call, [x]):
+        rank = len(x.shape)
+        dims = list(range(rank)) if dims is None else [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
+        return reduce_parameter(call, x, dims, statistic=False)
     if not isinstance(x, Tensor) or dims is None or not 0 < float(order) < float("inf"):
         return call.lock_inputs()
     dims = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]

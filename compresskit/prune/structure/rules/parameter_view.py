@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compresskit.prune.structure.channel_sets import expand_along, varying_dims
+from compresskit.prune.structure.channel_sets import expand_along, tighten, varying_dims
 
 #: A dimension of a parameter, and the indices along it that are read.
 ParameterAxis = tuple[int, Tensor]
@@ -17,18 +17,22 @@ ParameterAxis = tuple[int, Tensor]
 
 @dataclass(frozen=True)
 class ParameterView:
-    """A parameter or buffer as the graph reads it, after views, permutations and look-ups.
+    """A parameter or buffer as the graph reads it, after views, permutations and look-ups, or a value computed from parameters.
 
     axes: for each dimension of the stored tensor, the index along it that each value read comes from, in the shape that is read.
     moved: whether that differs from the stored layout.
     same_layout: other tensors that it is computed from with the same layout, as (name, its dimension for each of ours or None);
         only parametrized weights (weight norm) have some.
+    computed: whether it is computed from the parameter and others of its layout (weight standardization).
+    reduced: stored dimensions that were reduced: every value read comes from all indices along them.
     """
 
     name: str
     axes: tuple[Tensor, ...]
     moved: bool = False
     same_layout: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
+    computed: bool = False
+    reduced: frozenset[int] = frozenset()
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], same_layout: tuple[tuple[str, tuple[int | None, ...]], ...] = ()) -> ParameterView:
@@ -48,12 +52,12 @@ class ParameterView:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ParameterView:
         """The view after an operator that only moves values."""
-        return ParameterView(self.name, tuple(function(a) for a in self.axes), moved=True, same_layout=self.same_layout)
+        return replace(self, axes=tuple(tighten(function(a)) for a in self.axes), moved=True)
 
     def map_parts(self, function: Callable[[Tensor], Any]) -> list[ParameterView]:
         """The views after an operator that cuts a tensor into parts."""
         columns = zip(*(function(a) for a in self.axes), strict=True)
-        return [ParameterView(self.name, tuple(axes), moved=True, same_layout=self.same_layout) for axes in columns]
+        return [replace(self, axes=tuple(axes), moved=True) for axes in columns]
 
     def axis(self, dim: int) -> ParameterAxis | None:
         """The stored dimension that runs along `dim` of what is read, and its indices; None where there is not exactly one."""

@@ -29,7 +29,7 @@ def rule_recurrent(call: OperatorCall) -> RuleResult:
     gates, directions = _LAYER_GATES[call.target], 2 if bidirectional else 1
     per_layer = len(weights) // (layers * directions)
     if per_layer != (4 if biases else 2) or not _are_parameters(weights):
-        return call.lock_inputs(f"{call.where} has projections, or weights computed in the forward pass")
+        return lock_computed_weight(call)
     hidden = call.sets.fresh(weights[1].shape[1])
     _join_initial_state(call, hidden, state)
     inputs = call.labels_along(x, x.ndim - 1)
@@ -58,7 +58,7 @@ def rule_recurrent_cell(call: OperatorCall) -> RuleResult:
 @rule_for(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
 def rule_packed_sequence(call: OperatorCall) -> RuleResult:
     """Packed sequences are not cut."""
-    return call.lock_inputs(f"packed sequences are not followed through {call.where}")
+    return lock_computed_weight(call, f"packed sequences are not followed through {call.where}")
 
 
 def _are_parameters(weights: list[Any]) -> bool:

@@ -1,0 +1,114 @@
+"""Run the zeroed model of a proof as if the zeroed channels were not there, where code takes statistics over channels.
+
+A layer norm over channels, and a mean over the inputs of a standardized weight, are taken over the channels that stay. Values
+that are computed from weights are zero where a weight is, whatever the formula makes of zeros.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compresskit.graph.normalize import aten
+from compresskit.prune.structure.groups import ChannelAnalysis
+from compresskit.prune.structure.plan import Plan
+
+_NORMS = (aten.layer_norm.default, aten.rms_norm.default, aten.group_norm.default, aten.batch_norm.default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroedMasks:
+    """What the calls of operators leave out.
+
+    keep: (operator, n) -> dimension -> (size,) bool: the nth call takes its statistics over the entries that are set.
+    zero: (operator, n) -> part -> bool, broadcastable: entries of that result of the nth call that are zero.
+    """
+
+    keep: dict[tuple[Any, int], dict[int, Tensor]]
+    zero: dict[tuple[Any, int], dict[int, Tensor]]
+
+    @property
+    def targets(self) -> set[Any]:
+        """The operators."""
+        return {target for target, _ in (*self.keep, *self.zero)}
+
+
+def zeroed_masks(analysis: ChannelAnalysis, plan: Plan) -> ZeroedMasks:
+    """What statistics and computed weights leave out when the channels of a plan are zero."""
+    sets = analysis.resolved.sets
+    roots: set[int] = set()
+    for (tensor, dim), axis in analysis.resolved.axes.items():
+        if indices := plan.remove.get(analysis.prefix + tensor, {}).get(dim):
+            roots.update(sets.roots(axis.labels)[list(indices)].tolist())
+    removed = torch.tensor(sorted(roots - {0}), dtype=torch.long)
+    masks = ZeroedMasks(keep={}, zero={})
+    for s in analysis.propagation.statistics:
+        keep = ~torch.isin(sets.roots(s.labels), removed)
+        if not bool(keep.all()):
+            dims = masks.keep.setdefault((s.target, s.nth), {})
+            dims[s.dim] = dims[s.dim] & keep if s.dim in dims else keep
+    for value in analysis.propagation.computed_weights:
+        for labels in value.labels:
+            zero = torch.isin(sets.roots(labels), removed)
+            if bool(zero.any()):
+                parts = masks.zero.setdefault((value.target, value.nth), {})
+                parts[value.part] = parts[value.part] | zero if value.part in parts else zero
+    return masks
+
+
+class MaskedStatistics(TorchDispatchMode):
+    """Runs the calls that are named in `masks` without the channels that are zero."""
+
+    def __init__(self, masks: ZeroedMasks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks = masks
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        call, kwargs = (func, self.calls[func]), kwargs or {}
+        if func is aten._weight_norm.default:
+            return torch.nan_to_num(func(*args, **kwargs))  # a row of zeros has no direction: 0 / 0, times 0
+        keep = self.masks.keep.get(call)
+        result = func(*args, **kwargs) if keep is None else _over_kept(func, keep, args, kwargs)
+        for part, zero in self.masks.zero.get(call, {}).items():
+            value = result if isinstance(result, Tensor) else result[part]
+            value.masked_fill_(zero.to(value.device), 0)
+        return result
+
+
+def _over_kept(func: Any, masks: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
+    """The result of an operator whose statistics are over the entries of some dimensions that are kept."""
+    x = small = args[0]
+    others = list(args[1:])
+    kept = {dim: mask.to(x.device).nonzero().flatten() for dim, mask in masks.items()}
+    for dim, indices in kept.items():
+        small = small.index_select(dim, indices)
+        if func in _NORMS and func is not aten.batch_norm.default:
+            others = _selected_arguments(func, x, args, indices, dim)
+    result = func(small, *others, **kwargs)
+    if func not in _NORMS:
+        return result
+    for dim, indices in reversed(kept.items()):
+        shape = list(result.shape)
+        shape[dim] = x.shape[dim]
+        result = result.new_zeros(shape).index_copy(dim, indices, result)
+    return result
+
+
+def _selected_arguments(func: Any, x: Tensor, args: Any, keep: Tensor, dim: int) -> list[Any]:
+    """The other arguments of a norm, for the channels that stay."""
+    others: list[Any] = list(args[1:])
+    if func is aten.group_norm.default:
+        own_dim = 0
+    else:
+        own_dim = dim - (x.ndim - len(args[1]))
+        shape = list(others[0])
+        shape[own_dim] = len(keep)
+        others[0] = shape
+    return [v.index_select(own_dim, keep) if isinstance(v, Tensor) else v for v in others]
