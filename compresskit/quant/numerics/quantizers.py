@@ -267,9 +267,13 @@ class WeightQuantizer(Quantizer):
         factor = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
         if self.packing is not None:
             integers, changed = self._fitted(weight, scale, zero_point)
-            if changed or self.correction is not None:
-                steps = (integers - self._along(zero_point, weight)).mul_(self._along(scale.detach(), weight))
-                weight = FitPairs.apply(weight, steps.to(weight.dtype), changed, self.axis)  # type: ignore[no-untyped-call]
+            if changed or (self.correction is not None and bool(self.correction.any())):
+                step, zero = self._along(scale.detach(), weight), self._along(zero_point, weight)
+                steps = integers - zero
+                nearest = torch.round(weight.detach() / step).clamp_(self.scheme.low - zero, self.scheme.high - zero)
+                # Others stay as they are: their distance from the grid is what a learned scale follows.
+                moved = torch.where(steps != nearest, (steps * step).to(weight.dtype), weight.detach())
+                weight = FitPairs.apply(weight, moved, changed, self.axis)  # type: ignore[no-untyped-call]
         return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor)
 
     def _along(self, values: Tensor, weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from compresskit.quant.numerics.scheme import Scheme
 
 PAIR_LIMIT = 128  # 255 * 128 < 2^15, 255 * 129 is not
-LANES = 4  # input channels that the image of a first convolution is padded to, see `export.rewrite.onnxruntime`
+PADDED_CHANNELS = 4  # input channels that the image of a first convolution is padded to, see `export.rewrite.onnxruntime`
 
 
 #: Pairs of weights that were made smaller: rows, indices of both, signs; one entry for each way to pack.
@@ -232,7 +232,7 @@ def conv_packing(
     if channels % 2:
         order = torch.arange(channels * positions).view(channels, -1).T.flatten()
         others.append(order[: len(order) // 2 * 2].view(-1, 2))
-    if groups == 1 and channels % LANES and len(kernel) == 2 and min(kernel) >= 5 and tuple(stride) == (2, 2):
+    if groups == 1 and channels % PADDED_CHANNELS and len(kernel) == 2 and min(kernel) >= 5 and tuple(stride) == (2, 2):
         others.append(_folded_pairs(channels, kernel, padding))
     return PairPacking(positions, tuple(p for p in others if len(p)), nonnegative)
 
