@@ -134,13 +134,14 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.ops.blocks import pack_nibbles
     from compresskit.export.rewrite.attention import expand_attention_masks
     from compresskit.export.rewrite.common import optimize_
-    from compresskit.export.rewrite.onnxruntime import X86_REWRITES
+    from compresskit.export.rewrite.onnxruntime import CPU_REWRITES, X86_REWRITES
     from compresskit.export.rewrite.opset import set_ir_version_
     from compresskit.export.rewrite.rotary import expand_rotary_caches
 
-    tuned = any(part.tuned for part in quantized_parts(model).values())
-    always = [expand_attention_masks, expand_rotary_caches]
-    optimize_(file, [*X86_REWRITES, *always] if tuned else always)
+    parts = quantized_parts(model).values()
+    rewrites = [*X86_REWRITES] if any(part.tuned for part in parts) else []
+    rewrites += CPU_REWRITES if any(part.in_onnxruntime for part in parts) else ()
+    optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches])
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
     check_kernels(file, model)
