@@ -184,6 +184,7 @@ def find_groups(
     def shape(tensor: str) -> tuple[int, ...]:
         return tuple(get_tensor(propagation.trace.module, tensor).shape)
 
+    parameters = {name for name, _ in propagation.trace.module.named_parameters(remove_duplicate=False)}
     with_channels = {tensor for tensor, _ in resolved.axes}
     for tensor in propagation.unfollowed_weights - with_channels:
         locked[propagation.locked_tensors[tensor]] += shape(tensor)[0]
@@ -192,6 +193,8 @@ def find_groups(
     for roots in alike.values():
         stacked = {key: torch.tensor([indices_of[root][key] for root in roots]) for key in indices_of[roots[0]]}
         shapes = [shape(tensor) for tensor, _, _ in stacked]
+        if not any(len(size) > 1 and tensor in parameters for (tensor, _, _), size in zip(stacked, shapes, strict=True)):
+            continue  # nothing that is learned: a stored table of positions
         group = ChannelGroup(indices=stacked, shapes=shapes, roots=torch.tensor(roots), costs=dict(costs_of[roots[0]]))
         if group.layers and group.size > 1:
             groups.append(group)

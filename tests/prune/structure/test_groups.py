@@ -44,6 +44,26 @@ def test_an_unknown_name_to_ignore_is_refused() -> None:
         plan_channels(networks.build(networks.Chain), networks.image(2), budget=keep(macs=0.5), ignore=("backbone",))
 
 
+class StoredKinds(nn.Module):
+    """Token kinds that are not given are read from a stored table, (1, 40)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.kinds = nn.Embedding(20, 32), nn.Embedding(2, 32)
+        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, 4)
+        self.register_buffer("stored", torch.zeros(1, 40, dtype=torch.long))
+
+    def forward(self, ids):
+        kinds = self.stored[:, : ids.shape[1]].expand(len(ids), ids.shape[1])
+        return self.head(self.up(self.embed(ids) + self.kinds(kinds)).relu())
+
+
+def test_a_table_of_positions_is_no_group_of_channels() -> None:
+    plan = plan_channels(StoredKinds(), (torch.randint(0, 20, (2, 6)),), budget=keep(macs=0.5), round_to=1)
+    assert "stored" not in plan.remove
+    assert plan.macs <= 0.5 * plan.macs_before
+
+
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [

@@ -88,6 +88,7 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
     """A product with a bare parameter is a linear layer: dimensions that are summed over read channels, others make some."""
     made: list[tuple[int, Tensor]] = []
     inputs: list[Tensor] = []
+    inner = [c for c, n in zip(letters.second, parameter.shape, strict=True) if c not in letters.first and n > 1][:-1]
     for position, letter in enumerate(letters.second):
         if parameter.shape[position] == 1:
             continue
@@ -95,9 +96,12 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
         if axis is None:
             return call.lock_inputs(f"{call.where} reads the parameter {parameter.name} in an order of its own")
         if letter in letters.first:
-            labels = call.labels_along(x, letters.first.index(letter))
+            dim, moving = letters.first.index(letter), varying_dims(x)
+            labels = fixed_labels((x.shape[dim],)) if moving and dim not in moving else call.labels_along(x, dim)
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
             inputs.append(labels)
+        elif letter in inner:  # (heads, width): heads get narrower, none goes
+            call.assign(parameter, axis, torch.zeros(parameter.shape[position], dtype=torch.long), "with")
         else:
             labels = call.sets.fresh(parameter.shape[position])
             call.assign(parameter, axis, labels, "out")

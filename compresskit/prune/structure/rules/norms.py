@@ -35,13 +35,15 @@ def rule_group_norm(call: OperatorCall) -> RuleResult:
     """(N, C, ...) in groups: the same position of every group is one channel set; statistics are over what stays."""
     x, groups = call.args[:2]
     labels = call.labels_along(x, 1)
-    if groups == len(labels) > 1:
+    each_by_itself = groups == len(labels) > 1
+    if each_by_itself and not call.add_group_count(labels):
         return call.lock_inputs(f"{call.where} has as many groups as channels; use InstanceNorm, which can be cut")
-    equal_groups(call, labels, groups)
+    if not each_by_itself:
+        equal_groups(call, labels, groups)
+        call.add_statistic(labels, 1)
     call.assign_vector(call.argument("weight"), labels)
     call.assign_vector(call.argument("bias"), labels)
     call.add_size_attribute("num_channels", labels)
-    call.add_statistic(labels, 1)
     return expand_along(labels, 1, call.shape)
 
 
@@ -49,8 +51,8 @@ def rule_group_norm(call: OperatorCall) -> RuleResult:
 def rule_layer_norm(call: OperatorCall) -> RuleResult:
     """Over the last dimensions, one of which may be that of the channels; statistics are over what stays."""
     x, shape = call.args[:2]
-    if not isinstance(x, Tensor):
-        return call.lock_inputs(f"{call.where} normalises a parameter")
+    if isinstance(x, ParameterView):  # an embedding of distances, say, whose last dimension has the channels
+        x = expand_along(call.labels_along(x, -1), len(x.shape) - 1, x.shape)
     first = x.ndim - len(shape)
     inside = [d for d in varying_dims(x) if d >= first]
     if not inside:
