@@ -704,7 +704,7 @@ class SplitAttention(Images):
 
 
 class StateSpace(nn.Module):
-    """A selective scan (Mamba, Gu and Dao, 2312.00752): the state of every channel starts at zero, and is wide as an attribute."""
+    """A selective scan (Mamba, Gu and Dao, 2312.00752): the state of every channel starts at zero."""
 
     states = 3
 
