@@ -119,7 +119,7 @@ def test_a_width_in_a_view_is_not_blamed_on_the_input() -> None:
 
 
 class Scan(nn.Module):
-    """A linear scan whose first state is as wide as the code says, in an attribute or in a number."""
+    """A scan whose first state is as wide as the code says, in an attribute or in a number."""
 
     def __init__(self, attribute):
         super().__init__()
@@ -131,7 +131,7 @@ class Scan(nn.Module):
         x = self.enter(x)
         state = torch.zeros(len(x), getattr(self, "width", 24), dtype=x.dtype)
         for t in range(x.shape[1]):
-            state = 0.5 * state + x[:, t]
+            state = state * x[:, t].sigmoid() + x[:, t]
         return self.head(state)
 
 
@@ -140,6 +140,6 @@ def test_the_width_of_a_first_state_follows_its_attribute_and_is_locked_without_
     plan = plan_channels(Scan(attribute=True), x, remove(channels=0.5), round_to=1)
     assert plan.attributes == {"width": (24, 12)}
     assert apply_(Scan(attribute=True), plan)(*x).shape == (2, 5)
-    message = "24 channels: add in the model with a value of a size written in the code; a copy that was cut there did not run"
+    message = "24 channels: mul in the model with a value of a size written in the code; a copy that was cut there did not run"
     with pytest.raises(ModelError, match=message):
         plan_channels(Scan(attribute=False), x, remove(channels=0.5), round_to=1)
