@@ -295,9 +295,14 @@ class OperatorCall:
 
     def add_hard_coded_size(self, labels: Tensor) -> None:
         """The code gives a size for the result, which has channels."""
+        if self._gives_sizes():
+            self.add_given_size(labels, "to sizes written in the code")
+
+    def add_given_size(self, labels: Tensor, how: str = "with a value of a size written in the code") -> None:
+        """The code gives a size that the channels of the result have to have."""
         small = collapse_expanded(labels)
-        if self._gives_sizes() and bool((small > 0).any()):
-            reason = f"{self.where} to sizes written in the code"
+        if bool((small > 0).any()):
+            reason = f"{self.where} {how}"
             size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
             self.state.hard_coded_sizes.append(size)
 
