@@ -413,28 +413,33 @@ def yes(value: Any) -> str:
     return "yes" if value else "no"
 
 
-def counts(rows: dict[str, Any]) -> dict[str, int]:
-    """How many families there are, torch exports, and of those ours are verified; how many lose half of their MACs."""
-    able = [r for r in rows.values() if r.get("export", {}).get("torch")]
-    pruned = [r["prune"] for r in rows.values() if r.get("prune", {}).get("left", 1) <= 0.505]
+def counts(rows: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """What was verified, or pruned to half -> (families, of how many for which it was measured and that torch does not refuse)."""
+    able = [row for row in rows.values() if row.get("export", {}).get("torch", True)]
+    pruned = [row["prune"] for row in rows.values() if "prune" in row]
+    half = [part for part in pruned if part.get("left", 1) <= 0.505]
     return {
-        "families": len(rows),
-        "torch exports": len(able),
-        "float verified": sum(bool(r["export"].get("verified")) for r in able),
-        "static verified": sum(bool(r.get("static", {}).get("verified")) for r in able),
-        "dynamic verified": sum(bool(r.get("dynamic", {}).get("verified")) for r in able),
-        "half of the MACs removed": len(pruned),
-        "of these proved": sum(bool(p.get("proved")) for p in pruned),
-        "of these exported and verified": sum(bool(p.get("export", {}).get("verified")) for p in pruned),
-    }
+        "exported by torch": (sum(bool(r["export"].get("torch")) for r in rows.values() if "export" in r), measured(rows, "export")),
+        **{f"{part} verified": (sum(bool(r[part].get("verified")) for r in able if part in r),
+                                sum(part in r for r in able)) for part in ("export", "static", "dynamic")},
+        "half of the MACs removed": (len(half), len(pruned)),
+        "proved": (sum(bool(part.get("proved")) for part in pruned), sum("left" in part for part in pruned)),
+        "exported pruned": (sum(bool(p["export"].get("verified")) for p in pruned if "export" in p), sum("export" in p for p in pruned)),
+    }  # fmt: skip
+
+
+def measured(rows: dict[str, Any], part: str) -> int:
+    """How many rows have a part."""
+    return sum(part in row for row in rows.values())
 
 
 def summary(rows: dict[str, Any]) -> list[str]:
     """The counts of all families, and of either library."""
     lines = []
     for label, start in (("all", ""), ("timm", "timm/"), ("Hugging Face", "hf/")):
-        found = counts({name: row for name, row in rows.items() if name.startswith(start)})
-        lines.append(f"* {label}: {', '.join(f'{count} {what}' for what, count in found.items())}")
+        chosen = {name: row for name, row in rows.items() if name.startswith(start)}
+        found = ", ".join(f"{what} {count} of {total}" for what, (count, total) in counts(chosen).items())
+        lines.append(f"* {label}, {len(chosen)} families: {found}")
     return lines
 
 
