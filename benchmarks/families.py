@@ -414,23 +414,23 @@ def yes(value: Any) -> str:
 
 
 def counts(rows: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """What was verified, or pruned to half -> (families, of how many for which it was measured and that torch does not refuse)."""
+    """What was verified, or pruned to half -> (families, of how many where that was measured and torch can export)."""
+    exports = [row["export"] for row in rows.values() if "export" in row]
     able = [row for row in rows.values() if row.get("export", {}).get("torch", True)]
     pruned = [row["prune"] for row in rows.values() if "prune" in row]
-    half = [part for part in pruned if part.get("left", 1) <= 0.505]
-    return {
-        "exported by torch": (sum(bool(r["export"].get("torch")) for r in rows.values() if "export" in r), measured(rows, "export")),
-        **{f"{part} verified": (sum(bool(r[part].get("verified")) for r in able if part in r),
-                                sum(part in r for r in able)) for part in ("export", "static", "dynamic")},
-        "half of the MACs removed": (len(half), len(pruned)),
-        "proved": (sum(bool(part.get("proved")) for part in pruned), sum("left" in part for part in pruned)),
-        "exported pruned": (sum(bool(p["export"].get("verified")) for p in pruned if "export" in p), sum("export" in p for p in pruned)),
-    }  # fmt: skip
+    smaller = [part["export"] for part in pruned if "export" in part]
+    found = {"exported by torch": (sum(bool(part.get("torch")) for part in exports), len(exports))}
+    for part in ("export", "static", "dynamic"):
+        found[f"{part} verified"] = (sum(bool(row[part].get("verified")) for row in able if part in row), measured(able, part))
+    found["half of the MACs removed"] = (sum(part.get("left", 1) <= 0.505 for part in pruned), len(pruned))
+    found["proved"] = (sum(bool(part.get("proved")) for part in pruned), sum("left" in part for part in pruned))
+    found["exported pruned"] = (sum(bool(part.get("verified")) for part in smaller), len(smaller))
+    return found
 
 
-def measured(rows: dict[str, Any], part: str) -> int:
+def measured(rows: list[dict[str, Any]], part: str) -> int:
     """How many rows have a part."""
-    return sum(part in row for row in rows.values())
+    return sum(part in row for row in rows)
 
 
 def summary(rows: dict[str, Any]) -> list[str]:
