@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from compresskit.base.errors import SettingError
+from compresskit.base.settings import refuse_unknown_settings
 
 Quantity = Literal["macs", "parameters", "bytes", "latency", "channels", "weights"]
 QUANTITIES: tuple[Quantity, ...] = ("macs", "parameters", "bytes", "latency", "channels", "weights")
@@ -139,4 +140,5 @@ class Budgeted:
 
     def __new__(cls, *args: Any, **settings: Any) -> Budgeted:
         _refuse_quantities(cls.__name__, settings)
+        refuse_unknown_settings(cls, args, settings, {})
         return super().__new__(cls)

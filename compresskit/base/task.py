@@ -173,7 +173,8 @@ class Task:
     """Data, loss and metric of one problem; every stage of a recipe gets the same task.
 
     Args:
-        val, train: loaders that can be iterated many times and have a fixed length: a DataLoader, or a list of batches.
+        val, train: loaders that can be iterated many times and have a fixed length: a DataLoader, or a list of batches. A
+            training alone needs no `val`, a recipe does.
         loss: `(predictions, target) -> scalar`. The label that its `ignore_index` names is not counted by `accuracy` either.
         metric: `(predictions, targets) -> number` over the whole validation set;
             or a `RunningMetric`, for validation sets whose predictions are too large to keep.
@@ -189,7 +190,7 @@ class Task:
         progress: where trainings write checkpoints, from which they are resumed. A Recipe sets it.
     """
 
-    val: Iterable[Any]
+    val: Iterable[Any] | None = None
     train: Iterable[Any] | None = None
     loss: Callable[[Tensor, Any], Tensor] = F.cross_entropy
     metric: Metric | RunningMetric = accuracy
@@ -205,7 +206,7 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("train", "val", "calibration"):
             loader = getattr(self, name)
-            if loader is None and name != "val":
+            if loader is None:
                 continue
             if not isinstance(loader, Iterable):
                 raise SettingError(f"Task({name}=...): wanted a loader of batches, got {type(loader).__name__}")
@@ -283,7 +284,8 @@ class Task:
         """
         loader = self.train if which == "calibration" and self.calibration is None else getattr(self, which)
         if loader is None:
-            raise SettingError(f"this stage needs Task({which}=...), which was not given")
+            more = "; only training alone (fit_) does without" if which == "val" else ""
+            raise SettingError(f"this stage needs Task({which}=...), which was not given{more}")
         return loader if which == "train" else distributed.unsharded_loader(loader)  # type: ignore[no-any-return]
 
     def length(self, which: str) -> int:
@@ -296,14 +298,16 @@ class Task:
         if count is None:
             raise DataError(
                 f"Task({which}=...): its number of batches is not known beforehand ({type(loader).__name__}"
-                " has no length); schedules and resuming need it: use a map-style dataset, or a list of batches"
+                " has no length); schedules and resuming need it: use a map-style dataset or a list of batches, or give an"
+                " IterableDataset a __len__, its number of samples"
             )
         if count == 0:
             raise DataError(f"Task({which}=...): the loader is empty; is batch_size larger than the data with drop_last=True?")
         return count
 
     def example(self) -> Inputs:
-        """Return the inputs of the first validation batch, on `device`."""
-        for batch in self.batches("val"):
+        """Return the inputs of the first validation batch (without validation data, training batch), on `device`."""
+        which = "train" if self.val is None and self.train is not None else "val"
+        for batch in self.batches(which):
             return self.inputs(batch)
-        raise DataError("Task(val=...): the loader is empty")
+        raise DataError(f"Task({which}=...): the loader is empty")
