@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.graph.normalize import Node, aten
@@ -305,6 +305,13 @@ class OperatorCall:
         if hasattr(module, attribute) and getattr(module, "weight", None) is None:
             size = SizeAttribute(path=self.path, attribute=attribute, labels=labels, position=position)
             self.state.size_attributes.append(size)
+
+    def add_number_of_groups(self, result: Tensor, labels: Tensor) -> None:
+        """A group norm has as many groups as channels; the number is an attribute of torch's layer, or given by the code."""
+        if isinstance(self.state.trace.module.get_submodule(self.path), nn.GroupNorm):
+            self.state.size_attributes.append(SizeAttribute(path=self.path, attribute="num_groups", labels=labels))
+        else:
+            self.add_hard_coded_size(result)
 
     def add_statistic(self, labels: Tensor, dim: int) -> None:
         """The operator takes statistics over the channels along `dim`."""
