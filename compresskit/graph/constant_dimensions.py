@@ -33,14 +33,14 @@ def constant_dimensions(error: BaseException, trace_again: Callable[[], object])
         return ""
     source, dim, size = found.groups()
     name = (re.findall(r"\['(\w+)'\]", source) or [source])[-1]
-    line = _line(f"{source}.size()[{dim}]", trace_again)
+    line = _place_of(f"{source}.size()[{dim}]", trace_again)
     return (
         f"dimension {dim} of input {name!r} should vary, but the code takes it for the constant {size}{line}, as a loop over it"
         " does; use nn.LSTM or nn.GRU, or an operator over the whole input, or leave the dimension out of dynamic="
     )
 
 
-def _line(size: str, trace_again: Callable[[], object]) -> str:
+def _place_of(size: str, trace_again: Callable[[], object]) -> str:
     """`" (model.py:7 in forward)"`, where the size became a constant, or ""."""
     logger, messages = logging.getLogger(_LOGGER), _Messages()
     before = logger.level, logger.propagate, logger.handlers[:]

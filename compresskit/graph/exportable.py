@@ -135,7 +135,7 @@ def _largest_of_windows(graph: fx.Graph, x: Node, dim: int, n: int, size: int) -
     return add(aten.cat.default, [add(aten.amax.default, add(aten.slice.Tensor, x, dim, *w), [dim], True) for w in windows], dim)
 
 
-_CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}) | frozenset(
+_GROUPED = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}) | frozenset(
     {aten.conv1d.padding, aten.conv2d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input}
 )
 
@@ -143,7 +143,7 @@ _CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d
 def refuse_weights_of_samples(graph: fx.Graph) -> None:
     """Raise ModelError for a convolution with as many groups as the batch has rows: ONNX's convolution has a number of them."""
     for node in graph.nodes:
-        groups = (*node.args, *[1] * 7)[6] if node.target in _CONVOLUTIONS else 1
+        groups = (*node.args, *[1] * 7)[6] if node.target in _GROUPED else 1
         if isinstance(groups, fx.Node):
             raise ModelError(
                 f"{node.target} has as many groups as an input has rows{source_line(node)}, a weight for each sample; ONNX wants"
