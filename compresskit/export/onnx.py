@@ -22,6 +22,7 @@ from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
+from compresskit.graph.exportable import refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode
 
@@ -174,6 +175,7 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
+        refuse_weights_of_samples(program.graph)
     from compresskit.export.rewrite.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
 
     nodes = [

@@ -108,6 +108,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
     result = calibrate_inside(model, quantized, data, settings.inside)
     warn_of_constants(quantized, where)
     nudge_scales_(quantized.body)
+    quantized.balance_weights_()
     quantized.keep_masked_()
     return result
 

@@ -13,8 +13,9 @@ from torch import fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name, source_line
+from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name
 from compresskit.graph.masks import transfer_masks_
+from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, not_fp32, structure
