@@ -69,8 +69,9 @@ class WithoutZeros(TorchFunctionMode):
             return self._group_norm(*args, **kwargs)
         if func in (torch.mean, Tensor.mean, torch.var, Tensor.var, torch.var_mean, torch.std, Tensor.std):
             return self._moment(func, args, kwargs)
-        if func in (torch.sub, Tensor.sub, Tensor.__sub__) and isinstance(args[1], Tensor) and args[1].shape[-1:] == (1,):
-            return self._centred(*args[:2])
+        if func in (torch.sub, Tensor.sub, Tensor.__sub__) and all(isinstance(v, Tensor) for v in args[:2]):
+            if args[0].is_floating_point() and args[1].shape[-1:] == (1,):
+                return self._centred(*args[:2])
         return func(*args, **kwargs)
 
     def _centred(self, x: Tensor, mean: Tensor) -> Tensor:
