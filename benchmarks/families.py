@@ -69,9 +69,13 @@ class WithoutZeros(TorchFunctionMode):
             return self._group_norm(*args, **kwargs)
         if func in (torch.mean, Tensor.mean, torch.var, Tensor.var, torch.var_mean, torch.std, Tensor.std):
             return self._moment(func, args, kwargs)
-        if func in (torch.sub, Tensor.sub, Tensor.__sub__) and all(isinstance(v, Tensor) for v in args[:2]):
-            if args[0].is_floating_point() and args[1].shape[-1:] == (1,):
-                return self._centred(*args[:2])
+        differences = (torch.sub, Tensor.sub, Tensor.__sub__)
+        if (
+            func in differences
+            and all(isinstance(v, Tensor) and v.is_floating_point() for v in args[:2])
+            and args[1].shape[-1:] == (1,)
+        ):
+            return self._centred(*args[:2])
         return func(*args, **kwargs)
 
     def _centred(self, x: Tensor, mean: Tensor) -> Tensor:
