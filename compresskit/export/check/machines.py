@@ -1,7 +1,7 @@
 """Simulate the integer kernels of other machines: which products of a file come out differently there.
 
-What ONNX Runtime computes in integers is the same everywhere, but for products of uint8 activations by int8 weights. Each family of
-kernels adds them in its own way:
+What ONNX Runtime computes in integers is the same everywhere, but for products of uint8 activations by int8 weights. Each family
+of kernels adds them in its own way:
 
 | machine | products | sums |
 |---|---|---|
