@@ -56,7 +56,7 @@ class Target:
         zero_points: whether activations may have a zero point other than 0.
         saturates: whether machines that run or prove its files add products in pairs in int16, which full 8-bit weights can
             overflow. Weights are then made such that no pair can (see `numerics.saturation`): all machines compute the same.
-        opset: version of the ONNX operator set of the exported file.
+        opset: version of the ONNX operator set of the exported file, 13 to 23; see `export_onnx`.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
