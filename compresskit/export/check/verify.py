@@ -171,13 +171,18 @@ def verify_onnx(
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
     allowed = steps_allowed(least_precise_dtype(model))
     reason = _reason_to_reject(plain, optimized, quantized, allowed, weight_only=weight_only)
-    if reason and random:
-        reason = f"{reason}; the model draws random numbers, of which a file draws its own"
-    elif reason and (where := first_layer_that_differs(path, model, first)):
-        reason = f"{reason}; {where}"
+    if reason:
+        own = "; the model draws random numbers, of which a file draws its own"
+        reason += own if random else _place(path, model, first)
     found = () if others is None else others.result()
     reason = reason or next((f"on {each.machine}: {each}; quantize for X86" for each in found if each.layer), "")
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason, machines=found)
+
+
+def _place(path: str | Path, model: nn.Module, inputs: Inputs) -> str:
+    """Where the file and its model begin to differ, to append to a reason; empty where that is not found."""
+    where = first_layer_that_differs(path, model, inputs)
+    return f"; {where}" if where else ""
 
 
 def _rng_states() -> list[Tensor]:
