@@ -90,15 +90,17 @@ class MachineCheck:
     def __init__(self, path: str | Path, machines: Sequence[str]) -> None:
         import onnx  # heavy, and only this needs it
 
-        self.path, self.machines = path, tuple(machines)
+        self.path, self.machines, self.run = path, tuple(machines), None
+        self.suspects: list[_Product] = []
+        self.found: dict[tuple[str, str], list[int]] = {}
+        if not machines:
+            return
         proto = onnx.load(path, load_external_data=False)
         if not any(entry.key == KEY for entry in proto.metadata_props):
             raise ExportError(
                 f"{path}: verify_onnx(machines=...) takes files that export_onnx wrote, this one was made by"
                 f" {proto.producer_name or 'an unknown tool'}; export the model with export_onnx, or leave machines out"
             )
-        self.suspects: list[_Product] = []
-        self.found: dict[tuple[str, str], list[int]] = {}
         with tempfile.TemporaryDirectory() as folder:
             self.graph = _optimized(path, Path(folder))
             products = _products(self.graph.graph)

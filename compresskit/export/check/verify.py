@@ -43,6 +43,7 @@ from compresskit.measure import numpy_inputs, run_session, session
 #: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
 WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
+RANDOM = "; the model draws random numbers, of which a file draws its own"
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
@@ -138,7 +139,7 @@ def verify_onnx(
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     read_proto(path)  # refuses weights outside its folder
-    others = MachineCheck(path, names) if (names := machines_named(machines)) else None
+    others = MachineCheck(path, machines_named(machines))
     total = len(batches) if isinstance(batches, Sized) else None
     batches = each_inputs(batches, "verify_onnx")
     sessions = [session(path, optimize=False), session(path)]
@@ -160,8 +161,7 @@ def verify_onnx(
                 unrounded.append(_unrounded(model, inputs))
             for store, run in zip(outputs[1:], sessions, strict=True):
                 store.append(_run(run, inputs, path))
-            if others is not None:
-                others.add(inputs)
+            others.add(inputs)
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
@@ -172,9 +172,8 @@ def verify_onnx(
     allowed = steps_allowed(least_precise_dtype(model))
     reason = _reason_to_reject(plain, optimized, quantized, allowed, weight_only=weight_only)
     if reason:
-        own = "; the model draws random numbers, of which a file draws its own"
-        reason += own if random else _place(path, model, first)
-    found = () if others is None else others.result()
+        reason += RANDOM if random else _place(path, model, first)
+    found = others.result()
     reason = reason or next((f"on {each.machine}: {each}; quantize for X86" for each in found if each.layer), "")
     return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason, machines=found)
 
