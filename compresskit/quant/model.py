@@ -87,6 +87,11 @@ class Quantized(QuantizedModule):
         return self.target.tuned
 
     @property
+    def in_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime runs its file with its own kernels, so that the file is rewritten for its fusions."""
+        return self.target.onnxruntime
+
+    @property
     def prepared_for(self) -> Target:
         """The target by whose operators its graph was rewritten; see `prepare_graph`."""
         return self.target

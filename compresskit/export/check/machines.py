@@ -249,7 +249,7 @@ def _products(graph: Any) -> list[_Product]:
         activation, zero, place = PRODUCT_OPERATORS[node.op_type]
         weight, zero_point = constant(node, place), constant(node, zero)
         signed = zero_point is not None and zero_point.dtype == np.int8
-        packed = None if weight is None or weight.dtype != np.int8 or signed else _rows(node, weight)
+        packed = None if weight is None or weight.dtype != np.int8 or signed else _packed_rows(node, weight)
         if packed is not None:
             found.append(
                 _Product(name, node.input[activation], packed, node, 0 if zero_point is None else int(zero_point.flat[0]))
@@ -257,7 +257,7 @@ def _products(graph: Any) -> list[_Product]:
     return found
 
 
-def _rows(node: Any, weight: np.ndarray) -> np.ndarray | None:
+def _packed_rows(node: Any, weight: np.ndarray) -> np.ndarray | None:
     """The weight as (outputs, values) in the order that kernels pair; None where they add no pairs."""
     settings = {a.name: a.i for a in node.attribute}
     if node.op_type == "QLinearConv":

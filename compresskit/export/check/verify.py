@@ -171,11 +171,16 @@ def verify_onnx(
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
     allowed = steps_allowed(least_precise_dtype(model))
     reason = _reason_to_reject(plain, optimized, quantized, allowed, weight_only=weight_only)
-    if reason:
-        reason += RANDOM if random else _place(path, model, first)
-    found = others.result()
-    reason = reason or next((f"on {each.machine}: {each}; quantize for X86" for each in found if each.layer), "")
-    return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason, machines=found)
+    reason += "" if not reason else RANDOM if random else _place(path, model, first)
+    reason = reason or _machine_that_differs(others.result())
+    return Verification(
+        samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason, machines=others.result()
+    )
+
+
+def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
+    """The reason to reject a file that overflows somewhere; empty where it does not."""
+    return next((f"on {each.machine}: {each}; quantize for X86" for each in machines if each.layer), "")
 
 
 def _place(path: str | Path, model: nn.Module, inputs: Inputs) -> str:

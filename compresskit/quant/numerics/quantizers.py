@@ -102,7 +102,9 @@ class ActivationQuantizer(Quantizer):
         if checked:
             self._check(float(low[0]), float(high[0]))
         if self.anchor is None:
-            scale, zero_point = affine(low[0], high[0], self.scheme)
+            # Of a value that was always 0 nothing is known but that; networks are made so that most values are below 1, and a
+            # larger scale would make the steps of the next layer's bias coarse.
+            scale, zero_point = affine(low[0], high[0], self.scheme, empty=1 / self.scheme.high)
         else:
             scale, zero_point = anchored(low[0], high[0], self.scheme, self.anchor)
         self.scale.copy_(scale)
@@ -112,11 +114,6 @@ class ActivationQuantizer(Quantizer):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise DataError(
                 f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
-            )
-        if low == high:
-            raise DataError(
-                f"{self.label}: every one of its values is {low:g} on the calibration data, so they show no range; give data that"
-                " reaches the layer, or leave its module in float with skip="
             )
 
     def learn_(self, on: bool = True) -> None:

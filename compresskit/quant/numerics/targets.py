@@ -57,6 +57,8 @@ class Target:
         saturates: whether machines that run or prove its files add products in pairs in int16, which full 8-bit weights can
             overflow. Weights are then made such that no pair can (see `numerics.saturation`): all machines compute the same.
         opset: version of the ONNX operator set of the exported file, 13 to 23; see `export_onnx`.
+        onnxruntime: whether ONNX Runtime runs the file with its own kernels; the file is then written so that its fusions take no
+            layer back to float.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
@@ -69,6 +71,7 @@ class Target:
     zero_points: bool = True
     saturates: bool = False
     opset: int = 20
+    onnxruntime: bool = True
     tuned: bool = False
 
     def __post_init__(self) -> None:
@@ -135,6 +138,7 @@ TENSORRT = Target(
     },
     zero_points=False,
     opset=19,
+    onnxruntime=False,
 )
 
 #: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of
@@ -143,6 +147,7 @@ TENSORRT = Target(
 #: readers the sums without their scale.
 OPENVINO = Target(
     name="OPENVINO",
+    onnxruntime=False,
     operators={**_ONNX_RUNTIME, "conv": Support(output=False, whole=True), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
     saturates=True,

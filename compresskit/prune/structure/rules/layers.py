@@ -31,6 +31,7 @@ def rule_conv(call: OperatorCall) -> RuleResult:
     if groups == 1:
         call.assign(weight, axes[1], inputs, "in")
         made = call.sets.fresh(outputs)
+        call.state.conv_layers.append((call.path, made, inputs))
     elif depthwise:
         made = inputs.repeat_interleave(outputs // groups)
     else:
@@ -81,6 +82,21 @@ def rule_linear(call: OperatorCall) -> RuleResult:
     call.assign_bias(made)
     call.state.linear_layers.append((call.path, made, inputs))
     call.add_cost(math.prod(call.shape) * weight.shape[1], made, inputs)
+    return expand_along(made, len(call.shape) - 1, call.shape)
+
+
+@rule_for(aten.bilinear.default)
+def rule_bilinear(call: OperatorCall) -> RuleResult:
+    """(..., I) and (..., J) with weight (O, I, J)."""
+    *values, weight = call.args[:3]
+    if not isinstance(weight, ParameterView) or weight.moved:
+        return lock_computed_weight(call)
+    first, second = (call.labels_along(x, len(x.shape) - 1) for x in values)
+    made = call.sets.fresh(weight.shape[0])
+    for dim, labels in enumerate((made, first, second)):
+        call.assign(weight, (dim, torch.arange(len(labels))), labels, "in" if dim else "out")
+    call.assign_bias(made)
+    call.add_cost(math.prod(call.shape[:-1]) * math.prod(weight.shape), made, first, second)
     return expand_along(made, len(call.shape) - 1, call.shape)
 
 
