@@ -15,7 +15,7 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call, call_checked
 from compresskit.export.check.bisect import first_layer_that_differs
+from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
 from compresskit.export.files import read_proto
 from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
@@ -42,6 +43,7 @@ from compresskit.measure import numpy_inputs, run_session, session
 #: quantization error. Or QUANTIZED_EXCESS: distance from the unrounded model as a fraction of the simulation's distance.
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
 WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
+RANDOM = "; the model draws random numbers, of which a file draws its own"
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
@@ -81,6 +83,7 @@ class Verification:
         quantized: whether the model, or a part of it, is quantized.
         plain, optimized: agreement of the file as it is written, and with all optimizations of ONNX Runtime.
         reason: why the file does not pass; empty where it passes.
+        machines: whether other machines compute the same integers, for those that were asked for.
     """
 
     samples: int
@@ -88,6 +91,7 @@ class Verification:
     plain: Agreement
     optimized: Agreement
     reason: str = ""
+    machines: tuple[MachineAgreement, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -106,11 +110,18 @@ class Verification:
         for name, level in (("as written", self.plain), ("optimized", self.optimized)):
             top = "" if level.agreement is None else f"same class {level.agreement:.2%}, "
             lines.append(f"  {name:<10}  {top}within a step {level.within_one:.2%}, largest error {level.largest:.3g} steps")
+        lines += [f"  {each.machine:<10}  {each}" for each in self.machines]
         return "\n".join(lines)
 
 
 def verify_onnx(
-    path: str | Path, model: nn.Module, batches: Iterable[AnyInputs], *, inside: str | None = None, label: str = "verify"
+    path: str | Path,
+    model: nn.Module,
+    batches: Iterable[AnyInputs],
+    *,
+    inside: str | None = None,
+    machines: str | Sequence[str] = (),
+    label: str = "verify",
 ) -> Verification:
     """Run an ONNX file and its model on the same inputs and compare all outputs.
 
@@ -119,6 +130,7 @@ def verify_onnx(
         model: the PyTorch model it was written from, float or quantized.
         batches: real data: an iterable of inputs, each a tuple or a dict.
         inside: dotted name of the submodule that the file was written from; `batches` are still those of the whole model.
+        machines: families of kernels that are simulated, too: "all", or names of `export.check.machines.MACHINES`.
         label: of the progress bar.
 
     Returns:
@@ -127,6 +139,7 @@ def verify_onnx(
     Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     read_proto(path)  # refuses weights outside its folder
+    others = MachineCheck(path, machines_named(machines))
     total = len(batches) if isinstance(batches, Sized) else None
     batches = each_inputs(batches, "verify_onnx")
     sessions = [session(path, optimize=False), session(path)]
@@ -148,6 +161,7 @@ def verify_onnx(
                 unrounded.append(_unrounded(model, inputs))
             for store, run in zip(outputs[1:], sessions, strict=True):
                 store.append(_run(run, inputs, path))
+            others.add(inputs)
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
@@ -157,11 +171,22 @@ def verify_onnx(
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
     allowed = steps_allowed(least_precise_dtype(model))
     reason = _reason_to_reject(plain, optimized, quantized, allowed, weight_only=weight_only)
-    if reason and random:
-        reason = f"{reason}; the model draws random numbers, of which a file draws its own"
-    elif reason and (where := first_layer_that_differs(path, model, first)):
-        reason = f"{reason}; {where}"
-    return Verification(samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason)
+    reason += "" if not reason else RANDOM if random else _place(path, model, first)
+    reason = reason or _machine_that_differs(others.result())
+    return Verification(
+        samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason, machines=others.result()
+    )
+
+
+def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
+    """The reason to reject a file that overflows somewhere; empty where it does not."""
+    return next((f"on {each.machine}: {each}; quantize for X86" for each in machines if each.layer), "")
+
+
+def _place(path: str | Path, model: nn.Module, inputs: Inputs) -> str:
+    """Where the file and its model begin to differ, to append to a reason; empty where that is not found."""
+    where = first_layer_that_differs(path, model, inputs)
+    return f"; {where}" if where else ""
 
 
 def _rng_states() -> list[Tensor]:
