@@ -72,10 +72,13 @@ class WithoutZeros(TorchFunctionMode):
             return torch.zeros_like(args[0]).index_copy(-1, kept, small)
         if func in (torch.mean, Tensor.mean, torch.var, Tensor.var, torch.var_mean, torch.std, Tensor.std):
             return self._moment(func, args, kwargs)
-        if func in (torch.sub, Tensor.sub, Tensor.__sub__) and all(isinstance(v, Tensor) for v in args[:2]):
-            if args[0].is_floating_point() and args[1].shape[-1:] == (1,):
-                return self._centred(*args[:2])
+        if func in (torch.sub, Tensor.sub, Tensor.__sub__) and self._takes_off_a_mean(args):
+            return self._centred(*args[:2])
         return func(*args, **kwargs)
+
+    def _takes_off_a_mean(self, args: Any) -> bool:
+        tensors = all(isinstance(v, Tensor) for v in args[:2])
+        return tensors and args[0].is_floating_point() and args[1].shape[-1:] == (1,)
 
     def _centred(self, x: Tensor, mean: Tensor) -> Tensor:
         """A norm that is written out takes the mean off first, which must not give the channels a value."""
