@@ -48,7 +48,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
     inputs = as_inputs(inputs, "count_macs")
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._trilinear: _bilinear_flops})
     counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
     fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -64,6 +64,11 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
         torch.backends.mha.set_fastpath_enabled(fused[0])
         torch._C._set_mkldnn_enabled(fused[1])
     return counter.get_total_flops() // 2 // batch_size(inputs)
+
+
+def _bilinear_flops(_: Sequence[int], weight: Sequence[int], second: Sequence[int], *__: Any, **___: Any) -> int:
+    """Operations of `nn.Bilinear`: the weight has one entry for each pair of inputs and each output."""
+    return 2 * math.prod(weight) * second[0]
 
 
 class _WholeModel:

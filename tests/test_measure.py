@@ -99,3 +99,11 @@ def test_evaluation_restores_the_mode() -> None:
     ck.evaluate(model, task)
     assert model.training
     assert measure.count_macs(model, task.example()) > 0
+
+
+def test_macs_of_a_bilinear_layer() -> None:
+    class Pair(nn.Bilinear):
+        def forward(self, x):
+            return super().forward(x[:, :3], x[:, 3:])
+
+    assert measure.count_macs(Pair(3, 4, 5), torch.randn(2, 7)) == 3 * 4 * 5

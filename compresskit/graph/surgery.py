@@ -24,6 +24,7 @@ MIRRORS: dict[type[nn.Module], tuple[tuple[str, str, int], ...]] = {
     nn.modules.batchnorm._NormBase: (("num_features", "weight", 0), ("num_features", "running_mean", 0)),
     nn.GroupNorm: (("num_channels", "weight", 0),),
     nn.PReLU: (("num_parameters", "weight", 0),),
+    nn.Bilinear: (("out_features", "weight", 0), ("in1_features", "weight", 1), ("in2_features", "weight", 2)),
     nn.Embedding: (("num_embeddings", "weight", 0), ("embedding_dim", "weight", 1)),
 }
 
@@ -124,7 +125,10 @@ def sync_attributes_(module: nn.Module) -> None:
     if isinstance(module, nn.MultiheadAttention):
         _sync_attention_(module)
     if isinstance(module, nn.RNNBase):
-        module.hidden_size = get_tensor(module, "weight_hh_l0").shape[1]
+        rows, hidden = get_tensor(module, "weight_hh_l0").shape
+        if module.proj_size:
+            module.proj_size, hidden = hidden, rows // 4  # of an LSTM, with four gates
+        module.hidden_size = hidden
         module.input_size = get_tensor(module, "weight_ih_l0").shape[1]
         module._init_flat_weights()  # it keeps a list of its parameters beside them
     if isinstance(module, nn.RNNCellBase):

@@ -420,7 +420,8 @@ def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[i
                 tensors[name].index_fill_(dim, torch.tensor(gone, dtype=torch.long), 0)
     for path, module in list(model.named_modules()):
         gone = remove.get(f"{path}.weight", {}).get(0, ())
-        if isinstance(module, nn.LayerNorm | nn.GroupNorm) and gone:
+        alone = isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels
+        if isinstance(module, nn.LayerNorm | nn.GroupNorm) and gone and not alone:
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, _MaskedNorm(module, list(gone)))
     torch.backends.mha.set_fastpath_enabled(False)  # it reads the norms of an encoder layer without calling them

@@ -302,6 +302,18 @@ class BareInstanceNorm(Images):
         return F.relu(self.norm(self.a(x)))
 
 
+class ChannelGroups(Images):
+    """Group norms with as many groups as channels, of torch and by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(16, 16, 3), nn.GroupNorm(16, 16), nn.Conv2d(16, 16, 3)
+        self.groups = 16
+
+    def body(self, x):
+        return F.group_norm(self.b(self.norm(self.a(x)).sigmoid()), self.groups).relu()
+
+
 class WideLayerNorm(Images):
     def __init__(self):
         super().__init__()
@@ -510,6 +522,37 @@ class Cells(nn.Module):
         return self.head(state[0])
 
 
+class Projection(Recurrent):
+    """An LSTM whose cells are projected before they are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(16, 24, num_layers=2, batch_first=True, bidirectional=True, proj_size=12)
+        self.head = nn.Linear(24, 10)
+
+
+class UnevenProjection(Projection):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(16, 24, batch_first=True, bidirectional=True, proj_size=10)
+        self.head, self.out = nn.Linear(32, 10), nn.Linear(20, 32)
+
+    def forward(self, x):
+        return self.head(self.out(self.rnn(self.embed(x))[0].mean(1)).relu())
+
+
+class LearnedState(Recurrent):
+    """The first state of both layers and directions is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.h, self.c = nn.Parameter(torch.randn(4, 1, 24)), nn.Parameter(torch.randn(4, 1, 24))
+
+    def forward(self, x):
+        state = self.h.expand(-1, len(x), -1).contiguous(), self.c.repeat(1, len(x), 1)
+        return self.head(self.rnn(self.embed(x), state)[0].mean(1))
+
+
 class Einsum(Tokens):
     """A raw matrix in an einsum, another with @."""
 
@@ -519,6 +562,42 @@ class Einsum(Tokens):
 
     def body(self, x):
         return F.relu(torch.einsum("nld,de->nle", x, self.first)) @ self.second
+
+
+class Bilinear(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.pairs = nn.Linear(32, 16), nn.Linear(32, 24), nn.Bilinear(16, 24, 32)
+
+    def body(self, x):
+        return self.pairs(self.a(x), self.b(x)).relu()
+
+
+class RowsByEinsum(Tokens):
+    """Channels that are viewed as (rows, width) and read with a weight of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.weight = nn.Linear(32, 48), nn.Parameter(torch.randn(32, 8, 6) / 5)
+
+    def body(self, x):
+        rows = self.up(x).relu().view(*x.shape[:2], 8, -1)
+        return torch.einsum("nlig,oig->nlo", rows, self.weight)
+
+
+class Similarities(Tokens):
+    """Cosines of features with one another and with prototypes, and distances to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.back = nn.Linear(32, 24), nn.Linear(32, 24), nn.Linear(17, 32)
+        self.prototypes, self.centres = nn.Parameter(torch.randn(10, 24)), nn.Parameter(torch.randn(1, 6, 24))
+
+    def body(self, x):
+        a, b = self.a(x), self.b(x)
+        cosines = F.cosine_similarity(a, b, -1).unsqueeze(-1)
+        to_prototypes = F.cosine_similarity(a.unsqueeze(2), self.prototypes[None, None], dim=-1)
+        return self.back(torch.cat([cosines, to_prototypes, torch.cdist(b, self.centres.expand(len(b), -1, -1))], -1))
 
 
 class Product(nn.Module):
@@ -701,6 +780,27 @@ class SplitAttention(Images):
         weights = self.select(self.squeeze(splits.sum(1).mean((2, 3), keepdim=True)).relu())
         weights = weights.view(n, 2, 2, -1).transpose(1, 2).softmax(1).reshape(n, 2, channels // 2, 1, 1)
         return (splits * weights).sum(1)
+
+
+class StateSpace(nn.Module):
+    """A selective scan (Mamba, Gu and Dao, 2312.00752): the state of every channel starts at zero."""
+
+    states = 3
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.width, self.enter, self.select = width, nn.Linear(8, width), nn.Linear(width, 1 + 2 * self.states)
+        self.rate, self.decay, self.head = nn.Linear(1, width), nn.Parameter(torch.rand(width, self.states)), nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.enter(x).relu()
+        rate, keys, queries = self.select(x).split([1, self.states, self.states], -1)
+        rate, state = F.softplus(self.rate(rate)), x.new_zeros(len(x), self.width, self.states)
+        outputs = []
+        for t in range(x.shape[1]):
+            state = state * torch.exp(-rate[:, t, :, None] * self.decay) + (rate[:, t] * x[:, t])[..., None] * keys[:, t, None]
+            outputs.append((state * queries[:, t, None]).sum(-1))
+        return self.head(torch.stack(outputs, 1))
 
 
 def example(kind):

@@ -60,6 +60,12 @@ CUT = {
     special.Recurrent: [("rnn.weight_hh_l0", 0), ("rnn.weight_hh_l1_reverse", 1), ("embed.weight", 1), ("head.weight", 1)],
     special.Gru: [("rnn.weight_hh_l0", 0), ("rnn.weight_ih_l1", 1), ("embed.weight", 1)],
     special.Cells: [("cell.weight_hh", 0), ("cell.weight_hh", 1), ("embed.weight", 1)],
+    special.Projection: [("rnn.weight_hr_l0", 0), ("rnn.weight_hr_l1", 1), ("rnn.weight_hh_l0", 1), ("head.weight", 1)],
+    special.LearnedState: [("h", 2), ("c", 2), ("rnn.weight_hh_l0", 0)],
+    special.Bilinear: [("a.weight", 0), ("pairs.weight", 0), ("pairs.weight", 1), ("pairs.weight", 2)],
+    special.RowsByEinsum: [("up.weight", 0), ("weight", 0), ("weight", 2)],
+    special.Similarities: [("a.weight", 0), ("b.weight", 0), ("prototypes", 1), ("centres", 2), ("prototypes", 0)],
+    special.ChannelGroups: [("a.weight", 0), ("norm.weight", 0), ("b.weight", 0)],
     special.Einsum: [("first", 1), ("second", 0)],
     special.Product: [("a.weight", 0), ("b.weight", 0)],
     special.WeightNorm: [("body.0.parametrizations.weight.original0", 0), ("body.0.parametrizations.weight.original1", 0)],
@@ -86,6 +92,7 @@ CUT = {
     special.Auxiliary: [("a.0.weight", 0), ("side.0.0.weight", 1)],
     special.SelectiveKernel: [("a.0.weight", 0), ("b.0.weight", 0), ("select.weight", 0), ("select.weight", 1)],
     special.SplitAttention: [("a.weight", 0), ("norm.weight", 0), ("select.weight", 0), ("head.weight", 1)],
+    special.StateSpace: [("enter.weight", 0), ("rate.weight", 0), ("decay", 0), ("select.weight", 1), ("head.weight", 1)],
     special.DataDependent: [("a.0.weight", 0), ("b.0.weight", 1)],
 }
 
@@ -98,6 +105,7 @@ KEPT = {
     special.OptionA: r"cannot be cut, by add in the model",
     special.FusedAttention: r"one for each head of matmul in the model",
     special.SpectralNorm: r"^mv in body.0.parametrizations.weight.0 multiplies parameters, as spectral_norm does",
+    special.UnevenProjection: r"lstm in rnn projects 24 cells to 10, which is no divisor of their number",
     special.FixedBias: r"the bias of linear in the model is put together from pieces that cannot be cut",
     special.Written: r"cannot be cut, by copy in the model",
 }

@@ -296,9 +296,14 @@ class OperatorCall:
 
     def add_hard_coded_size(self, labels: Tensor) -> None:
         """The code gives a size for the result, which has channels."""
+        if self._gives_sizes():
+            self.add_given_size(labels, "to sizes written in the code")
+
+    def add_given_size(self, labels: Tensor, how: str = "with a value of a size written in the code") -> None:
+        """The code gives a size that the channels of the result have to have."""
         small = collapse_expanded(labels)
-        if self._gives_sizes() and bool((small > 0).any()):
-            reason = f"{self.where} to sizes written in the code"
+        if bool((small > 0).any()):
+            reason = f"{self.where} {how}"
             size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
             self.state.hard_coded_sizes.append(size)
 
@@ -317,13 +322,12 @@ class OperatorCall:
             size = SizeAttribute(path=self.path, attribute=attribute, labels=labels, position=position)
             self.state.size_attributes.append(size)
 
-    def add_group_count(self, labels: Tensor) -> bool:
-        """A GroupNorm module whose number of groups is its number of channels; returns whether it is one."""
-        module = self.state.trace.module.get_submodule(self.path)
-        if isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels == len(labels):
+    def add_number_of_groups(self, result: Tensor, labels: Tensor) -> None:
+        """A group norm has as many groups as channels; the number is an attribute of torch's layer, or given by the code."""
+        if isinstance(self.state.trace.module.get_submodule(self.path), nn.GroupNorm):
             self.state.size_attributes.append(SizeAttribute(path=self.path, attribute="num_groups", labels=labels))
-            return True
-        return False
+        else:
+            self.add_hard_coded_size(result)
 
     def add_statistic(self, labels: Tensor, dim: int) -> None:
         """The operator takes statistics over the channels along `dim`."""

@@ -88,16 +88,16 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
     """A product with a bare parameter is a linear layer: dimensions that are summed over read channels, others make some."""
     made: list[tuple[int, Tensor]] = []
     inputs: list[Tensor] = []
+    read = {d for axis in parameter.axes for d in varying_dims(axis)}
     inner = [c for c, n in zip(letters.second, parameter.shape, strict=True) if c not in letters.first and n > 1][:-1]
     for position, letter in enumerate(letters.second):
-        if parameter.shape[position] == 1:
+        if position not in read:  # of size 1, or copies of one
             continue
         axis = parameter.axis(position) if parameter.moved else (position, torch.arange(parameter.shape[position]))
         if axis is None:
             return call.lock_inputs(f"{call.where} reads the parameter {parameter.name} in an order of its own")
         if letter in letters.first:
-            dim, moving = letters.first.index(letter), varying_dims(x)
-            labels = fixed_labels((x.shape[dim],)) if moving and dim not in moving else call.labels_along(x, dim)
+            labels = _labels_read(call, x, letters, letter)
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
             inputs.append(labels)
         elif letter in inner:  # (heads, width): heads get narrower, none goes
@@ -121,6 +121,51 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
     for dim, labels in made or kept:
         return expand_along(labels, dim, shape)
     return fixed_labels(shape)
+
+
+def _labels_read(call: OperatorCall, x: Tensor, letters: EinsumDims, letter: str) -> Tensor:
+    """Labels along a dimension of x that a parameter reads; where it reads several, an index goes where all of it goes."""
+    dim = letters.first.index(letter)
+    read = [d for d, c in enumerate(letters.first) if c in letters.second and c not in letters.out]
+    moving = varying_dims(x)
+    if moving and dim not in moving:
+        return fixed_labels((x.shape[dim],))
+    if dim not in read or moving == [dim] or not {*moving} <= {*read}:
+        return call.labels_along(x, dim)
+    labels = call.sets.fresh(x.shape[dim])
+    shape = [len(labels) if d == dim else 1 for d in range(x.ndim)]
+    call.add_dependency(collapse(x), labels.view(shape), f"{call.where} reads them in rows, which get narrower; none goes")
+    return labels
+
+
+@rule_for(aten.cosine_similarity.default, aten.cdist.default)
+def rule_similarity(call: OperatorCall) -> RuleResult:
+    """A sum over the last dimension, or `dim`, of functions of two values, to which two zeros add nothing."""
+    a, b = call.args[:2]
+    letters = "abcdefghijkl"[: len(a.shape)]
+    if len(a.shape) != len(b.shape):
+        return call.lock_inputs()
+    if call.target is aten.cdist.default:
+        names = EinsumDims(letters, f"{letters[:-2]}z{letters[-1]}", f"{letters[:-1]}z")
+    else:
+        names = EinsumDims(letters, letters, letters.replace(letters[call.argument("dim")], ""))
+    if isinstance(b, ParameterView) and isinstance(a, Tensor):
+        a, names = _without_broadcast_dims(a, b, names)
+    elif isinstance(a, ParameterView) and isinstance(b, Tensor):
+        b, swapped = _without_broadcast_dims(b, a, EinsumDims(names.second, names.first, names.out))
+        names = EinsumDims(swapped.second, swapped.first, swapped.out)
+    counted = len(call.state.costs)
+    result = contract(call, a, b, names)
+    del call.state.costs[counted:]  # not a matrix product, and so not among the MACs
+    return result.expand(call.shape) if isinstance(result, Tensor) else result
+
+
+def _without_broadcast_dims(x: Tensor, parameter: ParameterView, names: EinsumDims) -> tuple[Tensor, EinsumDims]:
+    """X without the dimensions of size 1 along which the parameter makes channels."""
+    sizes = dict(zip(names.second, parameter.shape, strict=True))
+    gone = [d for d, c in enumerate(names.first) if x.shape[d] == 1 < sizes.get(c, 1)]
+    first = "".join(c for d, c in enumerate(names.first) if d not in gone)
+    return torch.squeeze(x, gone), EinsumDims(first, names.second, names.out)
 
 
 @rule_for(aten.matmul.default, aten.bmm.default, aten.mm.default, aten.mv.default)

@@ -85,6 +85,21 @@ def rule_linear(call: OperatorCall) -> RuleResult:
     return expand_along(made, len(call.shape) - 1, call.shape)
 
 
+@rule_for(aten.bilinear.default)
+def rule_bilinear(call: OperatorCall) -> RuleResult:
+    """(..., I) and (..., J) with weight (O, I, J)."""
+    *values, weight = call.args[:3]
+    if not isinstance(weight, ParameterView) or weight.moved:
+        return lock_computed_weight(call)
+    first, second = (call.labels_along(x, len(x.shape) - 1) for x in values)
+    made = call.sets.fresh(weight.shape[0])
+    for dim, labels in enumerate((made, first, second)):
+        call.assign(weight, (dim, torch.arange(len(labels))), labels, "in" if dim else "out")
+    call.assign_bias(made)
+    call.add_cost(math.prod(call.shape[:-1]) * math.prod(weight.shape), made, first, second)
+    return expand_along(made, len(call.shape) - 1, call.shape)
+
+
 @rule_for(aten.embedding.default, aten.embedding_bag.default, aten._embedding_bag.default)
 def rule_embedding(call: OperatorCall) -> RuleResult:
     """Integers with weight (rows, width): the width is new channels; rows stay, since the integers name them."""

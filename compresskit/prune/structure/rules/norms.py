@@ -35,16 +35,16 @@ def rule_group_norm(call: OperatorCall) -> RuleResult:
     """(N, C, ...) in groups: the same position of every group is one channel set; statistics are over what stays."""
     x, groups = call.args[:2]
     labels = call.labels_along(x, 1)
-    each_by_itself = groups == len(labels) > 1
-    if each_by_itself and not call.add_group_count(labels):
-        return call.lock_inputs(f"{call.where} has as many groups as channels; use InstanceNorm, which can be cut")
-    if not each_by_itself:
-        equal_groups(call, labels, groups)
-        call.add_statistic(labels, 1)
     call.assign_vector(call.argument("weight"), labels)
     call.assign_vector(call.argument("bias"), labels)
     call.add_size_attribute("num_channels", labels)
-    return expand_along(labels, 1, call.shape)
+    result = expand_along(labels, 1, call.shape)
+    if groups == len(labels) > 1:  # each channel by itself, and the number of groups is one more width
+        call.add_number_of_groups(result, labels)
+        return result
+    equal_groups(call, labels, groups)
+    call.add_statistic(labels, 1)
+    return result
 
 
 @rule_for(aten.layer_norm.default, aten.rms_norm.default)

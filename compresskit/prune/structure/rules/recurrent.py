@@ -27,19 +27,28 @@ def rule_recurrent(call: OperatorCall) -> RuleResult:
     """(N, T, I) to (N, T, directions * H). All layers and directions share one `hidden_size`, so they get narrower together."""
     x, state, weights, biases, layers, _, _, bidirectional, _ = call.args
     gates, directions = _LAYER_GATES[call.target], 2 if bidirectional else 1
-    per_layer = len(weights) // (layers * directions)
-    if per_layer != (4 if biases else 2) or not _are_parameters(weights):
+    per_layer, expected = len(weights) // (layers * directions), 4 if biases else 2
+    if not _are_parameters(weights):
         return lock_computed_weight(call)
-    hidden = call.sets.fresh(weights[1].shape[1])
-    _join_initial_state(call, hidden, state)
-    inputs = call.labels_along(x, x.ndim - 1)
+    cells = hidden = call.sets.fresh(weights[0].shape[0] // gates)
+    if per_layer > expected:  # a projection of the cells is what the layer gives and reads
+        hidden = _projected(call, cells, weights[1].shape[1])
+    _join_initial_state(call, (hidden, cells), state)
+    inputs, steps = call.labels_along(x, x.ndim - 1), math.prod(x.shape[:-1])
     for layer in range(layers):
         for direction in range(directions):
             first = (layer * directions + direction) * per_layer
-            _assign_gates(call, weights[first : first + per_layer], gates, hidden, inputs, math.prod(x.shape[:-1]))
+            _assign_gates(call, weights[first : first + expected], gates, cells, (inputs, hidden), steps)
+            for projection in weights[first + expected : first + per_layer]:
+                call.sets.add_axis(projection.name, 0, hidden, "out")
+                call.sets.add_axis(projection.name, 1, cells, "in")
+                call.add_cost(steps * len(hidden) * len(cells), hidden, cells)
         inputs = hidden.repeat(directions)
     outputs, *states = call.part_shapes
-    return [expand_along(inputs, -1, outputs), *(expand_along(hidden, -1, shape) for shape in states)]
+    return [
+        expand_along(inputs, -1, outputs),
+        *(expand_along(v, -1, shape) for v, shape in zip((hidden, cells), states, strict=False)),
+    ]
 
 
 @rule_for(*_CELL_GATES)
@@ -50,8 +59,8 @@ def rule_recurrent_cell(call: OperatorCall) -> RuleResult:
     if not _are_parameters(weights):
         return lock_computed_weight(call)
     hidden, inputs = call.sets.fresh(weights[1].shape[1]), call.labels_along(x, x.ndim - 1)
-    _join_initial_state(call, hidden, state)
-    _assign_gates(call, weights, _CELL_GATES[call.target], hidden, inputs, math.prod(x.shape[:-1]))
+    _join_initial_state(call, (hidden, hidden), state)
+    _assign_gates(call, weights, _CELL_GATES[call.target], hidden, (inputs, hidden), math.prod(x.shape[:-1]))
     return call.expand_along(hidden, -1)
 
 
@@ -61,27 +70,45 @@ def rule_packed_sequence(call: OperatorCall) -> RuleResult:
     return lock_computed_weight(call, f"packed sequences are not followed through {call.where}")
 
 
+def _projected(call: OperatorCall, cells: Tensor, size: int) -> Tensor:
+    """Labels of a projection; torch takes one as wide as the cells for none, so that both get narrower in one proportion."""
+    hidden = call.sets.fresh(size)
+    if len(cells) % size:
+        for labels in (cells, hidden):
+            call.sets.lock(labels, f"{call.where} projects {len(cells)} cells to {size}, which is no divisor of their number")
+    else:
+        call.sets.join(hidden[:, None], cells.view(size, -1), f"a projection of {call.where} that cannot be cut")
+    return hidden
+
+
 def _are_parameters(weights: list[Any]) -> bool:
     return all(isinstance(w, ParameterView) and not w.moved for w in weights)
 
 
 def _assign_gates(
-    call: OperatorCall, weights: list[ParameterView], gates: int, hidden: Tensor, inputs: Tensor, steps: int
+    call: OperatorCall, weights: list[ParameterView], gates: int, cells: Tensor, read: tuple[Tensor, Tensor], steps: int
 ) -> None:
-    """Weights (input weight, hidden weight, biases), each with one block of rows per gate."""
+    """Weights (input weight, hidden weight, biases), each with one block of rows per gate; `read`: inputs, hidden channels."""
     for position, weight in enumerate(weights):
-        call.sets.add_axis(weight.name, 0, hidden.repeat(gates), "out" if position == 0 else "with")
-    for weight, columns in zip(weights, (inputs, hidden), strict=False):
+        call.sets.add_axis(weight.name, 0, cells.repeat(gates), "out" if position == 0 else "with")
+    for weight, columns in zip(weights, read, strict=False):
         call.sets.add_axis(weight.name, 1, columns, "in")
-        call.add_cost(steps * gates * len(hidden) * len(columns), hidden, columns)
+        call.add_cost(steps * gates * len(cells) * len(columns), cells, columns)
 
 
-def _join_initial_state(call: OperatorCall, hidden: Tensor, state: Any) -> None:
-    """An initial state that the model makes or is given has the hidden channels; zeros made for the purpose add no constraint."""
+def _join_initial_state(call: OperatorCall, channels: tuple[Tensor, Tensor], state: Any) -> None:
+    """An initial state that the model makes, learns or is given has the hidden channels; the second one those of the cells.
+
+    Zeros made for the purpose add no constraint.
+    """
     states, nodes = (v if isinstance(v, list | tuple) else [v] for v in (state, call.node.args[1]))
-    for value, node in zip(states, nodes, strict=True):
-        if isinstance(value, ParameterView):
-            call.state.lock_tensor(value.name, f"an initial state of {call.where}")
-        if isinstance(value, ParameterView) or not call.is_blank(node):
-            labels = call.labels_along(value, len(value.shape) - 1)
-            call.sets.join(hidden, labels, f"an initial state of {call.where} cannot be cut")
+    for own, value, node in zip(channels, states, nodes, strict=False):
+        if call.is_blank(node):
+            continue
+        last = len(value.shape) - 1
+        learned = call.parameter_labels(value, last) if isinstance(value, ParameterView) else None
+        call.sets.join(
+            own,
+            call.labels_along(value if learned is None else learned, last),
+            f"an initial state of {call.where} cannot be cut",
+        )
