@@ -66,6 +66,7 @@ def moving(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -
 
 def rewinding(model: torch.nn.Module, task: ck.Task, ratio: float, how: ck.Train) -> torch.nn.Module:
     """Half of the steps dense, then rewound to a third of that half, and the other half of the steps sparse."""
+    assert how.epochs is not None
     half = replace(how, epochs=how.epochs // 2)
     kept = ck.Task(val=task.val, train=task.train, snapshots={SNAPSHOT: {}})
     model = half(model, kept)

@@ -106,7 +106,7 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
                 metric.update(predictions, target)
             else:
                 outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
-    value = float(metric.compute() if isinstance(metric, RunningMetric) else metric(*_joined(outputs)))
+    value = float(metric.compute() if isinstance(metric, RunningMetric) else task.score(*_joined(outputs)))
     if not math.isfinite(value):
         raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
     return value

@@ -15,13 +15,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Task
 
+OfBind = TypeVar("OfBind")
 Losses = dict[str, Tensor]
 LossFunction = Callable[[Callable[..., Any], Any], Losses]
 
@@ -60,6 +61,20 @@ class Objective(ABC):
 
     def close(self) -> None:  # noqa: B027  by default nothing
         """Remove what `bind` added to the model, such as adapters and hooks."""
+
+
+def bound(value: OfBind | None, objective: Objective) -> OfBind:
+    """Return what `bind` gave an objective, such as its task.
+
+    Raises:
+        SettingError: the objective was called without `bind`.
+    """
+    if value is None:
+        raise SettingError(
+            f"{type(objective).__name__}: it was called before bind; in a loop of your own write"
+            " objective = objective.bind(model, task) before the first batch, and objective.close() after the last"
+        )
+    return value
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
@@ -35,6 +37,28 @@ def check_field_types(settings: Any) -> None:
         value, annotation = getattr(settings, field.name), types.get(field.name)
         if (expected := _mismatch_with(annotation, value)) is not None:
             raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {expected}, got {value!r}")
+
+
+def refuse_unknown_settings(cls: type, args: Sequence[Any], settings: Mapping[str, Any], hints: Mapping[str, str]) -> None:
+    """Raise `SettingError` for a setting that a class does not have, or that is given without its name.
+
+    Args:
+        cls: the class that is made.
+        args, settings: of the call.
+        hints: what to write in the place of names that users know from elsewhere.
+    """
+    parameters = dict(list(inspect.signature(cls.__init__).parameters.items())[1:])  # type: ignore[misc]
+    kinds = {parameter.kind for parameter in parameters.values()}
+    by_position = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(args) > len(by_position) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise SettingError(f"{cls.__name__}({args[len(by_position)]!r:.60}): settings are given by name: {', '.join(parameters)}")
+    unknown = [name for name in settings if name not in parameters]
+    if not unknown or inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    name = unknown[0]
+    close = difflib.get_close_matches(name, parameters, n=1)
+    instead = hints.get(name) or (f"{close[0]}=" if close else f"one of {', '.join(parameters)}")
+    raise SettingError(f"{cls.__name__}({name}=...): there is no such setting; write {instead}")
 
 
 @cache

@@ -15,10 +15,12 @@ class Halve(Stage):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import nn
 
+from compresskit.base.settings import refuse_unknown_settings
 from compresskit.base.task import Task
 
 #: Properties of a model that stages ask for: its weights are floating point ("float"); it carries no sparsity masks ("dense").
@@ -34,11 +36,17 @@ class Stage(ABC):
         needs: properties (a subset of `PROPERTIES`) that the incoming model must have.
         keeps: properties that the incoming model still has afterwards, if it had them.
         restores: properties that the model has afterwards even if it did not before.
+        hints: what to write in the place of settings that the stage does not have, for messages.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     keeps: ClassVar[frozenset[str]] = PROPERTIES
     restores: ClassVar[frozenset[str]] = frozenset()
+    hints: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls, *args: Any, **settings: Any) -> Stage:
+        refuse_unknown_settings(cls, args, settings, cls.hints)
+        return super().__new__(cls)
 
     @property
     def starts_from_trained(self) -> bool:

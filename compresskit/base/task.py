@@ -6,7 +6,9 @@ of keyword arguments, and a *target*; `call(model, inputs)` calls a model with e
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,15 +41,26 @@ class RunningMetric(Protocol):
         """Forget all batches."""
 
 
-def accuracy(predictions: Tensor, target: Tensor) -> float:
+def ignored_label(loss: Any) -> int:
+    """Return the label that a loss leaves out: its attribute or its argument `ignore_index`, also in a partial; else -100."""
+    label = vars(loss).get("ignore_index") if isinstance(loss, nn.Module) else None
+    if label is None:
+        with suppress(TypeError, ValueError):  # builtins without a signature
+            parameter = inspect.signature(loss).parameters.get("ignore_index")
+            label = None if parameter is None else parameter.default
+    return label if isinstance(label, int) else IGNORED
+
+
+def accuracy(predictions: Tensor, target: Tensor, *, ignore_index: int = IGNORED) -> float:
     """Return the fraction of predictions whose largest entry is the target, in [0, 1].
 
     Args:
         predictions: (N, C, ...), scores of C >= 2 classes.
         target: (N, ...), class indices; those of -100 are not counted.
+        ignore_index: another label that is not counted; a `Task` passes that of its loss.
 
     Raises:
-        DataError: the shapes do not match, or a label lies outside the classes.
+        DataError: the shapes do not match, a label lies outside the classes, or no label is counted.
     """
     classes = predictions.shape[1] if predictions.ndim > 1 else 0
     if classes < 2 or target.shape != predictions.shape[:1] + predictions.shape[2:]:
@@ -55,14 +68,19 @@ def accuracy(predictions: Tensor, target: Tensor) -> float:
             f"accuracy: wanted predictions (N, classes, ...) and integer targets (N, ...), got {tuple(predictions.shape)} and"
             f" {tuple(target.shape)}; pass another metric to Task(metric=...)"
         )
-    check_labels(target, classes, "validation data")
-    counted = target != IGNORED
+    check_labels(target, classes, "validation data", ignore_index)
+    counted = (target != IGNORED) & (target != ignore_index)
+    if not bool(counted.any()):
+        raise DataError(
+            f"accuracy: all {target.numel()} labels are ignored ones, {ignore_index}, so that there is nothing to count; look at"
+            " the labels of Task(val=...)"
+        )
     return (predictions.argmax(1) == target)[counted].double().mean().item()
 
 
-def check_labels(target: Tensor, classes: int, where: str) -> None:
-    """Raise `DataError`, which begins with `where`, unless every label is a class in [0, classes) or -100."""
-    counted = target[target != IGNORED]
+def check_labels(target: Tensor, classes: int, where: str, ignore_index: int = IGNORED) -> None:
+    """Raise `DataError`, which begins with `where`, unless every label is a class in [0, classes), `ignore_index` or -100."""
+    counted = target[(target != IGNORED) & (target != ignore_index)]
     if counted.numel() == 0:
         return
     low, high = int(counted.min()), int(counted.max())
@@ -70,7 +88,8 @@ def check_labels(target: Tensor, classes: int, where: str) -> None:
         bad = low if low < 0 else high
         raise DataError(
             f"{where}: the model has {classes} classes, so labels must be 0..{classes - 1}, got {bad};"
-            " map the labels, or give the model as many outputs as there are classes"
+            " map the labels, or give the model as many outputs as there are classes; a label that does not count is named by the"
+            f" loss, such as Task(loss=partial(F.cross_entropy, ignore_index={bad}))"
         )
 
 
@@ -154,8 +173,9 @@ class Task:
     """Data, loss and metric of one problem; every stage of a recipe gets the same task.
 
     Args:
-        val, train: loaders that can be iterated many times and have a fixed length: a DataLoader, or a list of batches.
-        loss: `(predictions, target) -> scalar`.
+        val, train: loaders that can be iterated many times and have a fixed length: a DataLoader, or a list of batches. A
+            training alone needs no `val`, a recipe does.
+        loss: `(predictions, target) -> scalar`. The label that its `ignore_index` names is not counted by `accuracy` either.
         metric: `(predictions, targets) -> number` over the whole validation set;
             or a `RunningMetric`, for validation sets whose predictions are too large to keep.
         lower_is_better: whether a smaller metric is a better one (an error such as RMSE). None: not said; what has to know, such
@@ -170,7 +190,7 @@ class Task:
         progress: where trainings write checkpoints, from which they are resumed. A Recipe sets it.
     """
 
-    val: Iterable[Any]
+    val: Iterable[Any] | None = None
     train: Iterable[Any] | None = None
     loss: Callable[[Tensor, Any], Tensor] = F.cross_entropy
     metric: Metric | RunningMetric = accuracy
@@ -186,7 +206,7 @@ class Task:
     def __post_init__(self) -> None:
         for name in ("train", "val", "calibration"):
             loader = getattr(self, name)
-            if loader is None and name != "val":
+            if loader is None:
                 continue
             if not isinstance(loader, Iterable):
                 raise SettingError(f"Task({name}=...): wanted a loader of batches, got {type(loader).__name__}")
@@ -201,6 +221,25 @@ class Task:
                 "Task(metric=...): wanted a function (predictions, targets) -> number, or an object with update, compute and"
                 f" reset, got {type(self.metric).__name__}"
             )
+
+    @property
+    def ignore_index(self) -> int:
+        """The label that the loss leaves out, -100 by default; the default metric does not count it either."""
+        return ignored_label(self.loss)
+
+    def score(self, predictions: Tensor, target: Any) -> Any:
+        """Return what the metric, a function, gives; `accuracy` leaves out the labels that the loss leaves out."""
+        assert not isinstance(self.metric, RunningMetric)
+        if self.metric is accuracy:
+            return accuracy(predictions, target, ignore_index=self.ignore_index)
+        return self.metric(predictions, target)
+
+    def with_standard_ignored(self, target: Any) -> Any:
+        """Return class indices with -100, which all losses of the library leave out, for the label that the task's loss does."""
+        label = self.ignore_index
+        if label == IGNORED or not isinstance(target, Tensor) or target.is_floating_point():
+            return target
+        return target.masked_fill(target == label, IGNORED)
 
     def split(self, batch: Any) -> tuple[Inputs, Any]:
         """Split a batch into inputs and target, and move both to `device`.
@@ -245,7 +284,8 @@ class Task:
         """
         loader = self.train if which == "calibration" and self.calibration is None else getattr(self, which)
         if loader is None:
-            raise SettingError(f"this stage needs Task({which}=...), which was not given")
+            more = "; only training alone (fit_) does without" if which == "val" else ""
+            raise SettingError(f"this stage needs Task({which}=...), which was not given{more}")
         return loader if which == "train" else distributed.unsharded_loader(loader)  # type: ignore[no-any-return]
 
     def length(self, which: str) -> int:
@@ -258,14 +298,16 @@ class Task:
         if count is None:
             raise DataError(
                 f"Task({which}=...): its number of batches is not known beforehand ({type(loader).__name__}"
-                " has no length); schedules and resuming need it: use a map-style dataset, or a list of batches"
+                " has no length); schedules and resuming need it: use a map-style dataset or a list of batches, or give an"
+                " IterableDataset a __len__, its number of samples"
             )
         if count == 0:
             raise DataError(f"Task({which}=...): the loader is empty; is batch_size larger than the data with drop_last=True?")
         return count
 
     def example(self) -> Inputs:
-        """Return the inputs of the first validation batch, on `device`."""
-        for batch in self.batches("val"):
+        """Return the inputs of the first validation batch (without validation data, training batch), on `device`."""
+        which = "train" if self.val is None and self.train is not None else "val"
+        for batch in self.batches(which):
             return self.inputs(batch)
-        raise DataError("Task(val=...): the loader is empty")
+        raise DataError(f"Task({which}=...): the loader is empty")

@@ -20,7 +20,7 @@ from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
-from compresskit.export.rewrite.dtypes import least_precise_dtype, store_bf16_, widen_to_fp32
+from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode
@@ -103,6 +103,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     optimize_(file, [*X86_REWRITES, *always] if tuned else always)
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
+    check_kernels(file, model)
     if least_precise_dtype(model) is torch.bfloat16:
         store_bf16_(file)
     if file.opset_imports[""] <= 20:

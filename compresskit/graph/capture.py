@@ -13,7 +13,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -339,8 +339,32 @@ def parameter_name(node: Any) -> str | None:
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else None
 
 
+def insert_call(replaced: Node, target: Any, *args: Any) -> Node:
+    """Insert a call where the graph's insertion point stands: it belongs to the module of the node that it helps to replace."""
+    new = replaced.graph.call_function(target, args)
+    new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
+    return new
+
+
 def module_path(node: Node) -> str:
     """Return the dotted path of the user's module whose `forward` contains the operator of a node."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]
     return paths[-1] if paths else ""
+
+
+def autocasts(graph: fx.Graph) -> Iterator[tuple[Node, torch.dtype]]:
+    """Yield the first operator of every block of a graph that runs under `torch.autocast`, with the dtype of the block."""
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]:
+            assert graph.owning_module is not None
+            block = graph.owning_module.get_submodule(node.args[4].target)
+            assert isinstance(block, fx.GraphModule)
+            yield next(n for n in block.graph.nodes if n.op == "call_function"), node.args[1]
+
+
+def source_line(node: Node) -> str:
+    """`" (at model.py:12: x = x.clamp(0, 0.3))"`, the innermost line of the user's code that a node comes from, or ""."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    return " (at {}:{}: {})".format(*own[-1]) if own else ""

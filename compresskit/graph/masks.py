@@ -198,12 +198,20 @@ def copy_mask_(module: nn.Module, old: str, new: str) -> None:
         here.register_buffer(f"{MASK_PREFIX}{other}", mask.clone(), persistent=False)
 
 
-def reshape_mask_(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
-    """Reshape the mask of a tensor, if there is one: for passes that reshape the tensor."""
+def map_mask_(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace the mask of a tensor, if there is one, by `change(mask)`: for passes that rearrange the tensor."""
     here, leaf = owner(module, name)
     mask = here._buffers.get(f"{MASK_PREFIX}{leaf}")
     if mask is not None:
-        here.register_buffer(f"{MASK_PREFIX}{leaf}", mask.reshape(shape), persistent=False)
+        here.register_buffer(f"{MASK_PREFIX}{leaf}", change(mask), persistent=False)
+
+
+def transpose_mask_(module: nn.Module, name: str) -> None:
+    """Transpose the mask of a matrix, if there is one: for passes that transpose the matrix."""
+    here, leaf = owner(module, name)
+    mask = here._buffers.get(f"{MASK_PREFIX}{leaf}")
+    if mask is not None:
+        here.register_buffer(f"{MASK_PREFIX}{leaf}", mask.t().contiguous(), persistent=False)
 
 
 class RunWithMasters(Protocol):

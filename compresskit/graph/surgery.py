@@ -56,6 +56,14 @@ def free_name(model: nn.Module, name: str) -> str:
     return name.removesuffix(leaf) + free
 
 
+def not_fp32(model: nn.Module) -> str:
+    """`"0.weight is torch.float64"` for the first floating point parameter of another dtype than float32; "" where none is."""
+    for name, value in model.named_parameters():
+        if value.is_floating_point() and value.dtype != torch.float32:
+            return f"{name} is {value.dtype}"
+    return ""
+
+
 #: id of a parameter -> the modules that own it, with its name there.
 ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.mixed.formats.fp8 import check_fp8
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.formats.policy import HALVES, Policy, is_positive
@@ -134,6 +134,15 @@ def check_closure(policy: Policy, scalers: Iterable[LossScaler], *, separate_wei
         raise SettingError(
             "step(closure): the optimizer needs separate weights between evaluations; use an fp32, MASTER or pure policy with"
             " backend='foreach' and flat=False"
+        )
+
+
+def check_no_overflow(found_inf: Tensor | None, policy: Policy) -> None:
+    """Refuse a gradient that overflowed in a step with a closure."""
+    if found_inf is not None and found_inf.item():
+        raise TrainingError(
+            f"step(closure): a gradient overflowed under the fixed loss scale {policy.loss_scale}, and a step with a closure"
+            " cannot be skipped; lower the scale, or use bf16"
         )
 
 

@@ -23,6 +23,7 @@ from compresskit.mixed.checks import (
     check_closure,
     check_cuda_graph,
     check_model,
+    check_no_overflow,
     check_policy,
     new_parameters,
     requires_closure,
@@ -251,6 +252,7 @@ class Run:
             return self._step_with_closure(closure)
         if self._requires_closure:
             raise SettingError(f"step: {type(self.optimizer).__name__} evaluates the loss itself; give run.step(closure)")
+        self._weights.compared = False
         if captured := capturing_cuda_graph(self.device):
             check_cuda_graph(self.optimizer, scaled=bool(self.scalers), compiled=self._compiled is not None)
         else:
@@ -300,11 +302,7 @@ class Run:
             unscale = self._gather_gradients()
             unscale.apply_()
             self.grad_norm = unscale.norm if self.clip is not None else None
-            if unscale.found_inf is not None and unscale.found_inf.item():
-                raise TrainingError(
-                    f"step(closure): a gradient overflowed under the fixed loss scale {self.policy.loss_scale}, and a step with a"
-                    " closure cannot be skipped; lower the scale, or use bf16"
-                )
+            check_no_overflow(unscale.found_inf, self.policy)
             return loss
 
         with self._guard.stepping():
@@ -319,9 +317,9 @@ class Run:
         self._weights.gather_gradients(self._accumulator.collect())
         if self._flat is not None:
             self._flat.gather_gradients()
-        return self._unscale_and_clip(
-            [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        )
+            flat = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            return self._unscale_and_clip(flat)
+        return self._unscale_and_clip([grad for _, grad in self._weights.step_gradients])
 
     def _unscale_and_clip(self, grads: list[Tensor]) -> UnscaleAndClip:
         used = list(self._overflow.used.values())
@@ -334,6 +332,7 @@ class Run:
     def _run_after_update(self, found_inf: Tensor | None) -> None:
         for hook in self.after_update:
             hook()
+            self._weights.compared = False  # a hook may write into weights
         masters = self.named_masters() if self._emas else {}
         for ema in self._emas:
             ema.update(masters, found_inf)
@@ -342,8 +341,9 @@ class Run:
         """Whether this step was skipped; where only the device knows, whether the one before was."""
         if not ran:
             return True
-        on_device = self._compiled is not None or skips_on_device(self.optimizer)
-        if not self.scalers or not on_device or not any(scheduler.on == "success" for scheduler in self._schedulers):
+        if not self.scalers or not any(scheduler.on == "success" for scheduler in self._schedulers):
+            return False
+        if self._compiled is None and not skips_on_device(self.optimizer):
             return False
         return self._overflow.last_overflowed()
 

@@ -86,6 +86,11 @@ class Quantized(QuantizedModule):
         """Whether its file is rewritten for the integer kernels of ONNX Runtime on x86."""
         return self.target.tuned
 
+    @property
+    def prepared_for(self) -> Target:
+        """The target by whose operators its graph was rewritten; see `prepare_graph`."""
+        return self.target
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.check_inputs(kwargs or args)
         return self.body(*args, **kwargs)

@@ -23,6 +23,7 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import RunningMetric, Task
 from compresskit.base.version import __version__
 from compresskit.graph.surgery import structure
+from compresskit.train.modes import given_modes
 
 #: The key of a stage, and what it depends on that cannot be described.
 StageKey = tuple[str, tuple[str, ...]]
@@ -122,7 +123,8 @@ def describe_model(model: nn.Module, *, trained: bool) -> Description:
     """The incoming model: its structure and attributes, and its weights where it comes trained."""
     described = describe_by_value(model, "the model", weights=trained, modes=False)
     weights = fingerprint(model) if trained else None
-    return Description([structure(model), described.record, weights], described.unknown)
+    modes = given_modes(model)  # none for most models
+    return Description([structure(model), described.record, weights, *([modes] if modes else [])], described.unknown)
 
 
 def structure_hash(model: nn.Module) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, DataError
 from compresskit.base.stage import Stage
-from compresskit.base.task import RunningMetric, Task, call, first_rows, shapes_of
+from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
@@ -35,8 +36,8 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
             try:
                 if which == "train":
                     supervised_loss(task, predictions, target)
-                elif which == "val" and not isinstance(task.metric, RunningMetric):
-                    task.metric(predictions, target)
+                elif which == "val" and not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
+                    task.score(predictions, target)
             except CompressError:
                 raise
             except Exception as error:
@@ -51,3 +52,9 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
         stage.rehearse(probe, task)
     if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))
+
+
+def _all_ignored(task: Task, target: Any) -> bool:
+    """Whether no label of a batch counts, as in one of padding alone; the whole validation set may still hold some that do."""
+    labels = target.unique().tolist() if isinstance(target, Tensor) and not target.is_floating_point() else [0]
+    return set(labels) <= {IGNORED, task.ignore_index}

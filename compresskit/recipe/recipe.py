@@ -32,6 +32,7 @@ from compresskit.recipe.engine import RunSettings, run_steps
 from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
+from compresskit.train.modes import remember_modes_
 from compresskit.train.train import Train
 
 DEFAULT_SAVE = Every()
@@ -213,6 +214,7 @@ class Recipe:
         preflight_check(model, task, self.stages)
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy_model(model).to(task.device)
+            remember_modes_(model)
             distributed.broadcast_model_(model)
             record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task))
             run = RunSettings(

@@ -57,6 +57,19 @@ class DataCursor:
         """
         if self._resume_state is None:
             self.epoch, self.batch = self.epoch + 1, 0
+        batches = self._open()
+        while (batch := self._next(batches)) is not _END:
+            self.batch += 1
+            self._last_batch = batch
+            yield batch
+
+    def replay(self) -> None:
+        """Draw again what was drawn before an interruption, where the training was over by then; nothing is yielded."""
+        if self._resume_state is not None:
+            self._open()
+
+    def _open(self) -> Iterator[Any]:
+        """An iterator at the position in the epoch."""
         host = randomness.rng_state()
         self._seek_epoch(randomness.generators_in(self.loader), host)
         with self._loader_stream():
@@ -64,10 +77,7 @@ class DataCursor:
         if self._resume_state is not None:
             self._skip(batches)
             randomness.set_host_rng_state_(host)
-        while (batch := self._next(batches)) is not _END:
-            self.batch += 1
-            self._last_batch = batch
-            yield batch
+        return batches
 
     def _seek_epoch(self, generators: list[randomness.Generator], host: dict[str, Any]) -> None:
         """Record the generators at the beginning of the epoch; when resuming, set them to those recorded."""

@@ -22,6 +22,7 @@ from compresskit.base.task import Task, shapes_of
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
 from compresskit.train.lr import LRSchedule
+from compresskit.train.validation import OnStep, StepReport, Validation
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class TrainingLoop:
         accumulate: batches per optimizer step.
         schedule: of the learning rates.
         steps: optimizer steps of the whole training.
+        ends_within_epoch: whether the last step may come before the end of the last epoch.
+        validation: measures the metric on the way; None for no measurements.
+        on_step: is told of every step; None for nobody.
         hooks: called as `hook(step, steps)` after every optimizer step.
         resumables: objects whose state belongs into the checkpoints, besides the model, the optimizer and the objective.
         training: reads and writes checkpoints; None for none.
@@ -61,6 +65,9 @@ class TrainingLoop:
     accumulate: int
     schedule: LRSchedule
     steps: int
+    ends_within_epoch: bool
+    validation: Validation | None
+    on_step: OnStep | None
     hooks: Sequence[Hook]
     resumables: Sequence[Resumable]
     training: Training | None
@@ -84,14 +91,25 @@ class TrainingLoop:
                     self._resume_(state)
             first = max(1, self.cursor.epoch)
             done = (first - 1) * self.batches + self.cursor.batch
-            bar = progress_bar(total=self.epochs * self.batches, initial=done, desc=self.label, unit="batch")
+            whole, rest = divmod(self.steps, math.ceil(self.batches / self.accumulate))
+            total = whole * self.batches + rest * self.accumulate
+            bar = progress_bar(total=total, initial=done, desc=self.label, unit="batch")
             with bar, distributed.synced_batchnorm(self.run.model):
                 for epoch in range(first, self.epochs + 1):
+                    if self._is_over():
+                        self.cursor.replay()
+                        break
                     self._epoch(epoch, bar)
         finally:
             torch.set_rng_state(self.cursor.stream)
             if training is not None:
                 training.progress.stop.training = False
+
+    def _is_over(self) -> bool:
+        """Whether the training ends before its last epoch does."""
+        if self.validation is not None and self.validation.is_over:
+            return True
+        return self.ends_within_epoch and self.step >= self.steps
 
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
         """Train on every batch once; DataError where their number is not the length of the loader."""
@@ -108,23 +126,25 @@ class TrainingLoop:
             self.objective.advance(self.step / self.steps)
             # Reading the loss waits for the device, so off the CPU it is checked only now and then.
             check = run.device.type == "cpu" or seen % 50 == 0 or seen == batches
-            total = _forward(run, self.objective, rows, where, check=check)
+            total, losses = _forward(run, self.objective, rows, where, check=check)
             _backward(run, total / batches_in_step * weight, rows, where)
             total = total.detach()
             if bar.disable:
                 seen_losses.append(total)
             if seen % self.accumulate == 0 or seen == batches:
-                self._optimizer_step(where)
+                self._optimizer_step(where, losses)
             bar.update()
             if seen % 10 == 0 and not bar.disable:
                 bar.set_postfix(epoch=f"{epoch}/{self.epochs}", loss=f"{total.item():.3f}")
-        if self.cursor.batch != batches:
+            if self._is_over():
+                break
+        if self.cursor.batch != batches and not self._is_over():
             raise DataError(f"the training loader has length {batches} and gave {self.cursor.batch} batches; it must not change")
         if seen_losses:
             mean = torch.stack([loss.reshape(()) for loss in seen_losses]).mean().item()
             log.info("%s: epoch %d/%d, loss %.4g", self.label, epoch, self.epochs, mean)
 
-    def _optimizer_step(self, where: str) -> None:
+    def _optimizer_step(self, where: str, losses: Losses) -> None:
         for group, rate in zip(self.run.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * self.schedule(self.step / self.steps)
         save = self._average_gradients()
@@ -138,11 +158,26 @@ class TrainingLoop:
         self.step += 1
         for hook in self.hooks:
             hook(self.step, self.steps)
+        metric = None
+        if self.validation is not None and (self.step % self.validation.every == 0 or self.step == self.steps):
+            metric = self.validation.measure(self.step)
+        if self.on_step is not None:
+            self.on_step(self._report(losses, metric))
         if distributed.world_size() == 1:  # decided after the step: a signal may have come meanwhile
             save = self._save_is_due(self.step)
         if save and self.training is not None:
             self.training.save(self._state(), self.step)
             self.training.raise_if_stopped(where)
+
+    def _report(self, losses: Losses, metric: float | None) -> StepReport:
+        return StepReport(
+            step=self.step,
+            steps=self.steps,
+            epoch=self.cursor.epoch,
+            losses={name: loss.detach() for name, loss in losses.items()},
+            learning_rates=[float(group["lr"]) for group in self.run.optimizer.param_groups],
+            metric=metric,
+        )
 
     def _save_is_due(self, step: int) -> bool:
         training = self.training
@@ -173,6 +208,7 @@ class TrainingLoop:
             "ranks": distributed.gather_on_rank_zero(rank_state),
             "snapshots": self.task.snapshots or {},
             "cursor": self.cursor.resume_state(),
+            "validation": None if self.validation is None else self.validation.resume_state(),
         }
 
     def _resume_(self, state: Mapping[str, Any]) -> None:
@@ -186,6 +222,8 @@ class TrainingLoop:
             _restore_snapshots_(self.task, state["snapshots"])
             self.step = int(state["step"])
             self.cursor.resume_from_(state["cursor"])
+            if self.validation is not None:
+                self.validation.resume_from_(state["validation"])
             randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise
@@ -276,8 +314,8 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, check: bool) -> Tensor:
-    """Return the sum of the losses; TrainingError where they cannot be computed or, with `check`, are not finite."""
+def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, check: bool) -> tuple[Tensor, Losses]:
+    """Return the sum of the losses, and each; TrainingError where they cannot be computed or, with `check`, are not finite."""
     try:
         losses = objective(run, batch)
     except (RuntimeError, IndexError, ValueError, TypeError, MemoryError) as error:
@@ -295,7 +333,7 @@ def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, ch
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if check and not math.isfinite(total.item()):
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))
-    return total
+    return total, losses
 
 
 def _no_scalar(losses: Any) -> str:

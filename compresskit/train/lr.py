@@ -8,10 +8,12 @@ They are not interchangeable with `prune.schedules`, which give a pruning ratio.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from compresskit.base.errors import SettingError
 
@@ -113,10 +115,18 @@ class Tail(LRSchedule):
         return self.schedule(self.start + (1 - self.start) * done)
 
 
-def check_lr_schedule(schedule: LRSchedule, where: str) -> None:
+def check_lr_schedule(schedule: Any, where: str) -> None:
     """Raise `SettingError`, which begins with `where`, for anything but a learning-rate schedule."""
     if isinstance(schedule, LRSchedule):
         return
+    kind = schedule.func if isinstance(schedule, functools.partial) else schedule
+    kind = kind if isinstance(kind, type) else type(kind)
+    if kind.__module__ == "torch.optim.lr_scheduler":
+        raise SettingError(
+            f"{where}: {kind.__name__} steps an optimizer in a loop of its own;"
+            " take a schedule such as lr.Cosine(), write its factor as lr.Function(lambda done: ...), or use it in your own loop"
+            " with run.schedule of mixed.prepare"
+        )
     hint = "; wrap a function (done) -> factor in lr.Function(...), prune.schedules are for ratios" if callable(schedule) else ""
     raise SettingError(f"{where}: wanted a learning-rate schedule such as lr.Cosine() or lr.OneCycle(), got {schedule!r}{hint}")
 

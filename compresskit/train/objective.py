@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compresskit.base.errors import DataError
-from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
+from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
 from compresskit.base.task import Task, call, check_labels
 from compresskit.mixed.formats.parallel import reshard_
 
@@ -29,8 +29,7 @@ class Supervised(Objective):
         return Supervised(task)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task = self.task
-        assert task is not None, "bind first"
+        task = bound(self.task, self)
         inputs, target = task.split(batch)
         return {"loss": supervised_loss(task, task.predict(call(model, inputs)), target)}
 
@@ -52,7 +51,7 @@ def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
             loss = task.loss(predictions, target)
     except IndexError:
         if isinstance(target, Tensor) and predictions.ndim == target.ndim + 1 and not target.is_floating_point():
-            check_labels(target, predictions.shape[1], "training data")
+            check_labels(target, predictions.shape[1], "training data", task.ignore_index)
         raise
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

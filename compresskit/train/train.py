@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -33,8 +33,11 @@ from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
 from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
+from compresskit.train.modes import remember_modes_, train_mode_
 from compresskit.train.objective import bind_objective
+from compresskit.train.param_groups import ParamGroups, groups_of
 from compresskit.train.snapshots import fill_snapshots_
+from compresskit.train.validation import OnStep, Validation
 
 #: Called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
 Setup = Callable[[mixed.Run, int], Callable[[], None]]
@@ -46,7 +49,10 @@ class Train(Stage):
 
     Args:
         epochs: passes over the training data.
+        steps: optimizer steps, in place of epochs.
         optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
+        param_groups: `([(name, parameter), ...]) -> param groups`, which the optimizer gets in place of the parameters, such as
+            `no_decay_on_vectors` of `compresskit.train.param_groups`.
         schedule: factor on the learning rate over the training, such as `lr.OneCycle()`; evaluated before every step.
         precision: number formats of the training, a policy such as `mixed.AMP_BF16`.
         objective: what is minimised; by default the task's loss.
@@ -54,13 +60,39 @@ class Train(Stage):
         accumulate: batches per optimizer step; their gradients are summed in fp32.
         flat: whether the optimizer updates all parameters as one tensor; see `mixed.prepare`.
         backend: how the optimizer's step is computed; see `mixed.prepare`.
+        validate_every: epochs between two measurements of the task's metric (with `steps`, optimizer steps). None does not
+            measure, but for `keep_best` and `patience` after every epoch. The last step is always followed by one.
+        keep_best: end with the weights of the best measurement in place of the last ones.
+        patience: end the training after so many measurements in a row without a better one; None for no early end.
+        on_step: is called with a `StepReport` (losses, rates, metric) after every optimizer step; a resumed training calls it for
+            the steps that are left.
 
     Raises:
         SettingError: a setting is out of range or of the wrong kind.
     """
 
-    epochs: int
+    hints: ClassVar[Mapping[str, str]] = {
+        "callbacks": "on_step=, a function that is called after every step",
+        "early_stopping": "patience=",
+        "lr": "optimizer=partial(torch.optim.AdamW, lr=...)",
+        "learning_rate": "optimizer=partial(torch.optim.AdamW, lr=...)",
+        "weight_decay": "optimizer=partial(torch.optim.AdamW, weight_decay=...), and param_groups= for some parameters alone",
+        "batch_size": "the loader Task(train=...) with it",
+        "max_steps": "steps=",
+        "max_epochs": "epochs=",
+        "scheduler": "schedule=, such as lr.Cosine()",
+        "loss": "Task(loss=...), or objective=",
+        "metric": "Task(metric=...)",
+        "resume": "Recipe(...).run(...), which resumes by itself",
+        "ema": "objective=imitate(EMA()), or run.ema of mixed.prepare in a loop of your own",
+        "device": "Task(device=...)",
+        "seed": "Recipe(seed=...), or torch.manual_seed",
+    }
+
+    epochs: int | None = None
+    steps: int | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
+    param_groups: ParamGroups | None = None
     schedule: LRSchedule = field(default_factory=Cosine)
     precision: mixed.Policy = mixed.FP32
     objective: Objective | LossFunction | None = None
@@ -68,11 +100,15 @@ class Train(Stage):
     accumulate: int = 1
     flat: bool = False
     backend: Literal["foreach", "compiled"] = "foreach"
+    validate_every: int | None = None
+    keep_best: bool = False
+    patience: int | None = None
+    on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.epochs, int) or self.epochs < 1:
-            raise SettingError(f"Train(epochs=...): wanted a whole number >= 1, got {self.epochs}")
+        _check_length(self)
         check_field_types(self)
+        _check_validation(self)
         if self.accumulate < 1:
             raise SettingError(f"Train(accumulate=...): wanted a whole number >= 1, got {self.accumulate}")
         if self.clip is not None and self.clip <= 0:
@@ -83,6 +119,10 @@ class Train(Stage):
         if not callable(self.optimizer):
             raise SettingError(f"Train(optimizer=...): wanted a function, got {type(self.optimizer).__name__}")
         check_lr_schedule(self.schedule, "Train(schedule=...)")
+
+    def optimizer_steps(self, batches: int) -> int:
+        """The optimizer steps of the whole training, with so many batches in an epoch."""
+        return self.steps if self.steps is not None else (self.epochs or 0) * math.ceil(batches / self.accumulate)
 
     @property
     def starts_from_trained(self) -> bool:
@@ -109,6 +149,9 @@ def fit_(
     With `Task(progress=...)`, which a Recipe sets, checkpoints are written, and an interrupted training is resumed with the same
     bits. The loader draws from torch's global generator; the model (dropout) from a stream that is forked from it.
 
+    A model wholly in eval mode is put in train mode. In one in train mode, modules in eval mode, such as a frozen BatchNorm, stay
+    so in this training, which logs them, and in later ones.
+
     Args:
         model: the model; at least one parameter requires a gradient.
         task: has the data and the loss.
@@ -126,9 +169,8 @@ def fit_(
         DataError: the loader fails, or changes its length.
         Interrupted: a signal stopped the training after it wrote a checkpoint.
     """
-    task.length("train")  # raises where the loader is missing or empty
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+    remember_modes_(model)
+    _check_trainable(model, task)
     training = _checkpoints(model, task, label)
     align_processes_(model)
     result = TrainingResult(model=model, task=task, resumables=resumables)
@@ -146,8 +188,7 @@ def fit_(
         training=training,
         label=label,
     )
-    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
-        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
+    _check_finite(model)
     if training is not None:
         training.save(result.state(), "end")
         training.raise_if_stopped("at its end")
@@ -168,7 +209,12 @@ def _train_(
 ) -> None:
     """Run the training loop with an objective that is bound to the model, and clean up after it."""
     batches = task.length("train")
-    steps = settings.epochs * math.ceil(batches / settings.accumulate)
+    steps = settings.optimizer_steps(batches)
+    if (settings.keep_best or settings.patience is not None) and (setup is not None or task.snapshots):
+        raise SettingError(
+            f"Train(keep_best=..., patience=...): {label} changes masks on its way, or a later stage rewinds to a point in it, so"
+            " that no earlier end and no earlier weights can be taken; leave both out of this training"
+        )
     with ExitStack() as cleanup:
         cleanup.callback(objective.close)
         run = _mixed_run(model, settings)  # after binding, since an objective may add parameters to the model
@@ -177,23 +223,40 @@ def _train_(
         cleanup.callback(enforce_masks_(model, run))
         if finish_setup is not None:
             cleanup.callback(finish_setup)
-        model.train()
+        train_mode_(model, label)
         fill_snapshots_(task.snapshots, model, run, 0, steps)
+        validation = _validation(run, task, settings, steps_per_epoch=math.ceil(batches / settings.accumulate), label=label)
         loop = TrainingLoop(
             run=run,
             objective=objective,
             task=task,
-            epochs=settings.epochs,
+            epochs=settings.epochs or math.ceil(steps / math.ceil(batches / settings.accumulate)),
             batches=batches,
             accumulate=settings.accumulate,
             schedule=settings.schedule,
             steps=steps,
+            ends_within_epoch=settings.steps is not None,
+            validation=validation,
+            on_step=settings.on_step,
             hooks=[functools.partial(fill_snapshots_, task.snapshots, model, run), *after_step],
             resumables=resumables,
             training=training,
             label=label,
         )
         loop.train()
+    if validation is not None:
+        validation.restore_best_(model)
+
+
+def _check_trainable(model: nn.Module, task: Task) -> None:
+    task.length("train")  # raises where the loader is missing or empty
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
+
+
+def _check_finite(model: nn.Module) -> None:
+    if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
+        raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
 
 
 def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
@@ -204,6 +267,36 @@ def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
     return task.progress.training(label)
 
 
+def _validation(run: mixed.Run, task: Task, settings: Train, *, steps_per_epoch: int, label: str) -> Validation | None:
+    """What measures the metric during a training; None where nothing asks for it."""
+    every = settings.validate_every or (1 if settings.keep_best or settings.patience is not None else None)
+    if every is None:
+        return None
+    task.length("val")
+    every *= 1 if settings.steps is not None else steps_per_epoch
+    return Validation(run=run, task=task, every=every, keep_best=settings.keep_best, patience=settings.patience, label=label)
+
+
+def _check_length(settings: Train) -> None:
+    if (settings.epochs is None) == (settings.steps is None):
+        got = "both" if settings.epochs is not None else "neither"
+        raise SettingError(f"Train(): wanted epochs= or steps=, one of the two, got {got}")
+    for name, value in (("epochs", settings.epochs), ("steps", settings.steps)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise SettingError(f"Train({name}=...): wanted a whole number >= 1, got {value}")
+
+
+def _check_validation(settings: Train) -> None:
+    for name, value in (("validate_every", settings.validate_every), ("patience", settings.patience)):
+        if value is not None and value < 1:
+            raise SettingError(f"Train({name}=...): wanted a whole number >= 1, got {value}")
+    if settings.steps is not None and settings.validate_every is None and (settings.keep_best or settings.patience is not None):
+        raise SettingError("Train(steps=...): keep_best= and patience= want validate_every=, in optimizer steps")
+    for name, function in (("on_step", settings.on_step), ("param_groups", settings.param_groups)):
+        if function is not None and not callable(function):
+            raise SettingError(f"Train({name}=...): wanted a function, got {type(function).__name__}")
+
+
 def _mixed_run(model: nn.Module, settings: Train) -> mixed.Run:
-    optimizer = settings.optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = settings.optimizer(groups_of(model, settings.param_groups))
     return mixed.prepare(model, optimizer, settings.precision, clip=settings.clip, flat=settings.flat, backend=settings.backend)

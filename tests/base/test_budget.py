@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +32,16 @@ def test_equal_fractions_are_equal_budgets() -> None:
     assert ck.keep(macs=0.5) == ck.remove(macs=0.5)
     assert ck.keep(macs=0.5) != ck.keep(parameters=0.5)
     assert len({ck.keep(macs=0.5), ck.remove(macs=0.5)}) == 1
+
+
+@pytest.mark.parametrize("make", [np.float32, np.array, torch.tensor], ids=["scalar", "array", "tensor"])
+def test_a_number_of_numpy_or_torch_is_a_number(make) -> None:
+    assert type(ck.keep(macs=make(0.5)).kept) is float
+    assert ck.keep(macs=make(0.5)) == ck.keep(macs=0.5)
+    with pytest.raises(SettingError, match=r"wanted the fraction that goes, in \[0, 1\), got 1\.5"):
+        ck.remove(weights=make(1.5))
+    with pytest.raises(SettingError, match=r"wanted the fraction that stays, in \(0, 1\], got "):
+        ck.keep(macs=torch.tensor([0.5, 0.2]))
 
 
 def test_its_record_is_stable() -> None:

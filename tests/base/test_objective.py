@@ -9,6 +9,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.base.objective import FunctionObjective, as_objective
+from compresskit.train.objective import Supervised
 
 
 def test_a_function_is_wrapped_and_an_objective_is_not() -> None:
@@ -57,3 +58,24 @@ def test_the_training_loop_calls_every_method_of_an_objective() -> None:
     batches = [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))] * 2
     ck.Train(epochs=2, objective=Logged())(nn.Linear(2, 2), ck.Task(train=batches, val=batches))
     assert calls == ["bind", 0.0, 0.25, 0.5, 0.75, "close"]
+
+
+MLP = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+OBJECTIVES = {
+    "imitate": lambda: ck.imitate(nn.Linear(8, 4).eval()),
+    "mutual": lambda: ck.distill.mutual(nn.Linear(8, 4)),
+    "self_distill": lambda: ck.distill.self_distill("0"),
+    "pseudo_label": lambda: ck.distill.pseudo_label(nn.Linear(8, 4).eval(), [torch.randn(4, 8)]),
+    "supervised": Supervised,
+    "group_lasso": lambda: ck.prune.group_lasso(Supervised()),
+    "greg": lambda: ck.prune.greg(ck.prune.plan_channels(MLP, (torch.randn(4, 8),), budget=ck.keep(channels=0.5))),
+}
+
+
+@pytest.mark.parametrize("make", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_an_objective_that_is_used_before_bind_says_so(make) -> None:
+    objective = make()
+    with pytest.raises(
+        SettingError, match=rf"{type(objective).__name__}: it was called before bind; .*objective.bind\(model, task\)"
+    ):
+        objective(nn.Linear(8, 4), (torch.randn(4, 8), torch.arange(4)))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.task import first_tensor
+from compresskit.measure import evaluate
+from compresskit.recipe.preflight import preflight_check
 
 
 def test_batches_are_split_into_inputs_and_target() -> None:
@@ -69,3 +75,41 @@ def test_loaders_and_batches_that_cannot_be_used_are_refused() -> None:
 
 def test_labels_of_minus_100_do_not_count_in_the_accuracy() -> None:
     assert ck.accuracy(torch.eye(4), torch.tensor([0, 1, -100, -100])) == 1.0
+
+
+LOSSES = {
+    "partial": partial(F.cross_entropy, ignore_index=255),
+    "module": nn.CrossEntropyLoss(ignore_index=255),
+    "function": lambda p, y, ignore_index=255: F.cross_entropy(p, y, ignore_index=ignore_index),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_labels_that_the_loss_leaves_out_do_not_count(loss, tmp_path) -> None:
+    labels = torch.randint(0, 4, (2, 8, 8), generator=torch.Generator().manual_seed(0))
+    labels[:, :3] = 255
+    batches = [(torch.randn(2, 3, 8, 8), labels)]
+    task = ck.Task(train=batches, val=batches, loss=loss)
+    assert task.ignore_index == 255
+    model = nn.Conv2d(3, 4, 1)
+    expected = (model(batches[0][0]).argmax(1) == labels)[:, 3:].double().mean().item()
+    assert evaluate(model, task) == pytest.approx(expected)
+    preflight_check(model, task)
+    goal = ck.imitate(copy.deepcopy(model).eval(), loss=lambda s, t, target: (target == -100).float().mean() + 0 * s.sum())
+    assert goal.bind(model, task)(model, batches[0])["imitate"].item() == pytest.approx(0.9 * 3 / 8)
+
+
+def test_a_label_that_nobody_leaves_out_is_one_message() -> None:
+    batches = [(torch.randn(2, 3, 8, 8), torch.full((2, 8, 8), 255))]
+    with pytest.raises(
+        DataError, match=r"labels must be 0..3, got 255; .*Task\(loss=partial\(F.cross_entropy, ignore_index=255\)\)"
+    ):
+        evaluate(nn.Conv2d(3, 4, 1), ck.Task(val=batches))
+
+
+def test_no_label_that_counts_is_an_error_and_not_nan() -> None:
+    batches = [(torch.randn(2, 3, 8, 8), torch.full((2, 8, 8), -100))]
+    task = ck.Task(val=batches)
+    with pytest.raises(DataError, match="accuracy: all 128 labels are ignored ones, -100, so that there is nothing to count"):
+        evaluate(nn.Conv2d(3, 4, 1), task)
+    preflight_check(nn.Conv2d(3, 4, 1), task)  # its first batch may be of padding alone

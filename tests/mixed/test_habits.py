@@ -363,3 +363,30 @@ def test_sparse_and_complex_gradients_are_scaled_and_clipped_as_torch_does(polic
         torch.testing.assert_close(run.grad_norm, norm)
     optimizer.step()
     torch.testing.assert_close(model.weight, plain.weight)
+
+
+def test_a_hook_of_the_step_may_write_into_weights_that_masters_then_replace() -> None:
+    model = nn.Linear(8, 4)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), SPLIT_BF16)
+    run.after_update.append(lambda: model.weight.detach().zero_())
+    for _ in range(3):
+        run.backward(run(torch.randn(16, 8)).square().mean())
+        run.step()
+    assert bool(model.weight.any())
+    assert not run.finish().weight.isnan().any()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("policy", [MASTER_BF16, KAHAN_BF16], **by_name)
+def test_a_write_right_after_a_look_at_the_masters_is_noticed(policy: Policy) -> None:
+    model = nn.Linear(8, 4)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy)
+    for _ in range(2):
+        run.masters()
+        model.weight.data.fill_(2.0)
+        run.backward(run(torch.randn(16, 8)).square().mean())
+        if policy is KAHAN_BF16:
+            with pytest.raises(TrainingError, match="was changed outside run.step"):
+                run.step()
+            return
+        run.step()
+    assert torch.equal(run.named_masters()["weight"], torch.full((4, 8), 2.0))

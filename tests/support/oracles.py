@@ -384,12 +384,24 @@ class _MaskedNorm(nn.Module):
         return ((values - mean) / (variance + norm.eps).sqrt()).reshape(x.shape) * weight[0] + weight[1]
 
 
-def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[int, ...]]]):
+def without_dropout(model: nn.Module) -> nn.Module:
+    """A copy that drops nothing in train mode: what is dropped differs in tensors of other widths, also with one seed."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return model
+
+
+def zeroed_forward(model: nn.Module, inputs, remove: dict[str, dict[int, tuple[int, ...]]], *, training: bool = False):
     """Outputs in float64 of a copy of the model in which the named indices of the named tensors are zero.
 
     Normalisations over channels leave those channels out of their statistics. Parametrized linear layers are made plain first.
+    In train mode BatchNorm takes the statistics of these inputs, and dropout drops nothing.
     """
-    model = copy.deepcopy(model).double().eval()
+    model = without_dropout(model).double().train(training)
     remove = dict(remove)
     for path, module in list(model.named_modules()):
         if nn.utils.parametrize.is_parametrized(module):

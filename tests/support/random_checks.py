@@ -21,6 +21,7 @@ import compresskit as ck
 from compresskit.graph.capture import capture
 
 WORKED = "worked"
+TRAINING_TOLERANCE = 1e-7  # of the largest output: BatchNorm divides by the deviations of a few values
 
 
 def assert_same(got, wanted, tolerance: float) -> None:
@@ -66,7 +67,7 @@ class MaskedRMS(nn.Module):
         return x * torch.rsqrt(mean + self.norm.eps) * self.norm.weight
 
 
-def zeroed(model: Network, inputs: tuple[Tensor, ...], plan: ck.prune.Plan):
+def zeroed(model: Network, inputs: tuple[Tensor, ...], plan: ck.prune.Plan, *, training: bool = False):
     """Outputs in float64 of the network with the removed values set to zero, from `oracles`."""
     model = copy.deepcopy(model)
     for path, module in list(model.named_modules()):
@@ -74,7 +75,7 @@ def zeroed(model: Network, inputs: tuple[Tensor, ...], plan: ck.prune.Plan):
         if isinstance(module, RMS) and gone:
             model.get_submodule(path.rpartition(".")[0]).register_module(path.rpartition(".")[2], MaskedRMS(module, list(gone)))
     renamed = {_renamed(model, name): dims for name, dims in plan.remove.items()}
-    return oracles.zeroed_forward(model, inputs, renamed)
+    return oracles.zeroed_forward(model, inputs, renamed, training=training)
 
 
 def _renamed(model: nn.Module, name: str) -> str:
@@ -84,7 +85,12 @@ def _renamed(model: nn.Module, name: str) -> str:
 
 
 def prune(spec: Spec, macs: float = 0.8) -> str:
-    """A plan changes nothing; applied, it equals the network with the removed values at zero, and trains."""
+    """A plan changes nothing; applied, it equals the network with the removed values at zero, and trains.
+
+    They are equal in eval mode and in train mode, where BatchNorm takes the statistics of the batch and there may be an auxiliary
+    output: in float64, on the example and on another batch of another size. Dropout is off in both, since it draws other values
+    for other widths. Gradients are not compared: one backward pass is run.
+    """
     model, example = build(spec), inputs_of(spec, 4)
     before = state(model)
     try:
@@ -98,9 +104,11 @@ def prune(spec: Spec, macs: float = 0.8) -> str:
     assert ck.count_parameters(smaller) < ck.count_parameters(model)
     exact = ck.prune.apply_(copy.deepcopy(model).double(), plan)
     for inputs in (example, inputs_of(spec, 7, 1)):
-        with torch.no_grad():
-            got = exact(*(v.double() if v.is_floating_point() else v for v in inputs))
-        assert_same(got, zeroed(model, inputs, plan), 1e-9)
+        doubles = tuple(v.double() if v.is_floating_point() else v for v in inputs)
+        for training, tolerance in ((False, 1e-9), (True, TRAINING_TOLERANCE)):
+            with torch.no_grad():
+                got = oracles.without_dropout(exact).train(training)(*doubles)
+            assert_same(got, zeroed(model, inputs, plan, training=training), tolerance)
     runs_in_train_mode(smaller, example)
     if spec.inputs == "optional":
         smaller(*inputs_of(spec, 7, optional=True))

@@ -42,7 +42,9 @@ _BY_TEXT = (torch.dtype, torch.device, torch.layout, torch.memory_format, comple
 _NO_VALUE = (type(threading.Lock()), type(threading.RLock()), logging.Logger)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_ENDS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl", "_graph", "meta"})
+_OF_MODULES = frozenset(
+    {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl", "_graph", "meta", "compresskit_training_mode"}
+)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Teacher(nn.Module):
     Args:
         models: trained models, in eval mode; a model in train mode is most likely not trained yet, and refused.
         dtype: floating dtype in which they run, such as torch.bfloat16. They are cast once, here; BatchNorm keeps its own dtype.
+            None leaves them as they are; the inputs of a model that is all bf16 or fp16 are cast to that.
         compiled: run them through torch.compile; the modules of such a teacher cannot be tapped.
         inputs: `(the student's inputs) -> the teacher's inputs`, a tuple or a dict, for a teacher with another input
             resolution or another tokenizer.
@@ -95,13 +96,12 @@ class Teacher(nn.Module):
             for module in self.members.modules():
                 if not isinstance(module, nn.modules.batchnorm._NormBase):
                     _cast_(module, dtype)
+        self._input_dtypes = [dtype or _half_dtype(member) for member in self.members]
         # In a list: a compiled module registers the members too, and they must not be submodules twice.
         self._compiled = [torch.compile(member) for member in self.members] if compiled else []
 
     def train(self, mode: bool = True) -> Teacher:
-        """Raise `ModelError` for train mode: a teacher's running statistics must not change."""
-        if mode:
-            raise ModelError("Teacher.train(): a teacher stays in eval mode; train the model that it was made of")
+        """Stay in eval mode whatever `mode` says, so that `outer.train()` of a module that holds a teacher leaves it as it is."""
         return self
 
     @property
@@ -111,15 +111,13 @@ class Teacher(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the one model returns, or a list of what each of several returns."""
-        args, kwargs = self._cast(args), self._cast(kwargs)
-        outputs = [run(*args, **kwargs) for run in self._compiled or self.members]
+        inputs = {dtype: (_floats_to(dtype, args), _floats_to(dtype, kwargs)) for dtype in set(self._input_dtypes)}
+        outputs = []
+        members: Sequence[Callable[..., Any]] = self._compiled or list(self.members)
+        for run, dtype in zip(members, self._input_dtypes, strict=True):
+            cast_args, cast_kwargs = inputs[dtype]
+            outputs.append(run(*cast_args, **cast_kwargs))
         return outputs[0] if len(outputs) == 1 else outputs
-
-    def _cast(self, value: Any) -> Any:
-        def cast(leaf: Any) -> Any:
-            return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-        return value if self.dtype is None else pytree.tree_map(cast, value)
 
     def predictions(self, inputs: Inputs, task: Task) -> Tensor:
         """Return fp32 logits (N, C, ...), without gradients."""
@@ -151,6 +149,20 @@ class Teacher(nn.Module):
             return self.predictions(inputs, task), {}
         with tapped(self.tappable, taps) as features:
             return self.predictions(inputs, task), features
+
+
+def _half_dtype(model: nn.Module) -> torch.dtype | None:
+    """The half dtype of all floating parameters of a model but those of its BatchNorms; None where there is no such one."""
+    modules = [module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._NormBase)]
+    dtypes = {p.dtype for module in modules for p in module.parameters(recurse=False) if p.is_floating_point()}
+    return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16} else None
+
+
+def _floats_to(dtype: torch.dtype | None, value: Any) -> Any:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return value if dtype is None else pytree.tree_map(cast, value)
 
 
 def _cast_(module: nn.Module, dtype: torch.dtype) -> None:

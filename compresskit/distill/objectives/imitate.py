@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.objective import Losses, Objective
+from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.packing import Resumable
 from compresskit.base.task import Task, call
 from compresskit.distill.data.cache import Cached
@@ -91,8 +91,7 @@ class Imitate(Objective):
 
     def _check_classes(self, wanted: Tensor, got: Tensor) -> None:
         """Raise `ModelError` unless teacher and student predict the same classes, two or more for soft targets."""
-        assert self.source is not None, "bind first"
-        student, teacher = type(self.student).__name__, self.source.label
+        student, teacher = type(self.student).__name__, bound(self.source, self).label
         if self.classes is not None and (least := min(wanted.shape[1], got.shape[1])) < self.classes:
             raise ModelError(
                 f"imitate(classes={self.classes}): {student} predicts {got.shape[1]} classes and the teacher {teacher}"
@@ -138,10 +137,9 @@ class Imitate(Objective):
 
     def _run_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The student's predictions and features; `model` may be the student under a precision policy."""
-        assert self.task is not None, "bind first"
-        assert self.student is not None, "bind first"
-        with tapped(self.student, [tap for term in self.bound_terms for tap in term.student]) as features:
-            return self.task.predict(call(model, inputs)), features
+        task, student = bound(self.task, self), bound(self.student, self)
+        with tapped(student, [tap for term in self.bound_terms for tap in term.student]) as features:
+            return task.predict(call(model, inputs)), features
 
     def _teacher_taps(self) -> list[str]:
         return [tap for term in self.bound_terms for tap in term.teacher]
@@ -162,9 +160,7 @@ class Imitate(Objective):
         return bool(self.task_weight) or any(takes_argument(term.loss, "target") for term in self.bound_terms)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task, source = self.task, self.source
-        assert task is not None, "bind first"
-        assert source is not None, "bind first"
+        task, source = bound(self.task, self), bound(self.source, self)
         inputs, target = task.split(batch) if self._reads_target() else (task.inputs(batch), None)
         if self.mixup:
             inputs = mixup(inputs, alpha=self.mixup)
@@ -174,7 +170,10 @@ class Imitate(Objective):
         losses: Losses = {}
         if outputs is not None:
             student, teacher = (self._first_classes(predictions), features), (self._first_classes(outputs[0]), outputs[1])
-            arguments = {"target": lambda term: target, "index": lambda term: sample_indices(batch, term)}
+            arguments = {
+                "target": lambda term: task.with_standard_ignored(target),
+                "index": lambda term: sample_indices(batch, term),
+            }
             losses |= compute_terms(self.bound_terms, self.adapters, student, teacher, self.done.value, **arguments)
         if self.task_weight:
             losses["task"] = self.task_weight * supervised_loss(task, predictions, target)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.objective import Losses, Objective
+from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.task import Inputs, Task, call
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
@@ -55,8 +55,7 @@ class Mutual(Objective):
             drop_adapters_(self.student)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task = self.task
-        assert task is not None, "bind first"
+        task = bound(self.task, self)
         inputs, target = task.split(batch)
         predictions = [task.predict(call(model, inputs)), *(_peer_predictions(peer, inputs, task) for peer in self.peers)]
         losses: Losses = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.base.objective import Losses, Objective
+from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.randomness import fork_rng_state
 from compresskit.base.task import Inputs, Task, call, to_device
 from compresskit.distill.losses.logits import hard_targets
@@ -83,13 +83,11 @@ class PseudoLabel(Objective):
 
     def resume_state(self) -> dict[str, Any]:
         """Return the position in the unlabelled data."""
-        assert self.batches is not None, "bind first"
-        return self.batches.resume_state()
+        return bound(self.batches, self).resume_state()
 
     def resume_from_(self, state: Mapping[str, Any]) -> None:
         """Continue from what `resume_state` returned."""
-        assert self.batches is not None, "bind first"
-        self.batches.resume_from_(state)
+        bound(self.batches, self).resume_from_(state)
 
     def _inputs(self, batch: Any, task: Task) -> Inputs:
         if not isinstance(batch, Tensor | tuple | list | dict):
@@ -100,12 +98,9 @@ class PseudoLabel(Objective):
         return to_device(inputs, task.device)  # type: ignore[no-any-return]
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task, source = self.task, self.source
-        assert task is not None, "bind first"
-        assert source is not None, "bind first"
-        assert self.batches is not None, "bind first"
+        task, source = bound(self.task, self), bound(self.source, self)
         losses: Losses = {}
-        inputs = self._inputs(next(self.batches), task)
+        inputs = self._inputs(next(bound(self.batches, self)), task)
         teacher, _ = source.outputs(model, None, inputs, task, ())
         losses["pseudo"] = self.weight * self.loss(task.predict(call(model, inputs)), teacher)
         if self.task_weight:

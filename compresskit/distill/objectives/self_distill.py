@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.objective import Losses, Objective
+from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.task import Task, call
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
@@ -84,11 +84,9 @@ class SelfDistill(Objective):
             drop_adapters_(self.student)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        task = self.task
-        assert task is not None, "bind first"
-        assert self.student is not None, "bind first"
+        task = bound(self.task, self)
         inputs, target = task.split(batch)
-        with tapped(self.student, self.taps) as features:
+        with tapped(bound(self.student, self), self.taps) as features:
             deepest = task.predict(call(model, inputs))
         losses: Losses = {"task": supervised_loss(task, deepest, target)}
         for tap, head in self.heads.items():

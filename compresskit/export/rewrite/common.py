@@ -4,6 +4,8 @@
     move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q directly follows the operator it belongs to
     DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
     DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
+    PRelu with one slope                   -> LeakyRelu, for which runtimes have an integer kernel
+    PRelu with a slope for each channel, all at most 1   -> Max(x, slope * x): the same values, a fifth of the time
     names of the exporter, metadata        -> dropped
 
 A *move* is an operator that only moves values (Reshape, Transpose, Slice, Pad, Concat, MaxPool, ...). Rounding commutes with it,
@@ -19,7 +21,7 @@ import onnx_ir as ir
 
 DATA_MOVEMENT = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Slice Split Expand Tile Gather Identity MaxPool Pad Concat DepthToSpace"
-    " SpaceToDepth".split()
+    " SpaceToDepth Resize".split()
 )
 
 
@@ -29,6 +31,9 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
     for node in list(model.graph) if integers else ():
         if node.op_type == "ReduceMean":
             _global_average_pool(model.graph, node)
+    for node in list(model.graph):
+        if node.op_type == "PRelu":
+            _write_slopes(model.graph, node)
     for node in list(model.graph):
         if node.op_type == "QuantizeLinear":
             _hoist_quantize(model.graph, node)
@@ -75,6 +80,20 @@ def _global_average_pool(graph: ir.Graph, node: ir.Node) -> None:
     replace(graph, node, [pool, flat], flat.outputs[0])
 
 
+def _write_slopes(graph: ir.Graph, node: ir.Node) -> None:
+    x, slopes = node.inputs[0], constant(node.inputs[1])
+    if x is None or slopes is None or slopes.dtype not in (np.float32, np.float16):
+        return
+    if slopes.size == 1:
+        leaky = ir.Node("", "LeakyRelu", [x], {"alpha": ir.AttrFloat32("alpha", float(slopes.reshape(())))}, name=node.name)
+        replace(graph, node, [leaky], leaky.outputs[0])
+    elif (slopes <= 1).all():
+        scaled = ir.Node("", "Mul", [x, node.inputs[1]])
+        scaled.outputs[0].shape, scaled.outputs[0].type = x.shape, x.type
+        larger = ir.Node("", "Max", [x, scaled.outputs[0]], name=node.name)
+        replace(graph, node, [scaled, larger], larger.outputs[0])
+
+
 def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:
     """`move(x) -> Q` to `Q(x) -> move` while the moved value has no other reader."""
     while True:
@@ -115,6 +134,8 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
         return
     others = list(move.inputs[count:])
     if move.op_type == "Pad" and not _pad_with(graph, move, others, zero_point):
+        return
+    if move.op_type == "Resize" and move.attributes.get_string("mode", "nearest") != "nearest":
         return
     integers = [s.inputs[0] for s in sources if s is not None]
     early = ir.Node("", move.op_type, [*integers, *others], move.attributes, num_outputs=len(move.outputs), name=move.name)

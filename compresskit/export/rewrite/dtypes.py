@@ -6,14 +6,17 @@ does not run cannot be verified: a bf16 model is written with its weights stored
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.errors import ExportError
 from compresskit.base.task import Inputs
-from compresskit.graph.surgery import copy_model
+from compresskit.export.files import LIMIT
+from compresskit.graph.surgery import copy_model, not_fp32
 
 
 def least_precise_dtype(model: nn.Module) -> torch.dtype:
@@ -32,6 +35,34 @@ def widen_to_fp32(model: nn.Module, example: Inputs) -> tuple[nn.Module, Inputs]
 
     wider: Inputs = pytree.tree_map(wide, example)
     return copy_model(model).float(), wider
+
+
+def check_kernels(file: Any, model: nn.Module) -> None:
+    """Raise ExportError where an onnx-ir model computes in float64 or bf16, for which ONNX Runtime has few kernels.
+
+    model: that the file was made of, for the message.
+    """
+    import onnx_ir as ir  # heavy, and only exporting needs it
+
+    rare = (ir.DataType.DOUBLE, ir.DataType.BFLOAT16)
+    values = [value for node in file.graph.all_nodes() for value in node.outputs if value.dtype in rare]
+    stored = sum(value.const_value.nbytes for value in file.graph.initializers.values() if value.const_value is not None)
+    if not values or stored > LIMIT:  # larger than what can be loaded from memory
+        return
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        onnxruntime.InferenceSession(ir.to_proto(file).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        found = re.search(r"implementation for (\w+)|operator \((\w+)\)", str(error))
+        lacks = f"ONNX Runtime has no {next(filter(None, found.groups()))} in {values[0].dtype}" if found else str(error)
+        other = not_fp32(model)
+        wanted = f"wanted fp32 weights, but {other}" if other else "wanted fp32 in forward, which casts, or uses torch.autocast"
+        advice = "export model.float()" if other else "take the cast or the autocast out of forward"
+        raise ExportError(f"{type(model).__name__}: {wanted}, and {lacks}; {advice}") from error
 
 
 def store_bf16_(file: Any) -> None:

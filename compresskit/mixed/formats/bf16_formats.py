@@ -13,6 +13,7 @@ All functions are elementwise and work for any shape, so that they can be part o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +28,28 @@ def to_fp32(half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | No
     if remainder is None:
         return half.float()
     return join(half, remainder) if bf16_format == "split" else half.float() + remainder.float()
+
+
+def fill_fp32_(
+    masters: Sequence[Tensor], halves: Sequence[Tensor], remainders: Sequence[Tensor | None], bf16_format: Bf16Format | None
+) -> None:
+    """Fill fp32 tensors with what `to_fp32` gives for half weights and their remainders, without copies on the way."""
+    for master, half, remainder in zip(masters, halves, remainders, strict=True):
+        if bf16_format == "split" and remainder is not None:
+            master.view(torch.int32).copy_(half.view(torch.int16)).mul_(65536).add_(remainder)
+        else:
+            master.copy_(half)
+            if remainder is not None:
+                master.add_(remainder)
+    if bf16_format != "split" or ({master.device.type for master in masters} == {"cpu"} and _all_finite(masters)):
+        return
+    for master, half in zip(masters, halves, strict=True):
+        master.copy_(torch.where(master == master, master, half.float()))  # as in `join`
+
+
+def _all_finite(values: Sequence[Tensor]) -> bool:
+    """Whether no value is inf or nan, by one sum for each tensor on the CPU; False also where a sum overflows."""
+    return math.isfinite(torch.stack([value.sum() for value in values]).sum().item())
 
 
 def from_fp32(

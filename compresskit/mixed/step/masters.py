@@ -50,6 +50,7 @@ class MasterWeights:
         self.model, self.optimizer, self.policy = model, optimizer, policy
         self.names: dict[nn.Parameter, str] = {}
         self.optimized: dict[nn.Parameter, str] = {}  # the parameters that the optimizer has, in the model's order
+        self.owners: list[tuple[str, HalfWeight | None, nn.Parameter]] = []  # the same, ready for the loops of a step
         self.halves: list[HalfWeight] = []
         self.half_parameters: list[nn.Parameter] = []
         self.half_buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -61,6 +62,7 @@ class MasterWeights:
         self.step_gradients: list[tuple[str, Tensor]] = []  # of this step, by parameter name
         self.watch = WeightWatch()
         self.master_versions: list[int] = []  # of the masters that were in step with their half weights
+        self.compared = False  # whether the half weights of this step were compared, and nobody may have written since
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
         if policy.param_dtype is not None:
             _check_no_hidden_parameters(optimizer, {parameter: name for name, parameter in model.named_parameters()})
@@ -77,9 +79,9 @@ class MasterWeights:
             kept = kept_fp32(self.model, self.policy)
             self.handles += add_cast_hooks_(self.model, self.policy, self.hooked)
             self._cast_model(self.policy.param_dtype, kept)
-        places = [(m, leaf, p) for m in self.model.modules() for leaf, p in m.named_parameters(recurse=False)]
+        places = [(m._parameters, leaf, p) for m in self.model.modules() for leaf, p in m.named_parameters(recurse=False)]
         halves = {half.parameter for half in self.halves}
-        self.places = [(module, leaf, p) for module, leaf, p in places if p in halves]
+        self.places = [(parameters, leaf, p) for parameters, leaf, p in places if p in halves]
         self.record_()
 
     def forget_removed_(self, *, flat: bool) -> list[str]:
@@ -105,6 +107,8 @@ class MasterWeights:
         """Note that the optimizer has these parameters too."""
         optimized = {*self.optimized, *parameters}
         self.optimized = {p: name for p, name in self.names.items() if p in optimized}
+        halves = {half.parameter: half for half in self.halves}
+        self.owners = [(name, halves.get(p), p) for p, name in self.optimized.items()]
 
     def _cast_model(self, dtype: torch.dtype, kept: set[Any]) -> None:
         # Masters and remainders are taken before the cast, so that nothing is lost; buffers are cast too.
@@ -156,11 +160,13 @@ class MasterWeights:
         """
         for parameter, total in accumulated.items():
             parameter.grad = total if self.fp32_gradients else total.to(parameter.dtype)
-        for half in self.halves:
-            grad = accumulated.get(half.parameter, half.parameter.grad)
-            half.master.grad = None if grad is None else grad.float()
-        grads = {half.parameter: half.master.grad for half in self.halves}
-        self.step_gradients = [(name, g) for p, name in self.optimized.items() if (g := grads.get(p, p.grad)) is not None]
+        self.step_gradients = []
+        for name, half, parameter in self.owners:
+            grad = accumulated.get(parameter, parameter.grad) if accumulated else parameter.grad
+            if half is not None:
+                grad = half.master.grad = grad if grad is None or grad.dtype is torch.float32 else grad.float()
+            if grad is not None:
+                self.step_gradients.append((name, grad))
 
     def raw_gradients(self, accumulated: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Gradients by parameter, half or fp32 as they are, for a step that casts them itself."""
@@ -198,10 +204,14 @@ class MasterWeights:
         """Allocate and fill masters that exist only around the step; the optimizer may step after it."""
         if self.masters_in_memory:
             return
-        values = [self.fp32_value(half) for half in self.halves]
-        for half, value in zip(self.halves, values, strict=True):
-            half.master.untyped_storage().resize_(value.numel() * 4)
-            half.master.copy_(value)
+        for half in self.halves:
+            half.master.untyped_storage().resize_(half.master.numel() * 4)
+        bf16_formats.fill_fp32_(
+            [half.master for half in self.halves],
+            [half.parameter.data for half in self.halves],
+            [half.remainder for half in self.halves],
+            self.policy.bf16_format,
+        )
         self.masters_in_memory = True
 
     def write_back(self, *, count: bool = True) -> None:
@@ -214,7 +224,7 @@ class MasterWeights:
         if bf16_format is None:
             if self.halves:
                 torch._foreach_copy_([half.parameter.data for half in self.halves], [half.master for half in self.halves])
-                self.record_()
+                self.record_(written=not self.compared)
             return
         for half in self.halves:
             data = half.parameter.data
@@ -226,7 +236,7 @@ class MasterWeights:
                 half.remainder.copy_(remainder)  # in place, as a CUDA graph reads from this memory
             half.master.untyped_storage().resize_(0)
         self.masters_in_memory = False
-        self.record_()
+        self.record_(written=not self.compared)
 
     def broadcast_(self, group: Any) -> None:
         """Give all ranks what rank 0 has beside its half weights, as DistributedDataParallel does with the weights themselves."""
@@ -237,9 +247,16 @@ class MasterWeights:
                 broadcast_from_zero_(values, group)
         self.record_()
 
-    def record_(self) -> None:
-        """Note that half weights and masters are in step; what is written into the weights from here on is the user's."""
-        self.watch.record([half.parameter for half in self.halves])
+    def record_(self, *, written: bool = True) -> None:
+        """Note that half weights and masters are in step; what is written into the weights from here on is the user's.
+
+        written: False where nobody but `write_back` can have written since `adopt_writes_`.
+        """
+        self.compared = False
+        if written:
+            self.watch.record([half.parameter for half in self.halves])
+        else:
+            self.watch.record_values()
         self.master_versions = [half.master._version for half in self.halves]
 
     @torch.no_grad()
@@ -251,8 +268,13 @@ class MasterWeights:
         Raises:
             TrainingError: for a policy whose remainders belong to the weight that was, and for weights that were replaced.
         """
+        if not self.halves:
+            return
         self._check_not_replaced()
         changed = set(self.watch.changed([half.parameter for half in self.halves]))
+        self.compared = not changed
+        if not changed and not compare:
+            return
         if changed and self.policy.bf16_format in ("split", "kahan"):
             name = next(half.name for half in self.halves if half.parameter in changed)
             raise TrainingError(
@@ -272,11 +294,12 @@ class MasterWeights:
             self.record_()
 
     def _check_not_replaced(self) -> None:
-        if all(module._parameters.get(leaf) is parameter for module, leaf, parameter in self.places):
+        moved = [parameter for parameters, leaf, parameter in self.places if parameters.get(leaf) is not parameter]
+        if not moved:
             return
         present = set(self.model.parameters())
-        for module, leaf, parameter in self.places:
-            if module._parameters.get(leaf) is not parameter and parameter not in present:
+        for parameter in moved:
+            if parameter not in present:
                 raise TrainingError(
                     f"{self.names[parameter]}: another parameter was put in its place after prepare"
                     " (load_state_dict(assign=True), or an assignment), and the optimizer does not have it; write into the weight"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from compresskit.mixed.step.scaler import check_, stored_values, total_norm
 
 
-@runtime_checkable
 class AmpScalingOptimizer(Protocol):
     """An optimizer that may take `grad_scale` and `found_inf`, as torch's `GradScaler` recognises it."""
 
@@ -24,9 +23,11 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     SGD with dampening is left out: it must not get the momentum buffers of `zero_momentum_`, as its first step takes the whole
     gradient.
     """
-    if not (isinstance(optimizer, AmpScalingOptimizer) and optimizer._step_supports_amp_scaling):
+    try:  # isinstance of a protocol takes longer than a small optimizer's step
+        supported = cast(AmpScalingOptimizer, optimizer)._step_supports_amp_scaling
+    except AttributeError:
         return False
-    return not any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
+    return supported and not any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
 
 
 def zero_momentum_(optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 #: Values of each weight that are compared on the CPU, as a write through `.data` leaves torch's version counter alone.
-SAMPLES = 64
+COMPARED_VALUES = 64
 
 
 class WeightWatch:
@@ -19,30 +19,37 @@ class WeightWatch:
     """
 
     def __init__(self) -> None:
-        self._marks: list[tuple[int, int]] = []
+        self._versions: list[int] = []
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
         self._sample: Tensor | None = None
 
     def record(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember the weights as they are now."""
-        self._marks = [(p._version, p.data_ptr()) for p in parameters]
-        addresses = [address for _, address in self._marks]
+        self._versions = [p._version for p in parameters]
+        addresses = [p.data_ptr() for p in parameters]
         if addresses != self._addresses:
             self._addresses, self._views = addresses, [_sampled(p) for p in parameters if _is_sampled(p)]
+        self.record_values()
+
+    def record_values(self) -> None:
+        """Remember new values of the weights, written through `.data` into the memory where they were."""
         self._sample = torch.cat(self._views) if self._views else None
 
     def changed(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that were written into since `record` was called with the same ones."""
-        marks = [(p._version, p.data_ptr()) for p in parameters]
-        moved = marks != self._marks
-        if self._sample is None or (not moved and torch.equal(torch.cat(self._views), self._sample)):
+        versions, addresses = [p._version for p in parameters], [p.data_ptr() for p in parameters]
+        same = self._sample is None or torch.equal(torch.cat(self._views), self._sample)
+        if same and versions == self._versions and addresses == self._addresses:
+            return []
+        if self._sample is None or same:
             differ = set()
         else:
             parts = self._sample.split([view.numel() for view in self._views])
             here = [p for p in parameters if _is_sampled(p)]
             differ = {p for p, view, part in zip(here, self._views, parts, strict=False) if not torch.equal(view, part)}
-        return [p for p, now, before in zip(parameters, marks, self._marks, strict=True) if now != before or p in differ]
+        marks, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
+        return [p for p, now, then in zip(parameters, marks, before, strict=True) if now != then or p in differ]
 
 
 def _is_sampled(parameter: nn.Parameter) -> bool:
@@ -52,5 +59,5 @@ def _is_sampled(parameter: nn.Parameter) -> bool:
 def _sampled(parameter: nn.Parameter) -> Tensor:
     """A view of values across the whole parameter, as whole numbers, so that nan equals itself."""
     data = parameter.data
-    count = min(data.numel(), SAMPLES)
+    count = min(data.numel(), COMPARED_VALUES)
     return data.as_strided((count,), (data.numel() // count,)).view(torch.int16)

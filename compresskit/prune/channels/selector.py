@@ -18,6 +18,7 @@ from compresskit.prune.structure.plan import Plan, PlanLine
 
 SLACK = 0.02  # fraction of the resource by which a plan may fall below its budget for the sake of aligned widths
 MOST_CANDIDATES = 6  # candidates that are exported for a measured budget
+MOST_REASONS = 6  # that a refusal lists
 CLOSE_ENOUGH = 0.02  # a candidate that is this little below a measured budget ends the search
 
 
@@ -158,7 +159,10 @@ class ChannelSelector:
         return f"{type(self.model).__name__}: wanted {self.budget.kept:.1%} of the {self.measured or self.unit}"
 
     def _reasons(self) -> str:
-        locks = "; ".join(f"{count} channels: {reason}" for reason, count in list(self.analysis.locked.items())[:6])
+        reasons = list(self.analysis.locked_by_macs().items())
+        locks = "; ".join(f"{count} channels: {reason}" for reason, count in reasons[:MOST_REASONS])
+        if len(reasons) > MOST_REASONS:
+            locks += f"; {len(reasons) - MOST_REASONS} more reasons, which hold fewer MACs"
         limits = f"; every group keeps at least {self.limits.minimum}" if self.limits.minimum > 1 else ""
         return f"; locked: {locks or 'none'}{limits}"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.objective import Losses, LossFunction, Objective, as_objective
+from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
 from compresskit.base.task import Task
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.prune.channels.plan_channels import analyze_channels
@@ -67,8 +67,8 @@ class GroupLasso(Wrapper):
         )
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        assert self.model is not None, "bind first"
-        penalty = torch.stack([_norms(group, self.model).sum() for group in self.groups]).sum()
+        model_in_training = bound(self.model, self)
+        penalty = torch.stack([_norms(group, model_in_training).sum() for group in self.groups]).sum()
         return {**self.objective(model, batch), "group_lasso": self.strength * penalty}
 
 
@@ -141,12 +141,12 @@ class GReg(Wrapper):
             self.objective.resume_from_(state["inside"])
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
-        assert self.model is not None, "bind first"
+        whole = bound(self.model, self)
         self.calls += 1
         squares = [
             tensor.float().index_select(dim, torch.tensor(removed, device=tensor.device)).square().sum()
             for name, dims in self.plan.remove.items()
-            if isinstance(tensor := get_tensor(self.model, name), nn.Parameter) and tensor.ndim > 1
+            if isinstance(tensor := get_tensor(whole, name), nn.Parameter) and tensor.ndim > 1
             for dim, removed in dims.items()
         ]
         penalty = torch.stack(squares).sum() if squares else torch.zeros(())

@@ -139,6 +139,17 @@ class ChannelAnalysis:
         """Prefix of tensor names in the user's model: "", or the path of the traced part with a dot."""
         return self.propagation.trace.name_prefix
 
+    def locked_by_macs(self) -> dict[str, int]:
+        """`locked`, the reasons first whose channels the most MACs are a product of."""
+        sets, held = self.resolved.sets, dict.fromkeys(self.locked, 0.0)
+        for macs, along in self.propagation.costs:
+            for labels in along:
+                roots, counts = torch.unique(sets.roots(labels.reshape(-1)), return_counts=True)
+                for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
+                    if (reason := sets.locks.get(root)) in held:
+                        held[reason] += macs * count / labels.numel()
+        return {reason: self.locked[reason] for reason in sorted(held, key=lambda reason: -held[reason])}
+
 
 def find_groups(
     propagation: ChannelPropagation, model_macs: int, *, ignore: tuple[str, ...] = (), assumptions: Assumptions | None = None
@@ -173,6 +184,7 @@ def find_groups(
     def shape(tensor: str) -> tuple[int, ...]:
         return tuple(get_tensor(propagation.trace.module, tensor).shape)
 
+    parameters = {name for name, _ in propagation.trace.module.named_parameters(remove_duplicate=False)}
     with_channels = {tensor for tensor, _ in resolved.axes}
     for tensor in propagation.unfollowed_weights - with_channels:
         locked[propagation.locked_tensors[tensor]] += shape(tensor)[0]
@@ -181,11 +193,13 @@ def find_groups(
     for roots in alike.values():
         stacked = {key: torch.tensor([indices_of[root][key] for root in roots]) for key in indices_of[roots[0]]}
         shapes = [shape(tensor) for tensor, _, _ in stacked]
+        if not any(len(size) > 1 and tensor in parameters for (tensor, _, _), size in zip(stacked, shapes, strict=True)):
+            continue  # nothing that is learned: a stored table of positions
         group = ChannelGroup(indices=stacked, shapes=shapes, roots=torch.tensor(roots), costs=dict(costs_of[roots[0]]))
         if group.layers and group.size > 1:
             groups.append(group)
         elif group.layers:
-            locked["a layer of one channel, or one whose channels only go together"] += 1
+            locked[_reason_to_stay(group, propagation.trace.name_prefix)] += 1
     return ChannelAnalysis(
         groups=groups,
         locked=dict(locked.most_common()),
@@ -197,6 +211,13 @@ def find_groups(
         resolved=resolved,
         assumptions=assumptions,
     )
+
+
+def _reason_to_stay(group: ChannelGroup, prefix: str) -> str:
+    """Why a group that is one set of channels stays: without it nothing would be left of its layer."""
+    if all(shape[dim] == 1 for (_, dim, _), shape in zip(group.indices, group.shapes, strict=True)):
+        return "a layer of one channel"
+    return f"channels of {prefix}{group.layer} that only go together"
 
 
 def _lock_ignored(propagation: ChannelPropagation, resolved: ResolvedChannels, ignore: tuple[str, ...]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +60,7 @@ class Plan:
         )
         rows = [
             f"  {line.layer}: keep {line.keep} of {line.size}"
-            + (f", with {', '.join(line.dependents)}" if line.dependents else "")
+            + (f", with {', '.join(_shortened(line.dependents))}" if line.dependents else "")
             for line in self.lines
         ]
         kept = [f"  {count} channels stay: {reason}" for reason, count in self.locked.items()]
@@ -202,6 +204,23 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
         module, attribute = owner(model, path)
         if (got := as_plan_value(getattr(module, attribute, None))) != before:
             raise ModelError(f"{path}: the plan was made for {before}, this {type(model).__name__} has {got}; {advice}")
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Three names or more that differ in one number as one, where the first was: `blocks.{0-3}.norm`, `blocks.{0,2,5}.norm`."""
+    alike: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)  # (before, after the number) -> names, numbers
+    for name in names:
+        for number in re.finditer("[0-9]+", name):
+            alike[name[: number.start()], name[number.end() :]].append((name, int(number[0])))
+    short: dict[str, str] = {}
+    for (before, after), members in sorted(alike.items(), key=lambda item: -len(item[1])):
+        free = sorted({(number, name) for name, number in members if name not in short})
+        if len(free) > 2:
+            numbers = [number for number, _ in free]
+            gapless = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            inside = f"{numbers[0]}-{numbers[-1]}" if gapless else ",".join(map(str, numbers))
+            short |= {name: f"{before}{{{inside}}}{after}" for _, name in free}
+    return list(dict.fromkeys(short.get(name, name) for name in names))
 
 
 def _digest(record: Mapping[str, Any]) -> str:

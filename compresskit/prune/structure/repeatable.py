@@ -6,11 +6,13 @@ are all zeros, would make the outputs equal whatever is removed.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -51,8 +53,15 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 def repeatable(model: nn.Module) -> Iterator[None]:
     """Every run in such a block has the same noise, for whatever width, and leaves the buffers as they were."""
     torch.manual_seed(_NOISE_SEED)  # for what `_FixedNoise` does not know
-    with buffers_restored(model), _FixedNoise():
-        yield
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  models draw from the global state
+    random.seed(_NOISE_SEED)
+    np.random.seed(_NOISE_SEED)  # noqa: NPY002  spans that are masked in training
+    try:
+        with buffers_restored(model), _FixedNoise():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
 
 
 class _FixedNoise(TorchDispatchMode):

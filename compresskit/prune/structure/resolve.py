@@ -56,7 +56,7 @@ def resolve_constraints(propagation: ChannelPropagation, assumptions: Assumption
     for split in propagation.splits:
         module = propagation.trace.module.get_submodule(split.path)
         if split.path in assumptions.tied_heads or isinstance(module, nn.MultiheadAttention):
-            _tie_heads(propagation, sets, split)
+            _tie_heads(propagation, assumptions, sets, split)
     for size in propagation.hard_coded_sizes:
         if size.path in assumptions.locked_modules:
             sets.lock(size.labels, f"{size.reason}{assumptions.locked_modules[size.path]}")
@@ -145,7 +145,7 @@ def _join_widths(propagation: ChannelPropagation, sets: ChannelSets, path: str, 
             )
 
 
-def _tie_heads(propagation: ChannelPropagation, sets: ChannelSets, split: AxisSplit) -> None:
+def _tie_heads(propagation: ChannelPropagation, assumptions: Assumptions, sets: ChannelSets, split: AxisSplit) -> None:
     """Join the channels of a module's heads with those of its input: the code computes one width from the other."""
     in_module = [torch.unique(s.labels) for s in propagation.splits if s.path == split.path]
     inside = f"{split.path}." if split.path else ""
@@ -158,4 +158,6 @@ def _tie_heads(propagation: ChannelPropagation, sets: ChannelSets, split: AxisSp
         inputs = layers[0][1]
         if bool(torch.isin(made, split.labels).any()) and len(made) % len(inputs) == 0:
             reason = f"as wide as the input of {split.path or 'the model'}, which stays"
+            if split.path in assumptions.tied_heads and not bool(inputs.any()):  # whose sizes need not be equal: it cannot be cut
+                reason = f"{split.reason}; a copy with narrower parts failed"
             sets.join(inputs[None], made.view(-1, len(inputs)), reason)

@@ -204,6 +204,8 @@ class OperatorRecorder(TorchDispatchMode):
         if func in _LOOK_UPS:
             # The positions are part of the code: a table that is read at fixed positions is followed entry by entry.
             node.meta["indices"] = pytree.tree_map_only(Tensor, torch.clone, list(args[1:]))
+        if func is aten.as_strided.default:
+            node.meta["strides"] = None if args[0].storage_offset() else args[0].stride()
         if len(args) > 1 and isinstance(args[1], Tensor) and args[1].ndim == 0 and func.overloadpacket in _MULTIPLICATIONS:
             node.meta["factor"] = float(args[1])
         if isinstance(result, Tensor):

@@ -55,6 +55,11 @@ class DynamicallyQuantized(Quantized):
         """Version of the ONNX operator set. 23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
         return max(23, self.target.opset) if self.target.tuned else self.target.opset
 
+    @property
+    def prepared_for(self) -> Target:
+        """The target by whose operators its graph was rewritten: products are quantized as they are."""
+        return replace(self.target, operators={})
+
     def check_inputs(self, inputs: Inputs) -> None:
         super().check_inputs(inputs)
         if any(0 in shape for shape in shapes_of(inputs)):

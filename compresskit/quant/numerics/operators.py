@@ -17,7 +17,11 @@ from compresskit.graph.recurrent import OPERATORS
 from compresskit.graph.surgery import get_tensor
 
 CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
+#: Number of dimensions of a convolution's input -> the operator.
+CONV_OF_RANK = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 TRANSPOSED_CONVS = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
+#: Operators that enlarge by repeating values.
+NEAREST = frozenset({aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec})
 #: Matrix products by a constant: operator -> (position of its input, position of its weight, dimension of inputs of the weight).
 PRODUCTS = {
     aten.linear.default: (0, 1, 1),
@@ -59,6 +63,8 @@ OPERATOR_KINDS: dict[Any, str] = {
     aten.mean.dim: "mean",
     aten.sigmoid.default: "sigmoid",
     aten.hardsigmoid.default: "hardsigmoid",
+    aten.leaky_relu.default: "leaky_relu",
+    aten.prelu.default: "leaky_relu",
     aten.batch_norm.default: "batch_norm",
     **dict.fromkeys(
         (
@@ -85,6 +91,7 @@ OPERATOR_KINDS: dict[Any, str] = {
             operator.getitem,
             aten.pixel_shuffle.default,
             aten.channel_shuffle.default,
+            *NEAREST,
         ),
         "move",
     ),

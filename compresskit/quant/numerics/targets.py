@@ -102,6 +102,7 @@ _ONNX_RUNTIME = {
     "mean": Support(follow=True),
     "sigmoid": Support(follow=True),
     "hardsigmoid": Support(output=False, follow=True),
+    "leaky_relu": Support(follow=True),
 }
 
 #: ONNX Runtime on x86 with VNNI.

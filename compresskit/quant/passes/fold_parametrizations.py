@@ -6,16 +6,19 @@ In eval mode such a weight is the same for every input, so the file stores its v
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import module_path, parameter_name
-from compresskit.graph.interpreter import run_graph
+from compresskit.graph.interpreter import ValueOf, execute, run_graph
+from compresskit.graph.masks import MASK_PREFIX, masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.reserved_names import RESERVED
+from compresskit.graph.stored_products import TRANSPOSES
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import CONVS, TRANSPOSED_CONVS
+from compresskit.quant.numerics.operators import CONVS, LAYOUT_OPERATORS, TRANSPOSED_CONVS
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
 
 
@@ -39,6 +42,7 @@ def fold_parametrizations_(module: fx.GraphModule) -> int:
                 owner = module.get_submodule(name.rpartition(".")[0])
                 setattr(owner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=trains))
                 new = module.graph.get_attr(name)
+            _move_mask(module, node, name)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             count += 1
@@ -61,6 +65,24 @@ def _sources(node: Node | None) -> list[Node] | None:
             pending += [read] if read not in visited else []
             visited.add(read)
     return [n for n in visited if n.op == "get_attr"] or None
+
+
+def _move_mask(module: fx.GraphModule, node: Node, name: str) -> None:
+    """Give the tensor `name`, the value of `node`, the mask of the parameter that it is a rearrangement of, if it is one."""
+    source = node
+    while source.op == "call_function" and source.target in LAYOUT_OPERATORS | TRANSPOSES:
+        source = source.args[0]
+    stored, masks = parameter_name(source), masks_of(module)
+    if masks is None or stored is None or stored not in masks.masks:
+        return
+    mask = masks.masks[stored]
+
+    def compute(current: Node, value_of: ValueOf) -> Any:
+        return mask if current is source else execute(module, current, value_of)
+
+    owner, _, leaf = name.rpartition(".")
+    moved = run_graph(module, (), until=node, compute=compute).contiguous()
+    module.get_submodule(owner).register_buffer(f"{MASK_PREFIX}{leaf}", moved, persistent=False)
 
 
 def _evaluate(module: fx.GraphModule, node: Node) -> Tensor:

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
-from compresskit.graph.normalize import Node
+from compresskit.graph.normalize import Node, aten
+from compresskit.graph.stored_products import why_no_linear
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
@@ -185,7 +186,7 @@ class _Placer:
         if kind == "unknown":
             return f"no rule for {node.target}"
         if kind not in self.target.operators:
-            return f"{self.target.name} runs no {kind} in integers"
+            return why_no_linear(node) or f"{self.target.name} runs no {kind} in integers"
         operands = self._operands(node, kind)
         if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
             return "its weight is computed during the forward pass"
@@ -194,6 +195,8 @@ class _Placer:
                 return "one of its operands is a constant"
             if node.kwargs.get("alpha", 1) != 1:
                 return "it scales an operand (alpha)"
+        if node.target is aten.prelu.default and node.args[1].meta["val"].numel() > 1:
+            return "its slopes differ between channels"
         if kind == "mean" and not is_global(node):
             return "it does not average over all spatial positions"
         if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):

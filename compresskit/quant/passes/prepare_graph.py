@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
+from torch import fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
+from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name, source_line
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.quantized import quantized_parts
-from compresskit.graph.surgery import copy_model, structure
+from compresskit.graph.stored_products import rewrite_stored_products_
+from compresskit.graph.surgery import copy_model, not_fp32, structure
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
@@ -59,20 +59,33 @@ def prepare_graph(
 
     The model itself is not changed. Masks are carried over to the graph.
 
-    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers.
+    Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
     Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32.
     """
     if parts := list(quantized_parts(model)):
         where = f"its part {parts[0]!r}" if parts[0] else "this model"
         raise ModelError(f"{where} is quantized already; quantize the float model it came from")
-    if half := [f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
-        raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {half[0]}; quantize model.float()")
+    if other := not_fp32(model):
+        raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {other}; quantize model.float()")
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
     captured = capture(copy_model(model), example, dynamic=dynamic)
+    _refuse_autocast(type(model).__name__, captured.module.graph)
     names = {name for node in captured.module.graph.nodes if (name := parameter_name(node)) is not None}
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
+    rewrite_stored_products_(captured.module, transpose="linear" in target.operators)
     fold_parametrizations_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)
-    return captured, origin, folds
+    left = set(captured.module.graph.nodes)
+    return captured, origin, [fold for fold in folds if fold.layer in left]
+
+
+def _refuse_autocast(model: str, graph: fx.Graph) -> None:
+    """Raise ModelError where a part of a captured graph runs under `torch.autocast`."""
+    for node, dtype in autocasts(graph):
+        raise ModelError(
+            f"{model}: wanted fp32 in forward, but {module_path(node) or 'the model itself'} computes in {dtype} under"
+            f" torch.autocast{source_line(node)}; call the model inside autocast where you train it, instead of autocast inside"
+            " forward"
+        )

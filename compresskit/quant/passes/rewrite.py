@@ -2,31 +2,32 @@
 
 silu(x)                                           -> x * sigmoid(x)
 hardswish(x)                                      -> x * hardsigmoid(x)
+conv_transpose(x)                                 -> a convolution and depth to space, see `transposed_to_conv`
 batch_norm(x) that could not be folded            -> a depthwise 1x1 convolution: one scale and one bias per channel
 conv(x) of patches whose result stays in float    -> a linear layer on the patches, whose result need not be rounded
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx, nn
 
-from compresskit.graph.capture import parameter_name
-from compresskit.graph.masks import reshape_mask_
+from compresskit.graph.capture import insert_call, parameter_name
+from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor, owner
-from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
+from compresskit.quant.numerics.operators import CONV_OF_RANK, OPERATOR_KINDS, is_depthwise
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import drop_unused_
+from compresskit.quant.passes.transposed_to_conv import rewrite_transposed_
 
 _GATED_ACTIVATIONS = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
-_CONV_OF_RANK = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
 
 
 def rewrite_(module: fx.GraphModule, target: Target) -> None:
     """Apply the rewrites that help on the target, in place."""
+    if "conv" in target.operators:
+        rewrite_transposed_(module)
     for node in list(module.graph.nodes):
         gate = _GATED_ACTIVATIONS.get(node.target)
         if gate is not None and _kind_of(gate) in target.operators and "mul" in target.operators:
@@ -101,30 +102,23 @@ def _patches_to_linear(module: fx.GraphModule, node: Node) -> None:
     rows, columns = (s // k for s, k in zip(x.meta["val"].shape[2:], (h, w), strict=True))
     holder, leaf = owner(module, name)
     setattr(holder, leaf, nn.Parameter(values.detach().reshape(out, -1), requires_grad=values.requires_grad))
-    reshape_mask_(module, name, (out, channels * h * w))
+    map_mask_(module, name, lambda mask: mask.reshape(out, -1))
     weight.meta["val"] = x.meta["val"].new_empty(out, channels * h * w)
     if bias is not None:
         bias.meta["val"] = x.meta["val"].new_empty(out)
-    graph = module.graph
-
-    def add(target: Any, *args: Any) -> Node:
-        new = graph.call_function(target, args)
-        new.meta = dict(node.meta)
-        new.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return new
-
-    with graph.inserting_before(node):
-        split = add(aten.reshape.default, x, [-1, channels, rows, h, columns, w])
-        patches = add(aten.permute.default, split, [0, 2, 4, 1, 3, 5])
-        flat = add(aten.reshape.default, patches, [-1, rows, columns, channels * h * w])
-        result = add(aten.permute.default, add(aten.linear.default, flat, weight, bias), [0, 3, 1, 2])
+    with module.graph.inserting_before(node):
+        split = insert_call(node, aten.reshape.default, x, [-1, channels, rows, h, columns, w])
+        patches = insert_call(node, aten.permute.default, split, [0, 2, 4, 1, 3, 5])
+        flat = insert_call(node, aten.reshape.default, patches, [-1, rows, columns, channels * h * w])
+        product = insert_call(node, aten.linear.default, flat, weight, bias)
+        result = insert_call(node, aten.permute.default, product, [0, 3, 1, 2])
     node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    module.graph.erase_node(node)
 
 
 def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
     x, gamma, beta, mean, var = node.args[:5]
-    conv = _CONV_OF_RANK.get(x.meta["val"].ndim)
+    conv = CONV_OF_RANK.get(x.meta["val"].ndim)
     names = [parameter_name(n) for n in (gamma, beta, mean, var)]
     if conv is None or None in names[2:]:
         return

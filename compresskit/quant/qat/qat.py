@@ -8,6 +8,7 @@ follow the batches, too, or are learned (LSQ, Esser et al., 1902.08153).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,10 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
+from compresskit.train.modes import given_modes
 from compresskit.train.train import Train, fit_
+
+log = logging.getLogger(__name__)
 
 
 class QATOptions(CalibratedOptions, total=False):
@@ -147,6 +151,10 @@ class QAT(QATSettings, Train):
         return True
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        if kept := [name for name, training in given_modes(model).items() if not training]:
+            log.warning(
+                "QAT: %s (%d in all), given in eval mode, are trained; QAT(freeze=0) keeps all statistics", kept[0], len(kept)
+            )
         model = model.to(task.device).eval()
         with_reference = task if task.reference is not None else replace(task, reference=frozen_copy(model))
         whole, quantized = _prepare_model(model, calibration_inputs(task, self.samples), self, "QAT")

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.errors import CheckpointError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, Dynamic, parameter_name
+from compresskit.graph.capture import Captured, Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
@@ -27,8 +27,6 @@ from compresskit.quant.weight_only.weight_plan import GraphWeight, WeightPlan, w
 
 #: The target of weight-only models: no operator runs in integers; DequantizeLinear with a block size needs opset 21.
 WEIGHT_ONLY = Target(name="WEIGHTS", operators={}, opset=21)
-
-TRANSPOSES = frozenset({aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default})  # of a matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +79,8 @@ class WeightQuantized(Quantized):
 
 
 def capture_for_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[Captured, Origin]:
-    """Capture a float model as the graph whose weights are rounded; x @ W.T becomes a linear layer in it."""
+    """Capture a float model as the graph whose weights are rounded."""
     captured, origin, _ = prepare_graph(model, example, WEIGHT_ONLY, skip, dynamic)
-    graph = captured.module.graph
-    for node in list(graph.nodes):
-        if node.target not in (aten.matmul.default, aten.mm.default) or not isinstance(node.args[1], fx.Node):
-            continue
-        operand = node.args[1]
-        weight = operand.args[0] if operand.target in TRANSPOSES else None
-        name = parameter_name(weight)
-        if name is not None and get_tensor(captured.module, name).ndim == 2:
-            node.target, node.args = aten.linear.default, (node.args[0], weight)
-    graph.eliminate_dead_code()
-    captured.module.recompile()
     return captured, origin
 
 

@@ -24,12 +24,31 @@ def test_a_teacher_is_frozen_and_stays_in_eval_mode() -> None:
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m.training for m in teacher.modules())
     assert not any(p.requires_grad for p in teacher.parameters())
-    with pytest.raises(ModelError, match=r"Teacher.train\(\): a teacher stays in eval mode"):
-        teacher.train()
+    outer = nn.Sequential(teacher, nn.Dropout())
+    outer.train()
+    assert outer.training
+    assert outer[1].training
+    assert not any(m.training for m in teacher.modules())
     assert teacher.eval() is teacher
     ck.Distill(epochs=1, teacher=teacher)(build(networks.Chain), images_task(ck))
     assert all(torch.equal(v, before[k.removeprefix("members.0.")]) for k, v in teacher.state_dict().items())
     torch.testing.assert_close(teacher(torch.ones(2, 3, 16, 16)), model.eval()(torch.ones(2, 3, 16, 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_model_is_a_teacher_as_it_is(dtype: torch.dtype) -> None:
+    task = images_task(ck)
+    half, other = build(networks.Residual).to(dtype).eval(), build(networks.Chain).eval()
+    with torch.no_grad():
+        wanted = half(task.val[0][0].to(dtype)).float()
+    torch.testing.assert_close(Teacher(half).predictions((task.val[0][0],), task), wanted, rtol=0, atol=0)
+    both = Teacher(half, other).predictions((task.val[0][0],), task).exp()  # each gets its own dtype
+    with torch.no_grad():
+        mean = (wanted.softmax(1) + other(task.val[0][0]).softmax(1)) / 2
+    torch.testing.assert_close(both, mean)
+    student = build(networks.Chain)
+    losses = ck.imitate(half).bind(student, task)(student, task.val[0])
+    torch.testing.assert_close(losses["imitate"], 0.9 * kd.losses.soft_targets(student(task.val[0][0]), wanted, temperature=4.0))
 
 
 def test_an_ensemble_is_averaged_in_probability() -> None:

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 from networks import build, image
+from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.base.errors import ExportError
@@ -29,3 +30,24 @@ def test_bf16_and_fp16_models_are_stored_and_verified_in_their_dtype(tmp_path) -
         assert not ck.verify_onnx(path, model, [x]).passed
     with pytest.raises(ExportError):
         ck.verify_onnx(tmp_path / "none.onnx", model, [x])
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_precisions_without_a_kernel_are_refused_before_a_file_is_written(tmp_path) -> None:
+    path, x = tmp_path / "m.onnx", torch.randn(2, 3, 8, 8)
+    double = nn.Sequential(nn.Conv2d(3, 4, 3)).double().eval()
+    wanted = (
+        r"Sequential: wanted fp32 weights, but 0\.weight is torch\.float64, and ONNX Runtime has no Conv in DOUBLE; export model"
+    )
+    with pytest.raises(ExportError, match=wanted):
+        ck.export_onnx(double, path, x.double())
+    with pytest.raises(ExportError, match=r"Halved: wanted fp32 in forward, .* has no Gemm in BFLOAT16; take the cast"):
+        ck.export_onnx(Halved(4, 4).eval(), path, torch.randn(2, 4))
+    assert not path.exists()
+    linear, y = nn.Linear(4, 4).double().eval(), torch.randn(2, 4).double()  # for which there are kernels
+    assert ck.verify_onnx(ck.export_onnx(linear, path, y), linear, [y]).passed

@@ -127,3 +127,20 @@ def test_hooks_may_change_masters_in_every_format() -> None:
         assert not model.weight[0].any()
         assert model.weight[1].any()
         assert not run.finish().weight[0].any()
+
+
+@pytest.mark.parametrize("bf16_format", ["split", "kahan", "stochastic"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_all_masters_are_filled_with_what_each_is(bf16_format, stale: bool) -> None:
+    values = [patterns()[:4096].view(64, 64), torch.zeros(8, 8).T, torch.randn(3)]
+    pairs = [bf16_formats.split(value) if bf16_format == "split" else (value.bfloat16(), None) for value in values]
+    if bf16_format == "kahan":
+        pairs = [(half, (value - half.float()).bfloat16()) for value, (half, _) in zip(values, pairs, strict=True)]
+    if stale:  # the remainder of another weight, of which 0 makes a nan
+        pairs = [(half.zero_(), None if rest is None else rest.fill_(-1)) for half, rest in pairs]
+    masters = [torch.full_like(value, 7.0) for value in values]
+    bf16_formats.fill_fp32_(masters, [half for half, _ in pairs], [rest for _, rest in pairs], bf16_format)
+    for master, (half, rest) in zip(masters, pairs, strict=True):
+        wanted = bf16_formats.to_fp32(half, rest, bf16_format)
+        assert torch.equal(master.view(torch.int32), wanted.view(torch.int32))
+        assert not (stale and master.isnan().any())

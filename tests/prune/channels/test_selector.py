@@ -99,6 +99,24 @@ def test_unreachable_targets_say_what_can_be_reached() -> None:
         cut(model, budget=ck.keep(macs=0.2), minimum=12)
 
 
+class ManyLocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 16, 3)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(16, 20), nn.Softmax(-1)) for _ in range(7))
+        self.head = nn.Linear(140, 5)
+
+    def forward(self, x):
+        h = self.body(x).flip(1).mean((2, 3))
+        return self.head(torch.cat([part(h) for part in self.parts], 1))
+
+
+def test_a_refusal_names_the_locks_that_hold_the_most_macs() -> None:
+    message = "no channel can be removed; locked: 16 channels: flip in the model mixes the channels; .*; 3 more reasons, which"
+    with pytest.raises(ModelError, match=message):
+        plan_channels(ManyLocks(), image(2), budget=HALF)
+
+
 def test_minimum_width() -> None:
     assert min(line.keep for line in cut(build(networks.Concat), budget=ck.keep(macs=0.6))[0].lines) < 12
     assert min(line.keep for line in cut(build(networks.Concat), budget=ck.keep(macs=0.6), minimum=12)[0].lines) >= 12

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import networks
 import pytest
+import torch
 from networks import build, image
 from pruned import planned
+from torch import nn
 
 from compresskit import count_macs, keep
 from compresskit.base.errors import SettingError
@@ -40,3 +42,37 @@ def test_the_number_of_classes_stays() -> None:
 def test_an_unknown_name_to_ignore_is_refused() -> None:
     with pytest.raises(SettingError, match="no layer with channels stands in a module of that name"):
         plan_channels(networks.build(networks.Chain), networks.image(2), budget=keep(macs=0.5), ignore=("backbone",))
+
+
+class StoredKinds(nn.Module):
+    """Token kinds that are not given are read from a stored table, (1, 40)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.kinds = nn.Embedding(20, 32), nn.Embedding(2, 32)
+        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, 4)
+        self.register_buffer("stored", torch.zeros(1, 40, dtype=torch.long))
+
+    def forward(self, ids):
+        kinds = self.stored[:, : ids.shape[1]].expand(len(ids), ids.shape[1])
+        return self.head(self.up(self.embed(ids) + self.kinds(kinds)).relu())
+
+
+def test_a_table_of_positions_is_no_group_of_channels() -> None:
+    plan = plan_channels(StoredKinds(), (torch.randint(0, 20, (2, 6)),), budget=keep(macs=0.5), round_to=1)
+    assert "stored" not in plan.remove
+    assert plan.macs <= 0.5 * plan.macs_before
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ((nn.Conv2d(3, 4, 1), nn.PixelShuffle(2), nn.Conv2d(1, 8, 1)), "channels of 0 that only go together"),
+        ((nn.Conv2d(3, 1, 1), nn.ReLU(), nn.Conv2d(1, 8, 1)), "a layer of one channel"),
+    ],
+)
+def test_what_would_leave_nothing_of_a_layer_is_named(layers, reason) -> None:
+    model = nn.Sequential(*layers, nn.Conv2d(8, 5, 1))
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
+    assert found.locked == {"an output of the model": 5, reason: 1}
+    assert [group.layer for group in found.groups] == ["2"]

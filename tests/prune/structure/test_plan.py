@@ -16,6 +16,7 @@ from torch import nn
 from compresskit import keep, remove
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.prune import Plan, apply_, plan_channels, plan_mask
+from compresskit.prune.structure.plan import PlanLine
 
 
 def test_attributes_of_a_depthwise_layer_follow() -> None:
@@ -66,6 +67,15 @@ def test_a_plan_prints_and_applies_again_from_json() -> None:
     x = image(4)
     with torch.no_grad():
         assert torch.equal(apply_(copy.deepcopy(model), again)(*x), apply_(model, plan)(*x))
+
+
+def test_a_plan_joins_names_that_differ_in_one_number() -> None:
+    names = [f"blocks.{i}.norm{j}[in]" for i in range(12) for j in (1, 2)] + ["a.0.b", "a.3.b", "a.7.b", "c.1", "c.2", "head[in]"]
+    line = PlanLine(layer="embed", size=8, keep=4, dependents=tuple(names))
+    text = str(Plan(remove={}, sizes={}, lines=(line,), macs=1, macs_before=2))
+    assert text.splitlines()[1] == (
+        "  embed: keep 4 of 8, with blocks.{0-11}.norm1[in], blocks.{0-11}.norm2[in], a.{0,3,7}.b, c.1, c.2, head[in]"
+    )
 
 
 def test_a_plan_with_attributes_and_scales_applies_again_from_json() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import networks
+import pytest
 import torch
 from networks import image, trained_like
 from pruned import planned
@@ -12,6 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import keep, remove
+from compresskit.base.errors import ModelError
 from compresskit.prune import Plan, apply_, plan_channels
 
 
@@ -103,3 +105,14 @@ def test_code_that_refuses_narrow_layers_locks_them() -> None:
     plan = plan_channels(networks.build(Silent), networks.image(2), budget=keep(macs=0.8), round_to=1)
     assert any("made for 16 channels" in reason for reason in plan.locked)
     assert "b.0.weight" not in plan.remove or 0 not in plan.remove["b.0.weight"]
+
+
+class Generator(nn.Sequential):
+    def forward(self, z):
+        return self[1](self[0](z).view(-1, 64, 4, 4))
+
+
+def test_a_width_in_a_view_is_not_blamed_on_the_input() -> None:
+    message = "64 channels: split into equal parts by view in the model; a copy with narrower parts failed"
+    with pytest.raises(ModelError, match=message):
+        plan_channels(Generator(nn.Linear(8, 1024), nn.Conv2d(64, 3, 3)), (torch.randn(4, 8),), remove(channels=0.5))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import networks
+import pytest
 import torch
 from networks import build, image
 from torch import nn
@@ -41,3 +44,25 @@ def test_rows_that_the_data_chooses_count_as_all_rows(tmp_path) -> None:
     for quantized in (quantize_static(Chosen(8, 8).eval(), [(x,)]), ck.quant.quantize_dynamic(Chosen(8, 8).eval(), (x,))):
         assert quantized.placement.coverage.macs == (64, 64)
         assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", (x,)), quantized, [(x,)]).passed
+
+
+@pytest.mark.parametrize(
+    ("layer", "operator"),
+    [(nn.LeakyReLU(0.1), "LeakyRelu"), (nn.PReLU(), "LeakyRelu"), (nn.Upsample(scale_factor=2), "Resize")],
+    ids=["leaky ReLU", "PReLU", "nearest"],
+)
+def test_between_integer_layers_it_runs_in_integers(layer: nn.Module, operator: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), layer, nn.Conv2d(8, 4, 3)).eval()
+    quantized = quantize_static(model, [image(16)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))
+    found = ck.audit(path)
+    assert found.operators == {"Conv": (2, 2), operator: (1, 1)}
+    assert found.conversions == 2  # of the input and the output
+    other = torch.randn(5, *image(1)[0].shape[1:])
+    assert ck.verify_onnx(path, quantized, [(other,)]).plain.within_one == 1.0
+
+
+def test_slopes_that_differ_between_channels_stay_float() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.PReLU(8), nn.Conv2d(8, 4, 3)).eval()
+    assert quantize_static(model, [image(16)]).placement.floating == {"prelu": "its slopes differ between channels"}

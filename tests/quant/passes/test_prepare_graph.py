@@ -8,9 +8,10 @@ import networks
 import pytest
 import torch
 from networks import build, image
+from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError
-from compresskit.quant import prepare_qat, quantize_static
+from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_weights
 
 
 def test_the_float_model_is_not_changed() -> None:
@@ -32,3 +33,18 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         quantize_static(build(networks.Chain).bfloat16(), [(image(2)[0].bfloat16(),)])
     with pytest.raises(DataError, match="no calibration batch"):
         quantize_static(build(networks.Chain), [])
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("quantize", [quantize_static, quantize_dynamic, quantize_weights])
+def test_other_precisions_than_fp32_are_refused(quantize) -> None:
+    with pytest.raises(ModelError, match=r"wanted fp32 weights, but 0\.weight is torch\.float64; quantize model\.float\(\)"):
+        quantize(nn.Sequential(nn.Linear(4, 4)).double(), torch.randn(2, 4).double())
+    place = r"but 0 computes in torch\.bfloat16 under torch\.autocast \(at .*test_prepare_graph\.py:\d+: return super\(\)"
+    with pytest.raises(ModelError, match=rf"Sequential: wanted fp32 in forward, {place}"):
+        quantize(nn.Sequential(Halved(4, 4)).eval(), torch.randn(2, 4))

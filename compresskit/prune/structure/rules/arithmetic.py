@@ -124,12 +124,10 @@ _SPATIAL_OPERATORS = """avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d m
 def rule_spatial(call: OperatorCall) -> RuleResult:
     """(N, C, ...) to (N or regions, C, other positions): channels are not mixed; tensors of positions have none."""
     x = call.args[0]
-    if not isinstance(x, Tensor):
-        return call.lock_inputs(f"{call.where} works on a parameter")
     for other in (*call.args[1:], *call.kwargs.values()):
         if isinstance(other, Tensor):
             call.sets.lock(other, f"read as positions by {call.where}")
-    channels = 0 if call.has_one_result and "1d" in str(call.target) and x.ndim <= 2 else 1
+    channels = 0 if call.has_one_result and "1d" in str(call.target) and len(x.shape) <= 2 else 1
     return call.expand_along(call.labels_along(x, channels), channels)
 
 

@@ -30,7 +30,6 @@ from compresskit.prune.structure.channel_sets import (
     collapse_expanded,
     expand_along,
     fixed_labels,
-    varying_dims,
 )
 from compresskit.prune.structure.constraints import (
     AxisSplit,
@@ -206,9 +205,8 @@ class OperatorCall:
     def labels_along(self, value: Any, dim: int) -> Tensor:
         """One label for each index of `dim`; sets that share an index of it are joined."""
         if isinstance(value, ParameterView):
-            labels = self.vector_labels(value)
-            if labels is not None and varying_dims(labels) == [dim]:
-                return labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0]
+            if (labels := self._channels_of_parameter(value, dim)) is not None:
+                return labels
             self.state.lock_tensor(value.name, "used as if it were an activation")
             return torch.zeros(value.shape[dim], dtype=torch.long)
         size = value.shape[dim]
@@ -217,6 +215,18 @@ class OperatorCall:
         if rows.shape[1] > 1:
             self.sets.join(rows[:, :1], rows, "positions of one channel that cannot all be cut")
         return (rows.amax(1) if rows.shape[1] else rows.new_zeros(len(rows))).expand(size)
+
+    def _channels_of_parameter(self, parameter: ParameterView, dim: int) -> Tensor | None:
+        """Labels along a dimension of a parameter that is read as an activation, such as learned queries; the others stay."""
+        dim %= len(parameter.shape)
+        axis = parameter.axis(dim)
+        if axis is None or parameter.computed or parameter.same_layout:
+            return None
+        for other, indices in enumerate(parameter.axes):
+            if other != axis[0] and self.state.size(parameter.name, other) > 1 and indices.numel():
+                rows = torch.zeros(self.state.size(parameter.name, other), dtype=torch.long)
+                self.sets.add_axis(parameter.name, other, rows, "with")
+        return self.state.axis_labels(parameter.name, axis[0])[axis[1]]
 
     def parameter_labels(self, parameter: ParameterView, dim: int) -> Tensor | None:
         """The parameter's own labels along `dim` of what is read; None where that is not one of its dimensions."""

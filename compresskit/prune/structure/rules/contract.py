@@ -89,6 +89,7 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
     made: list[tuple[int, Tensor]] = []
     inputs: list[Tensor] = []
     read = {d for axis in parameter.axes for d in varying_dims(axis)}
+    inner = [c for c, n in zip(letters.second, parameter.shape, strict=True) if c not in letters.first and n > 1][:-1]
     for position, letter in enumerate(letters.second):
         if position not in read:  # of size 1, or copies of one
             continue
@@ -99,6 +100,8 @@ def _contract_parameter(call: OperatorCall, x: Tensor, parameter: ParameterView,
             labels = _labels_read(call, x, letters, letter)
             call.assign(parameter, axis, labels, "with" if letter in letters.out else "in")
             inputs.append(labels)
+        elif letter in inner:  # (heads, width): heads get narrower, none goes
+            call.assign(parameter, axis, torch.zeros(parameter.shape[position], dtype=torch.long), "with")
         else:
             labels = call.sets.fresh(parameter.shape[position])
             call.assign(parameter, axis, labels, "out")
@@ -125,6 +128,8 @@ def _labels_read(call: OperatorCall, x: Tensor, letters: EinsumDims, letter: str
     dim = letters.first.index(letter)
     read = [d for d, c in enumerate(letters.first) if c in letters.second and c not in letters.out]
     moving = varying_dims(x)
+    if moving and dim not in moving:
+        return fixed_labels((x.shape[dim],))
     if dim not in read or moving == [dim] or not {*moving} <= {*read}:
         return call.labels_along(x, dim)
     labels = call.sets.fresh(x.shape[dim])

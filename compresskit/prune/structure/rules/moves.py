@@ -85,12 +85,23 @@ def rule_move(call: OperatorCall) -> RuleResult:
         return call.lock_inputs()
     if "expand" in call.kind or "repeat" in call.kind:
         moved = _labels_of_copies(x, moved, rest[0] if call.kind == "expand_as" else None)
-    if len(varying_dims(moved)) > len(varying_dims(x)):
+    if len(varying_dims(moved)) > len(varying_dims(x)) or _is_one_head(call, x, moved):
         # (N, C) viewed as (N, heads, C / heads): which of the two sizes stays is decided once the whole graph has been seen.
         call.add_split(moved)
     call.add_hard_coded_size(moved)
     remember_moved_product(call)
     return moved
+
+
+def _is_one_head(call: OperatorCall, x: Tensor, moved: Tensor) -> bool:
+    """Whether (..., width) is viewed as (..., 1, width): heads of which there is one."""
+    last = moved.ndim - 1
+    return (
+        call.kind in ("reshape", "view", "unflatten")
+        and moved.ndim == x.ndim + 1 > 2
+        and varying_dims(moved) == [last]
+        and moved.shape[-2:] == (1, x.shape[-1])
+    )
 
 
 def _labels_of_copies(x: Tensor, moved: Tensor, like: Any) -> Tensor:
@@ -295,6 +306,8 @@ def rule_write(call: OperatorCall) -> RuleResult:
         if call.is_blank(target):
             call.state.blank.add(call.node)  # nothing was written yet
         return x
+    if call.kind == "index_put" and isinstance(args[2], ParameterView):
+        return _write_vector(call, x, args[2])
     values = [v for v in (*args[1:], *call.kwargs.values()) if isinstance(v, Tensor) and bool((collapse_expanded(v) > 0).any())]
     if not values:
         if not varying_dims(x) or "copy_" in str(call.target):
@@ -312,3 +325,27 @@ def rule_write(call: OperatorCall) -> RuleResult:
         return call.lock_inputs()
     labels = expand_along(call.labels_along(value, value.ndim + dims[0]), x.ndim + dims[0], tuple(x.shape))
     return labels if call.is_blank(target) else join_broadcast(call, x, labels)
+
+
+def _write_vector(call: OperatorCall, x: Tensor, parameter: ParameterView) -> RuleResult:
+    """A parameter with one entry per channel, such as a mask token, written at some positions goes with the channels."""
+    labels, moving = call.vector_labels(parameter), varying_dims(x)
+    touched = [d for d, index in enumerate(call.args[1]) if index is not None]
+    ranks = [len(index.shape) for index in call.args[1] if index is not None]
+    last = x.ndim - 1
+    if labels is None or moving != [last] or labels.shape[-1] != x.shape[-1] or sum(ranks) > last or last in touched:
+        return call.lock_inputs(f"overwritten by {call.where}")
+    return join_broadcast(call, x, expand_along(labels.reshape(-1), last, tuple(x.shape)))
+
+
+@rule_for(aten.as_strided.default)
+def rule_as_strided(call: OperatorCall) -> RuleResult:
+    """Windows that overlap: run on labels that lie in memory as the value does."""
+    x, size, stride = call.args[:3]
+    strides = call.node.meta["strides"]
+    if not isinstance(x, Tensor) or strides is None or 0 in strides or call.argument("storage_offset"):
+        return call.lock_inputs(f"no rule for {call.target} ({call.path or 'the model'})")
+    laid_out = torch.empty_strided(x.shape, strides, dtype=torch.long).copy_(x)
+    moved = tighten(laid_out.as_strided(size, stride))
+    call.add_hard_coded_size(moved)
+    return moved

@@ -51,8 +51,8 @@ def rule_group_norm(call: OperatorCall) -> RuleResult:
 def rule_layer_norm(call: OperatorCall) -> RuleResult:
     """Over the last dimensions, one of which may be that of the channels; statistics are over what stays."""
     x, shape = call.args[:2]
-    if not isinstance(x, Tensor):
-        return call.lock_inputs(f"{call.where} normalises a parameter")
+    if isinstance(x, ParameterView):  # an embedding of distances, say, whose last dimension has the channels
+        x = expand_along(call.labels_along(x, -1), len(x.shape) - 1, x.shape)
     first = x.ndim - len(shape)
     inside = [d for d in varying_dims(x) if d >= first]
     if not inside:
