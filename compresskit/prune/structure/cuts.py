@@ -19,7 +19,7 @@ from compresskit.prune.structure.channel_sets import ChannelSets
 from compresskit.prune.structure.constraints import ChannelCut
 
 #: Start, stop and step of each part.
-Places = tuple[tuple[int, int, int], ...]
+CutPlaces = tuple[tuple[int, int, int], ...]
 
 #: Operators whose places are followed.
 CUTS = (
@@ -32,7 +32,7 @@ CUTS = (
 )
 
 
-def cut_places(target: Any, args: Any, kwargs: Any, size: int) -> Places:
+def cut_places(target: Any, args: Any, kwargs: Any, size: int) -> CutPlaces:
     """The places at which a call of one of `CUTS` cuts a dimension of so many entries."""
     names = [argument.name for argument in target._schema.arguments]
     given = {a.name: a.default_value for a in target._schema.arguments} | dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -58,7 +58,7 @@ class CutRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets, self.paths, self.prefix = {cut.target for cut in cuts}, paths, prefix
         self.calls: Counter[Any] = Counter()
-        self.places: dict[tuple[Any, int], tuple[int, Places]] = {}
+        self.places: dict[tuple[Any, int], tuple[int, CutPlaces]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,7 +84,7 @@ class CutRecorder(TorchDispatchMode):
         )
 
 
-def _places_after(cut: ChannelCut, sets: ChannelSets, removed: Tensor) -> tuple[int, Places]:
+def _places_after(cut: ChannelCut, sets: ChannelSets, removed: Tensor) -> tuple[int, CutPlaces]:
     """(size of the dimension, where a cut must be) once the sets are gone."""
     kept = ~torch.isin(sets.roots(cut.labels), removed)
     along = kept.movedim(cut.dim, 0).reshape(kept.shape[cut.dim], -1).any(1)
