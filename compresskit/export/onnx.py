@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode
 
-OPSETS = range(19, 24)  # 19: the first whose QuantizeLinear is the one that torch's exporter writes
+OPSETS = range(13, 24)  # 13: the first whose QuantizeLinear has a scale for each channel; 23: the newest of torch's exporter
+EXPORTED = 18  # the oldest opset that torch's exporter writes; for older ones its graph is rewritten
+Opset = int | Literal["lowest"]
 
 
 def export_onnx(
@@ -33,7 +35,7 @@ def export_onnx(
     path: str | Path,
     example: AnyInputs,
     *,
-    opset: int | None = None,
+    opset: Opset | None = None,
     dynamic: Dynamic | None = None,
     inside: str | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -46,7 +48,8 @@ def export_onnx(
         path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
             `<path>.data`.
         example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.
-        opset: version of ONNX's operators; None takes that of a quantized model's target, else 20.
+        opset: version of ONNX's operators, 13 to 23, or "lowest" for the lowest that the operators of the file have a form in,
+            which the oldest runtimes read; None takes that of a quantized model's target, else 20.
         dynamic: dimensions of the inputs that may vary: `(0, 2, 3)` for batch, height and width of every input, or names for
             those of each, `{"x": {0: "batch", 2: "height"}}`; `()` for none. None takes the batch; for a quantized model, the
             dimensions that it was quantized with.
@@ -57,7 +60,7 @@ def export_onnx(
         The path of the file.
 
     Raises SettingError for a bad opset or swapped arguments, ModelError where the model cannot be captured, ExportError where an
-    operator has no translation or the file cannot be written.
+    operator has no translation, or no form in the opset, or the file cannot be written.
     """
     if not isinstance(path, str | Path):
         raise SettingError(
@@ -65,8 +68,7 @@ def export_onnx(
             " first, here it is export_onnx(model, path, example)"
         )
     path, example = Path(path), as_inputs(example)
-    if opset is not None and opset not in OPSETS:
-        raise SettingError(f"export_onnx(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, got {opset}")
+    check_opset(opset, "export_onnx")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: the folder {path.parent} does not exist")
     with progress_bar(total=3, desc="export", unit="step") as bar:
@@ -75,18 +77,55 @@ def export_onnx(
                 with torch.no_grad(), mode(model, training=False):
                     model, example = inputs_inside(model, example, inside)
             dynamic = _varying_dimensions(model) if dynamic is None else dynamic
-            program = to_program(model, example, opset=opset, dynamic=dynamic)
+            file = _file_in_opset(model, example, opset, dynamic, metadata or {})
         except ExportError as error:
             raise ExportError(f"{path.name}: {error}") from error.__cause__
-        bar.update()
-        file = _optimized_file(program.model, model, dynamic, metadata or {})
-        bar.update()
+        bar.update(2)
         try:
             write_model(file, path)
         except OSError as error:
             raise ExportError(f"{path}: cannot be written ({error})") from error
         bar.update()
     return path
+
+
+def check_opset(opset: Opset | None, where: str) -> None:
+    """Raise SettingError, which begins with `where`, for an opset that no file can be written in."""
+    if opset not in (None, "lowest", *OPSETS) or isinstance(opset, bool):
+        raise SettingError(f'{where}(opset=...): wanted {OPSETS.start}..{OPSETS.stop - 1}, "lowest" or None, got {opset!r}')
+
+
+def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
+    """The onnx-ir model in an opset; see `export_onnx`."""
+    from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset  # loads onnx_ir
+
+    def written(version: int) -> Any:
+        program = to_program(model, example, opset=max(version, EXPORTED), dynamic=dynamic)
+        return _optimized_file(program.model, model, dynamic, metadata)
+
+    if opset == "lowest":
+        file = written(EXPORTED)
+        version = lowest_opset(file)
+        file = written(version) if version > EXPORTED else file
+    else:
+        version = _default_opset(model) if opset is None else opset
+        try:
+            file = written(version)
+        except ExportError as error:
+            # Of an operator that is newer than the opset, torch's exporter says less than we can.
+            if version in (EXPORTED, _default_opset(model)) or not (unknown := first_unknown(written(EXPORTED), version)):
+                raise
+            raise ExportError(unknown) from error
+    if opset is not None or version <= EXPORTED:
+        lower_opset_(file, version)
+    if version <= EXPORTED:
+        check_lowered(file)
+    return file
+
+
+def _default_opset(model: nn.Module) -> int:
+    """The opset of a quantized model's target, else 20."""
+    return max([part.opset for part in quantized_parts(model).values()], default=20)
 
 
 def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
@@ -96,6 +135,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.rewrite.attention import expand_attention_masks
     from compresskit.export.rewrite.common import optimize_
     from compresskit.export.rewrite.onnxruntime import X86_REWRITES
+    from compresskit.export.rewrite.opset import set_ir_version_
     from compresskit.export.rewrite.rotary import expand_rotary_caches
 
     tuned = any(part.tuned for part in quantized_parts(model).values())
@@ -106,8 +146,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     check_kernels(file, model)
     if least_precise_dtype(model) is torch.bfloat16:
         store_bf16_(file)
-    if file.opset_imports[""] <= 20:
-        file.ir_version = 9  # the oldest for these operators: runtimes of 2023 load it
+    set_ir_version_(file)
     file.producer_name, file.producer_version = "compresskit", __version__
     file.metadata_props.update({KEY: json.dumps(_model_record(model)), **metadata})
     return file
@@ -127,8 +166,7 @@ def to_program(
 ) -> torch.onnx.ONNXProgram:
     """Run torch's exporter: the ONNX graph before this library's rewrites, and the exported program it was made from."""
     dynamic = _varying_dimensions(model) if dynamic is None else dynamic
-    if opset is None:
-        opset = max([part.opset for part in quantized_parts(model).values()], default=20)
+    opset = max(EXPORTED, _default_opset(model)) if opset is None else opset
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         module, example = widen_to_fp32(deployed(model), example)

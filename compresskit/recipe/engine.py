@@ -30,6 +30,7 @@ from compresskit.base.randomness import generators_in, reseed_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, first_rows
 from compresskit.export.files import copy_model, file_bytes
+from compresskit.export.onnx import Opset
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
@@ -70,6 +71,7 @@ class RunSettings:
     seed: int
     save: Every
     dynamic: Dynamic
+    opset: Opset | None
     metadata: bool
     stop: Stop
     record: dict[str, Any]
@@ -150,7 +152,14 @@ def run_step(
         if snapshots is not None:
             save_snapshots(snapshots, folder)
         report = measure_stage(
-            model, task, folder, settings=describe(step.stage), seconds=seconds, export=step.export, dynamic=run.dynamic
+            model,
+            task,
+            folder,
+            settings=describe(step.stage),
+            seconds=seconds,
+            export=step.export,
+            dynamic=run.dynamic,
+            opset=run.opset,
         )
         row = {"format": FORMAT, "key": step.key, "row": asdict(report), "files": file_digests(folder)}
         write_json(folder / ROW, row)

@@ -245,9 +245,9 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
         if before != after and i <= int(name.partition("-")[0]):
             changed = [key for key in after if before.get(key) != after[key]] if isinstance(before, dict) else []
             return f"stage {i} has changed" + (f": {', '.join(changed)}" if changed else "")
-    for setting in ("seed", "dynamic"):
-        if old.get(setting) != new[setting]:
-            return f"{setting} has changed: {old.get(setting)} then, {new[setting]} now"
+    for setting in ("seed", "dynamic", "opset"):
+        if old.get(setting) != new.get(setting):
+            return f"{setting} has changed: {old.get(setting)} then, {new.get(setting)} now"
     before, after = old.get("task", {}), new["task"]
     if changed := [key for key in after if key in before and before[key] != after[key]]:
         return f"of the task has changed: {', '.join(changed)}"

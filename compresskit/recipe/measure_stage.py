@@ -17,7 +17,7 @@ from compresskit.base.inputs import ValidationInputs
 from compresskit.base.task import Inputs, Task, call, first_rows
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes
-from compresskit.export.onnx import export_onnx
+from compresskit.export.onnx import Opset, export_onnx
 from compresskit.export.rewrite.sparse import compressed_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
@@ -30,7 +30,15 @@ RUN_METADATA = ("stage", "metric", "verification")
 
 
 def measure_stage(
-    model: nn.Module, task: Task, folder: Path, *, settings: Any, seconds: float, export: bool, dynamic: Dynamic = (0,)
+    model: nn.Module,
+    task: Task,
+    folder: Path,
+    *,
+    settings: Any,
+    seconds: float,
+    export: bool,
+    dynamic: Dynamic = (0,),
+    opset: Opset | None = None,
 ) -> StageReport:
     """Measure a stage's model; with `export`, write its ONNX file first, verify it, and take the metric from it.
 
@@ -40,6 +48,7 @@ def measure_stage(
         seconds: how long the stage took.
         export: whether to write an ONNX file.
         dynamic: dimensions of the inputs that may vary in the file of a float model; a quantized one has its own.
+        opset: of the file, see `export_onnx`.
 
     Raises ExportError where the file does not agree with the model; it is kept as `model.rejected.onnx`.
     """
@@ -47,7 +56,7 @@ def measure_stage(
     verification: Verification | None = None
     run: Callable[..., Any] = model
     if export:
-        export_onnx(model, path, task.example(), dynamic=None if quantized_parts(model) else dynamic)
+        export_onnx(model, path, task.example(), opset=opset, dynamic=None if quantized_parts(model) else dynamic)
         verification = verify_onnx(path, model, ValidationInputs(task))
         write_json(folder / "verify.json", {"format": FORMAT, **verification.to_json()})
         if not verification.passed:

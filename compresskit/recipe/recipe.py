@@ -23,6 +23,7 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, stoppable
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
+from compresskit.export.onnx import Opset, check_opset
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
@@ -155,6 +156,7 @@ class Recipe:
         save: how often a training saves a checkpoint.
         dynamic: dimensions of the inputs that may vary in the ONNX files of float models, such as `(0, 1)` for batch and
             length. A quantized model uses those that its stage was given.
+        opset: version of ONNX's operators in all files, see `export_onnx`; "lowest" for the lowest that each of them needs.
         metadata: whether `out/model.onnx`, the file to hand on, holds the settings of its stage, its metric and its verification.
             The files in the folders of the stages always do.
 
@@ -168,6 +170,7 @@ class Recipe:
         export: str = "each",
         save: Every = DEFAULT_SAVE,
         dynamic: Dynamic = (0,),
+        opset: Opset | None = None,
         metadata: bool = True,
     ) -> None:
         if not stages:
@@ -186,7 +189,9 @@ class Recipe:
             raise SettingError(f"Recipe(save=...): wanted Every(seconds=...), got {save!r}")
         if not isinstance(metadata, bool):
             raise SettingError(f"Recipe(metadata=...): wanted True or False, got {metadata!r}")
-        self.stages, self.seed, self.export, self.save, self.dynamic = stages, seed, export, save, dynamic
+        check_opset(opset, "Recipe")
+        self.stages, self.seed, self.export, self.save = stages, seed, export, save
+        self.dynamic, self.opset = dynamic, opset
         self.metadata = metadata
 
     def __repr__(self) -> str:
@@ -222,6 +227,7 @@ class Recipe:
                 seed=self.seed,
                 save=self.save,
                 dynamic=self.dynamic,
+                opset=self.opset,
                 metadata=self.metadata,
                 stop=stop,
                 record=record,
@@ -246,6 +252,7 @@ class Recipe:
     def _record_and_keys(self, model: nn.Module, task: Task) -> tuple[dict[str, Any], list[StageKey]]:
         """The contents of recipe.json but for the model, and the key of each stage."""
         settings = {"seed": self.seed, "dynamic": describe(self.dynamic)}
+        settings |= {} if self.opset is None else {"opset": self.opset}
         depends = Dependencies(
             stages=describe_stages(self.stages),
             task=describe_task(task),

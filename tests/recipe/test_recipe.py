@@ -128,3 +128,13 @@ def test_changed_code_of_a_student_or_a_loss_runs_again(tmp_path) -> None:
     does = [[stage.action for stage in recipe(width).plan(model, t, out).stages] for width, t in ((8, one), (6, one), (8, other))]
     assert does == [["reuse", "reuse"], ["reuse", "run"], ["run", "run"]]
     assert recipe(6).plan(model, one, out).stages[1].why == "stage 2 has changed: student"
+
+
+def test_a_recipe_writes_its_files_in_the_opset_that_is_asked_for(tmp_path) -> None:
+    task = images_task(ck, samples=64)
+    recipe = ck.Recipe(ck.Train(epochs=1, optimizer=short_run.ADAM), opset=14)
+    result = recipe.run(networks.Chain(), task, tmp_path / "run")
+    assert ck.audit(result.onnx).opset == 14
+    assert result.rows[-1].verified
+    other = ck.Recipe(ck.Train(epochs=1, optimizer=short_run.ADAM), opset="lowest").plan(networks.Chain(), task, tmp_path / "run")
+    assert "opset has changed: 14 then, lowest now" in str(other)

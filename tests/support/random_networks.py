@@ -124,10 +124,17 @@ def build(spec: Spec) -> Network:
     return model.eval()
 
 
-def inputs_of(spec: Spec, rows: int, seed: int = 0, *, optional: bool = False) -> tuple[Tensor, ...]:
-    """Inputs of a batch of `rows`, with those that are `optional` or without."""
+def dynamic_dimensions(spec: Spec) -> tuple[int, ...]:
+    """The dimensions of the inputs that a network lets vary: the batch, and the length of a sequence unless a part fixes it."""
+    fixed = SHAPES[spec.data][0] or spec.pool == "flatten" or "'positions'" in repr(spec.blocks)
+    return (0,) if fixed else (0, 1)
+
+
+def inputs_of(spec: Spec, rows: int, seed: int = 0, *, optional: bool = False, length: int | None = None) -> tuple[Tensor, ...]:
+    """Inputs of a batch of `rows`, with those that are `optional` or without; length: of sequences, where not the usual one."""
     generator = torch.Generator().manual_seed(seed)
-    (dims, size), many = SHAPES[spec.data], 2 if spec.inputs in ("two", "concat") or optional else 1
+    dims, size = SHAPES[spec.data]
+    size, many = length or size, 2 if spec.inputs in ("two", "concat") or optional else 1
     if spec.data == "words":
         return tuple(torch.randint(0, WORDS, (rows, size), generator=generator) for _ in range(many))
     shape = (rows, 3, *[size] * dims) if dims else (rows, size, 3)

@@ -52,6 +52,22 @@ WEIGHT = {
 WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
 RECURRENT_OPERATORS = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
 FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
+#: Newest opset and IR version that a release of onnxruntime reads -> the release. From 1.15 on that was tried
+#: (benchmarks/old_runtimes.md), before that it is by its own table. `_kernel_release` has kernels that came later.
+RUNTIMES = {
+    (13, 7): (1, 7),
+    (14, 7): (1, 8),
+    (15, 8): (1, 10),
+    (16, 8): (1, 11),
+    (17, 8): (1, 12),
+    (18, 8): (1, 14),
+    (19, 9): (1, 15),
+    (20, 9): (1, 17),
+    (21, 10): (1, 18),
+    (22, 10): (1, 21),
+    (23, 11): (1, 23),
+    (25, 13): (1, 24),
+}
 SHOWN = 8  # names of float layers that are printed
 
 
@@ -65,6 +81,9 @@ class Audit:
         macs_integer, macs: multiply-accumulates for one sample, in integers and in all, of convolutions and matrix products with
             constant weights.
         conversions: QuantizeLinear and DequantizeLinear nodes in the optimized graph.
+        opset: version of the standard operators.
+        oldest_runtime: the oldest release of onnxruntime that reads the file, "1.15"; "" where the file is newer than all
+            that we know.
     """
 
     operators: dict[str, tuple[int, int]]
@@ -72,6 +91,8 @@ class Audit:
     macs_integer: int
     macs: int
     conversions: int
+    opset: int
+    oldest_runtime: str
 
     @property
     def integer_fraction(self) -> float:
@@ -81,6 +102,8 @@ class Audit:
     def __str__(self) -> str:
         rows = [f"  {kind:<24} {done:>4} of {count:<4}" for kind, (done, count) in sorted(self.operators.items())]
         lines = [f"{self.integer_fraction:.1%} of the MACs in integers, {self.conversions} conversions left", *rows]
+        reads = f"onnxruntime {self.oldest_runtime} and newer" if self.oldest_runtime else "this onnxruntime"
+        lines.append(f"  opset {self.opset}: {reads} can read it")
         if self.floating:
             more = f" and {len(self.floating) - SHOWN} more" if len(self.floating) > SHOWN else ""
             lines.append(f"  layers in float: {', '.join(self.floating[:SHOWN])}{more}")
@@ -128,7 +151,28 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
         macs_integer=macs_integer,
         macs=macs,
         conversions=conversions,
+        opset=_opset(proto),
+        oldest_runtime=_oldest_runtime(proto),
     )
+
+
+def _opset(proto: Any) -> int:
+    """Version of the standard operators of a file."""
+    return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+
+
+def _oldest_runtime(proto: Any) -> str:
+    """The oldest release of onnxruntime that knows the opset, the IR version and the kernels of a file."""
+    readers = [release for (opset, ir), release in RUNTIMES.items() if opset >= _opset(proto) and ir >= proto.ir_version]
+    needed = [release for node in _all_nodes(proto.graph) if (release := _kernel_release(node)) is not None]
+    return "{}.{}".format(*max([min(readers), *needed])) if readers else ""
+
+
+def _kernel_release(node: Any) -> tuple[int, int] | None:
+    """The release of onnxruntime that brought the kernel of a node, where it is younger than the operator."""
+    if node.op_type == "DequantizeLinear" and any(a.name == "block_size" and a.i for a in node.attribute):
+        return (1, 19)
+    return {"MatMulNBits": (1, 17), "GatherBlockQuantized": (1, 23)}.get(node.op_type)
 
 
 def _all_nodes(graph: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme
-from compresskit.quant.numerics.targets import Target
+from compresskit.quant.numerics.targets import X86, Target
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
@@ -52,8 +52,11 @@ class DynamicallyQuantized(Quantized):
 
     @property
     def opset(self) -> int:
-        """Version of the ONNX operator set. 23 has Attention as one operator, for which ONNX Runtime has a kernel on x86."""
-        return max(23, self.target.opset) if self.target.tuned else self.target.opset
+        """Version of the ONNX operator set. 23 has Attention as one operator, for which ONNX Runtime has a kernel on x86.
+
+        A target with an older opset than that of the library's own keeps it.
+        """
+        return max(23, self.target.opset) if self.target.tuned and self.target.opset >= X86.opset else self.target.opset
 
     @property
     def prepared_for(self) -> Target:

@@ -55,7 +55,7 @@ class Target:
         operators: operator kind (see `numerics.operators.OPERATOR_KINDS`) -> how it is supported; other kinds stay float.
         zero_points: whether activations may have a zero point other than 0.
         saturates: whether products are added in pairs in int16, which full 8-bit weights can overflow.
-        opset: version of the ONNX operator set of the exported file.
+        opset: version of the ONNX operator set of the exported file, 13 to 23; see `export_onnx`.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
