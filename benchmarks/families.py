@@ -413,28 +413,33 @@ def yes(value: Any) -> str:
     return "yes" if value else "no"
 
 
-def counts(rows: dict[str, Any]) -> dict[str, int]:
-    """How many families there are, torch exports, and of those ours are verified; how many lose half of their MACs."""
-    able = [r for r in rows.values() if r.get("export", {}).get("torch")]
-    pruned = [r["prune"] for r in rows.values() if r.get("prune", {}).get("left", 1) <= 0.505]
-    return {
-        "families": len(rows),
-        "torch exports": len(able),
-        "float verified": sum(bool(r["export"].get("verified")) for r in able),
-        "static verified": sum(bool(r.get("static", {}).get("verified")) for r in able),
-        "dynamic verified": sum(bool(r.get("dynamic", {}).get("verified")) for r in able),
-        "half of the MACs removed": len(pruned),
-        "of these proved": sum(bool(p.get("proved")) for p in pruned),
-        "of these exported and verified": sum(bool(p.get("export", {}).get("verified")) for p in pruned),
-    }
+def counts(rows: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """What was verified, or pruned to half -> (families, of how many where that was measured and torch can export)."""
+    exports = [row["export"] for row in rows.values() if "export" in row]
+    able = [row for row in rows.values() if row.get("export", {}).get("torch", True)]
+    pruned = [row["prune"] for row in rows.values() if "prune" in row]
+    smaller = [part["export"] for part in pruned if "export" in part]
+    found = {"exported by torch": (sum(bool(part.get("torch")) for part in exports), len(exports))}
+    for part in ("export", "static", "dynamic"):
+        found[f"{part} verified"] = (sum(bool(row[part].get("verified")) for row in able if part in row), measured(able, part))
+    found["half of the MACs removed"] = (sum(part.get("left", 1) <= 0.505 for part in pruned), len(pruned))
+    found["proved"] = (sum(bool(part.get("proved")) for part in pruned), sum("left" in part for part in pruned))
+    found["exported pruned"] = (sum(bool(part.get("verified")) for part in smaller), len(smaller))
+    return found
+
+
+def measured(rows: list[dict[str, Any]], part: str) -> int:
+    """How many rows have a part."""
+    return sum(part in row for row in rows)
 
 
 def summary(rows: dict[str, Any]) -> list[str]:
     """The counts of all families, and of either library."""
     lines = []
     for label, start in (("all", ""), ("timm", "timm/"), ("Hugging Face", "hf/")):
-        found = counts({name: row for name, row in rows.items() if name.startswith(start)})
-        lines.append(f"* {label}: {', '.join(f'{count} {what}' for what, count in found.items())}")
+        chosen = {name: row for name, row in rows.items() if name.startswith(start)}
+        found = ", ".join(f"{what} {count} of {total}" for what, (count, total) in counts(chosen).items())
+        lines.append(f"* {label}, {len(chosen)} families: {found}")
     return lines
 
 

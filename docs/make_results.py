@@ -180,6 +180,33 @@ CIFAR-10. *raw*: right after the cut; *+BN*: with BatchNorm statistics re-estima
 """
 
 
+def families() -> str:
+    """Families of published models."""
+    rows = load("families")["rows"]
+
+    def share(part: str, key: str) -> str:
+        able = [row[part] for row in rows.values() if part in row and row.get("export", {}).get("torch", True)]
+        return f"{sum(bool(found.get(key)) for found in able)} of {len(able)}"
+
+    pruned = [row["prune"] for row in rows.values() if "prune" in row]
+    half = sum(found.get("left", 1) <= 0.505 for found in pruned)
+    libraries = " and ".join(
+        f"{sum(name.startswith(start) for name in rows)} {label}"
+        for start, label in (("timm/", "of timm"), ("hf/", "of Hugging Face"))
+    )
+    return f"""\
+## Families
+
+Small variants of published architectures with random weights, {libraries}, each in a process of its own. Not every part was run
+for every family; a figure is of those for which it was, without those that torch cannot export. {source("families")}
+
+* Float files that ONNX Runtime agrees with: {share("export", "verified")}; static int8, other batch sizes: {share("static", "verified")};
+  dynamic int8, other batches and lengths: {share("dynamic", "verified")}.
+* Half of the MACs removed without a hint: {half} of {len(pruned)}; every plan was compared with the network whose removed values are
+  zero: {sum(bool(found.get("proved")) for found in pruned)} of {sum("left" in found for found in pruned)} agree.
+"""
+
+
 def sparsity() -> str:
     """Masks of single weights."""
     runs, cost = load("sparsity")["runs"], load("mask_cost")["rows"]
@@ -253,7 +280,7 @@ def runs() -> str:
 """
 
 
-SECTIONS: tuple[Callable[[], str], ...] = (chain, static, dynamic, channels, sparsity, distillation, mixed, runs)
+SECTIONS: tuple[Callable[[], str], ...] = (chain, static, dynamic, channels, families, sparsity, distillation, mixed, runs)
 
 
 def page() -> str:

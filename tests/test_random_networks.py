@@ -61,8 +61,8 @@ def assert_mostly(outcomes: Counter[tuple[str, str]], name: str, least: float) -
     assert outcomes[name, WORKED] >= least * total, outcomes
 
 
-#: Of each check, how many networks are in the gate: together they take less than a minute on one core.
-SAMPLES = {"captured": 8, "pruned": 50, "exported": 3, "static": 3, "dynamic": 3, "weights": 3}
+#: Of each check, how many networks are in the gate: together about 45 seconds of a busy core.
+SAMPLES = {"captured": 6, "pruned": 40, "exported": 2, "static": 2, "dynamic": 2, "weights": 2}
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -124,7 +124,11 @@ def shard() -> range:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", shard())
 def test_two_thousand_networks(number: int) -> None:
-    """A hundred networks of the two thousand, each through every check; about twelve seconds of a core for each network."""
+    """A hundred networks of the two thousand, each through every check: about fifteen seconds of a busy core for each network.
+
+    Not all two thousand have been run. The first 77 of number 301 were captured and pruned: 76 worked, one was refused for a
+    reason in `REASONS`. Every second one was also exported or quantized, in one way each: 38 of 38 worked.
+    """
     outcomes = sample(tuple(CHECKS), 100, number, specs())
     print(*(f"{count:4} {name}: {what}" for (name, what), count in sorted(outcomes.items())), sep="\n")
     assert_mostly(outcomes, "pruned", 0.95)

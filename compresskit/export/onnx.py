@@ -22,6 +22,7 @@ from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
+from compresskit.graph.exportable import refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode
 
@@ -134,13 +135,14 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.ops.blocks import pack_nibbles
     from compresskit.export.rewrite.attention import expand_attention_masks
     from compresskit.export.rewrite.common import optimize_
-    from compresskit.export.rewrite.onnxruntime import X86_REWRITES
+    from compresskit.export.rewrite.onnxruntime import CPU_REWRITES, X86_REWRITES
     from compresskit.export.rewrite.opset import set_ir_version_
     from compresskit.export.rewrite.rotary import expand_rotary_caches
 
-    tuned = any(part.tuned for part in quantized_parts(model).values())
-    always = [expand_attention_masks, expand_rotary_caches]
-    optimize_(file, [*X86_REWRITES, *always] if tuned else always)
+    parts = quantized_parts(model).values()
+    rewrites = [*X86_REWRITES] if any(part.tuned for part in parts) else []
+    rewrites += CPU_REWRITES if any(part.in_onnxruntime for part in parts) else ()
+    optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches])
     pack_nibbles(file)
     _name_dimensions(file, dynamic)
     check_kernels(file, model)
@@ -173,6 +175,7 @@ def to_program(
         outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
+        refuse_weights_of_samples(program.graph)
     from compresskit.export.rewrite.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
 
     nodes = [

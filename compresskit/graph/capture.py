@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +26,15 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, shapes_of
+from compresskit.graph.constant_dimensions import constant_dimensions
+from compresskit.graph.exportable import (
+    replace_adaptive_max_pools_,
+    replace_bounds_,
+    replace_chunks_,
+    replace_divisors_,
+)
 from compresskit.graph.interpreter import run_graph
-from compresskit.graph.normalize import Node, is_inplace, normalize_, replace_chunks_, replace_divisors_
+from compresskit.graph.normalize import Node, is_inplace, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
 from compresskit.graph.surgery import get_tensor, mode
@@ -149,21 +157,29 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         example = _two_rows(model, example, dynamic)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dims = dynamic_dims(model, example, dynamic)
+
+    def export() -> torch.export.ExportedProgram:
+        with KeepRecurrent():
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
-            with KeepRecurrent():
-                program = torch.export.export(model, args, kwargs, dynamic_shapes=dims)
+            program = export()
     except CompressError:
         raise
     except Exception as error:
+        if constant := constant_dimensions(error, export):
+            raise ModelError(f"{type(model).__name__} cannot be captured as a graph: {constant}") from error
         raise ModelError(
             f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n  {_advice(error)}"
         ) from error
     rename_reserved_(program, reserved_names(model))
     replace_chunks_(program.graph_module)
     replace_divisors_(program.graph_module)
+    replace_bounds_(program.graph_module)
+    replace_adaptive_max_pools_(program.graph_module)
     return program, example
 
 
@@ -238,6 +254,11 @@ def _advice(error: BaseException) -> str:
             f"An {found[2]} of the model is of the class {found[1]}, wanted tensors, alone or in tuples, lists and dicts. Let the"
             " model leave it out (models of Hugging Face: `model.config.use_cache = False`), or wrap the model in a module that"
             " returns its tensors."
+        )
+    if "_detect_is_causal_mask" in "".join(traceback.format_exception(error)):
+        return (
+            "nn.Transformer looks at the values of a mask to see whether it is the causal one. Tell it: forward(src, tgt,"
+            " tgt_mask=mask, tgt_is_causal=True), or False for another mask; of an encoder, is_causal=True."
         )
     return (
         "Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
@@ -361,10 +382,3 @@ def autocasts(graph: fx.Graph) -> Iterator[tuple[Node, torch.dtype]]:
             block = graph.owning_module.get_submodule(node.args[4].target)
             assert isinstance(block, fx.GraphModule)
             yield next(n for n in block.graph.nodes if n.op == "call_function"), node.args[1]
-
-
-def source_line(node: Node) -> str:
-    """`" (at model.py:12: x = x.clamp(0, 0.3))"`, the innermost line of the user's code that a node comes from, or ""."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0]]
-    return " (at {}:{}: {})".format(*own[-1]) if own else ""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import sys
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
-
-from compresskit.base.errors import ModelError
 
 aten = torch.ops.aten
 
@@ -104,69 +101,6 @@ def _restore_batch_norm(graph: fx.Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-_POOLS = frozenset({aten.avg_pool2d.default, aten.avg_pool3d.default})
-
-
-def replace_divisors_(module: fx.GraphModule) -> None:
-    """Replace `divisor_override` of average pooling by a factor: ONNX's exporter would drop it.
-
-    Raises ModelError with `ceil_mode=True`, where the windows at the border are of another size.
-    """
-    for node in list(module.graph.nodes):
-        divisor = (*node.args, *[None] * 7)[6] if node.target in _POOLS else None
-        if divisor is None:
-            continue
-        x, kernel, stride, padding, ceil_mode, _, _ = node.args
-        if ceil_mode:
-            raise ModelError(
-                f"{node.target} with divisor_override={divisor} and ceil_mode=True has no form in ONNX: pad the input and leave"
-                " out ceil_mode, or divide by a number after pooling"
-            )
-        spatial = 2 if node.target is aten.avg_pool2d.default else 3
-        count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** spatial
-        node.args = (x, kernel, stride, padding)  # zeros of the padding count, every window has `count` values
-        with module.graph.inserting_after(node):
-            scaled = module.graph.call_function(aten.mul.Tensor, (node, count / divisor))
-        scaled.meta = dict(node.meta)
-        node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
-    module.recompile()
-
-
-def replace_chunks_(module: fx.GraphModule) -> None:
-    """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, on which it fails."""
-    for node in list(module.graph.nodes):
-        if node.target is aten.chunk.default:
-            _replace_by_slices(module.graph, node)
-    module.recompile()
-
-
-def _replace_by_slices(graph: fx.Graph, node: Node) -> None:
-    x, count, dim = (*node.args, 0)[:3]
-    size = x.meta["val"].shape[dim] if "val" in x.meta else 0  # a parameter, whose sizes are known
-    readers = list(node.users)
-    if isinstance(size, int) or any(user.target is not operator.getitem for user in readers):
-        return
-    last = len(node.meta["val"]) - 1
-
-    def number(target: Any, args: tuple[Any, ...], value: Any) -> Node:
-        made = graph.call_function(target, args)
-        made.meta["val"] = value
-        return made
-
-    with graph.inserting_before(node):
-        whole = number(aten.sym_size.int, (x, dim), size)
-        rounded = number(operator.add, (whole, count - 1), size + count - 1)
-        each = number(operator.floordiv, (rounded, count), (size + count - 1) // count)
-        bounds = [0, *(number(operator.mul, (each, i), each.meta["val"] * i) for i in range(1, last + 1)), sys.maxsize]
-        for user in readers:
-            i = user.args[1]
-            part = graph.call_function(aten.slice.Tensor, (x, dim, bounds[i], bounds[i + 1]))
-            part.meta = dict(user.meta)
-            user.replace_all_uses_with(part)
-            graph.erase_node(user)
-    graph.erase_node(node)
-
-
 def _write_padding(graph: fx.Graph, node: Node) -> None:
     """Write `padding="same"` or `"valid"` as numbers, or as a separate pad operator where "same" is not symmetric."""
     given: list[Any] = [*node.args, *[None, 1, "valid", 1, 1][len(node.args) - 2 :]]
@@ -186,3 +120,10 @@ def _write_padding(graph: fx.Graph, node: Node) -> None:
     node.target = _PADDED_BY_NAME[node.target]
     strides = list(stride) if isinstance(stride, list | tuple) else [stride] * spatial
     node.args = (x, weight, bias, strides, sides, dilations, groups)
+
+
+def source_line(node: Node) -> str:
+    """`" (at model.py:12: x = x.clamp(0, 0.3))"`, the innermost line of the user's code that a node comes from, or ""."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    return " (at {}:{}: {})".format(*own[-1]) if own else ""

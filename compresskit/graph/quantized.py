@@ -44,6 +44,11 @@ class QuantizedModule(nn.Module, ABC):
     def tuned(self) -> bool:
         """Whether its file is rewritten for the integer kernels of ONNX Runtime on x86."""
 
+    @property
+    @abstractmethod
+    def in_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime runs its file with its own kernels, so that the file is rewritten for its fusions."""
+
     @abstractmethod
     def deployed(self) -> nn.Module:
         """A copy in ONNX's terms: integers stored, QuantizeLinear and DequantizeLinear instead of simulated rounding."""

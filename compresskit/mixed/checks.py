@@ -16,6 +16,7 @@ from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.mixed.formats.policy import HALVES, Policy, is_positive
 from compresskit.mixed.step.compiled import check_compiled, has_compiler
 from compresskit.mixed.step.flat import check_flat
+from compresskit.mixed.step.masters import check_not_in_run
 from compresskit.mixed.step.scaler import LossScaler
 
 
@@ -32,6 +33,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Poli
         raise SettingError(f"prepare: wanted a torch module and its torch optimizer, got {got}; call prepare once for each pair")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ModelError(f"prepare: wrap the model in {type(model).__name__} after prepare, not before")
+    check_not_in_run(model)
     _check_dtypes(model, policy)
     parameters = set(model.parameters())
     optimized = {p for group in optimizer.param_groups for p in group["params"]}

@@ -12,7 +12,8 @@ from torch import fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Dynamic, module_path
+from compresskit.graph.capture import Dynamic, parameter_name
+from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.sensitive_ends import sensitive_ends
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
@@ -22,6 +23,9 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.insert import insert_quantizers_
 from compresskit.quant.passes.placement import Placement, place_quantizers
 from compresskit.quant.passes.prepare_graph import prepare_graph
+
+#: Products that no rule knows.
+_OTHER_PRODUCTS = frozenset({aten.einsum.default, aten.bilinear.default})
 
 
 def build_quantized(
@@ -48,7 +52,7 @@ def build_quantized(
         smooth: inputs by which `smooth_` evens out channels; the sensitive first and last layers then stay float, too
             (`sensitive_ends`). None leaves the weights as they are.
 
-    Raises ModelError where nothing of the model runs in integers on the target.
+    Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer could not.
     """
     captured, origin, folds = prepare_graph(model, example, target, skip, dynamic)
     if smooth is not None:
@@ -59,14 +63,27 @@ def build_quantized(
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
     if strict:
-        _refuse_unknown(captured.module.graph, placement)
+        _refuse_float_layers(captured.module.graph, target, placement)
     insert_quantizers_(captured.module, placement, target, observer)
     return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
 
 
-def _refuse_unknown(graph: fx.Graph, placement: Placement) -> None:
-    """Raise ModelError where an operator is one that no rule knows; the message names all of them."""
-    unknown = [n for n in graph.nodes if n.name in placement.floating and n.target not in OPERATOR_KINDS]
-    if unknown:
-        named = ", ".join(f"{n.target} ({module_path(n) or 'the model itself'})" for n in unknown)
-        raise ModelError(f"strict=True: no rule knows {len(unknown)} operators, which would stay float: {named}")
+def _refuse_float_layers(graph: fx.Graph, target: Target, placement: Placement) -> None:
+    """Raise ModelError where a layer with weights stays float although nothing was chosen that leaves it so."""
+    able = place_quantizers(graph, target)
+    layers = {node.name for node in graph.nodes if _is_layer(node, able)}
+    refused = [name for name, reason in able.floating.items() if name in layers and placement.floating.get(name) == reason]
+    if refused:
+        named = "; ".join(f"{able.layers[name] or name}: {able.floating[name]}" for name in refused)
+        raise ModelError(
+            f"strict=True: {len(refused)} of {len(layers)} layers with weights would stay float: {named}. Name them in skip= to"
+            " leave them so, or take a target that runs them"
+        )
+
+
+def _is_layer(node: Node, placement: Placement) -> bool:
+    """Whether an operator multiplies by weights: convolutions, linear and recurrent layers, products by a parameter."""
+    if node.target in _OTHER_PRODUCTS:
+        return any(parameter_name(value) is not None for value in node.all_input_nodes)
+    cost = placement.costs.get(node.name)
+    return cost is not None and (cost.parameters > 0 or OPERATOR_KINDS[node.target] in ("conv", "conv_transpose", "linear"))

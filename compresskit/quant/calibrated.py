@@ -39,9 +39,9 @@ class CalibratedSettings:
 
     target: where the model will run.
     observer: makes one range observer for each activation; None for the default of the method.
-    skip: dotted names of modules that stay float.
+    skip: dotted names of modules that stay float, or names of values that are not rounded.
     dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
-    strict: raise where no rule knows an operator, instead of leaving it float.
+    strict: raise where a layer with weights would stay float that no other setting leaves float.
     inside: dotted name of the one submodule that is quantized; None for the whole model.
     """
 

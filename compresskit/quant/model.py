@@ -87,6 +87,11 @@ class Quantized(QuantizedModule):
         return self.target.tuned
 
     @property
+    def in_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime runs its file with its own kernels, so that the file is rewritten for its fusions."""
+        return self.target.onnxruntime
+
+    @property
     def prepared_for(self) -> Target:
         """The target by whose operators its graph was rewritten; see `prepare_graph`."""
         return self.target
@@ -159,6 +164,7 @@ class Quantized(QuantizedModule):
             rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(rounding, WeightQuantizer):
                 rounding.scale_factor.fill_(1)
+                rounding.forget_correction_()
             if isinstance(rounding, BiasQuantizer):
                 rounding.make_room_(get_tensor(self.body, node.args[0].target))
         self.enable_()
@@ -227,6 +233,12 @@ class Quantized(QuantizedModule):
             if isinstance(activation.scale, nn.Parameter):
                 activation.learn_(on=False)
         fold_conv_bn_(self.body)
+
+    def balance_weights_(self) -> None:
+        """Round weights whose scale the kernel's pairs made larger such that errors cancel, see `WeightQuantizer.balance_`."""
+        with torch.no_grad():
+            for rounding, weight in self.rounded_weights():
+                rounding.balance_(weight)
 
     def keep_masked_(self) -> None:
         """Let no weight that a pruning mask keeps be rounded to zero: it becomes one step of its grid.

@@ -20,6 +20,7 @@ from compresskit.quant.calibrated import (
     check_samples,
     module_to_quantize,
 )
+from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.latency_search import faster_in_float
 from compresskit.quant.model import Quantized
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
@@ -67,7 +68,8 @@ def quantize_static(
         target: where the model will run; default `X86`.
         observer: makes one range observer for each activation. The default takes `HistogramMSE` for values in float that only
             linear layers over tokens read, and `MinMax` for all others.
-        skip: dotted names of modules that stay float.
+        skip: dotted names of modules that stay float; or names of values, as the placement prints them, that are not rounded, so
+            that what reads them stays float, too.
         choose: "rules" (the default) runs in integers what the target's rules say; "measure" then takes back to float what is
             faster so on this machine, timed in ONNX Runtime (some seconds for each part that is tried).
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
@@ -75,7 +77,9 @@ def quantize_static(
             norms. Default True.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
-        strict: raise where no rule knows an operator, instead of leaving it float. Default False.
+        strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay
+            float, unless `skip`, `choose` or `smooth` leaves it so. Operators without weights (norms, softmax, products of two
+            activations, what no rule knows) may stay float. Default False.
 
     Returns the quantized model, which `export_onnx` writes with integers; with `inside`, the whole model.
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
@@ -102,7 +106,9 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         smooth=example if settings.smooth else None,
     )
     result = calibrate_inside(model, quantized, data, settings.inside)
+    warn_of_constants(quantized, where)
     nudge_scales_(quantized.body)
+    quantized.balance_weights_()
     quantized.keep_masked_()
     return result
 

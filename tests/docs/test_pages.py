@@ -28,6 +28,10 @@ resnet56 = ResNet56().eval()
 resnet56.layer2 = nn.Identity()
 student_logits, teacher_logits = torch.randn(2, 8, 10)
 """,
+    "loops": """
+import other_loops
+other_loops.install()
+""",
     "mixed": """
 model, loader, loss_fn = networks.Chain(), task.train, nn.functional.cross_entropy
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -65,7 +69,7 @@ def blocks(page) -> list[str]:
 
 
 def test_there_are_pages() -> None:
-    assert {page.stem for page in PAGES} >= {"distillation", "mixed", "pruning", "quantization", "runs"}
+    assert {page.stem for page in PAGES} >= {"distillation", "loops", "mixed", "pruning", "quantization", "runs"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from mixed_runs import FP16_ON_CPU
@@ -390,3 +392,24 @@ def test_a_write_right_after_a_look_at_the_masters_is_noticed(policy: Policy) ->
             return
         run.step()
     assert torch.equal(run.named_masters()["weight"], torch.full((4, 8), 2.0))
+
+
+@pytest.mark.parametrize("policy", [MASTER_BF16, SPLIT_BF16, PURE_BF16], **by_name)
+@pytest.mark.parametrize("again", [MASTER_BF16, FP32], **by_name)
+def test_a_model_in_a_run_is_refused_until_the_run_ends(policy: Policy, again: Policy) -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    first = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    for given in (model, nn.Sequential(model)):
+        with pytest.raises(SettingError, match=rf"Sequential is in a run under {policy.name} already.*call finish\(\)"):
+            prepare(given, torch.optim.SGD(model.parameters(), lr=0.1), again)
+    first.finish()
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), again).finish()
+
+
+def test_the_half_model_of_a_run_that_is_gone_is_a_half_model() -> None:
+    model = nn.Linear(8, 4)
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_BF16)
+    gc.collect()
+    half = model.weight.detach().clone()
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_BF16)
+    assert torch.equal(run.finish().weight, half.float())

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-import networks
 import pytest
-from networks import build, image, images_task
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-import compresskit as ck
 from compresskit.base.errors import ModelError
-from compresskit.quant import quantize_static
+from compresskit.quant import prepare_qat, quantize_static
 
 
-def test_strict_names_every_operator_that_no_rule_knows() -> None:
-    class Two(networks.Unknown):
-        def forward(self, x):
-            return super().forward(x).cumsum(1)
+class Mixed(nn.Module):
+    """A layer norm, an operator that no rule knows, and layers that run in integers or do not."""
 
-    model = build(Two)
-    assert any("sort" in reason for reason in quantize_static(model, [image(16)]).placement.floating.values())
-    with pytest.raises(ModelError, match=r"strict=True: no rule knows 2 operators.*aten\.sort.*aten\.cumsum"):
-        quantize_static(model, [image(16)], strict=True)
-    with pytest.raises(ModelError, match="strict=True"):
-        ck.StaticQuant(strict=True)(model, images_task(ck))
-    quantize_static(build(networks.Chain), [image(16)], strict=True)
+    def __init__(self, *layers: str) -> None:
+        super().__init__()
+        self.layers, self.conv, self.norm = layers, nn.Conv2d(4, 4, 3, padding=1), nn.LayerNorm(8)
+        self.gru, self.head, self.matrix = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8), nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).cumsum(1).flatten(1, 2)
+        for name in self.layers:
+            x = x.bmm(x.transpose(1, 2)).bmm(x) if name == "attention" else x
+            x = self.gru(x)[0] if name == "gru" else x
+            x = F.linear(x, self.head.weight * x.abs().mean()) if name == "computed" else x
+            x = torch.einsum("abc,cd->abd", x, self.matrix) if name == "einsum" else x
+        return self.head(x)
+
+
+def test_strict_takes_operators_without_weights() -> None:
+    x = torch.randn(2, 4, 8, 8)
+    placement = quantize_static(Mixed("attention").eval(), [x], strict=True).placement
+    assert {"layer_norm", "cumsum", "bmm"} < set(placement.floating)
+    assert [placement.costs[name].macs for name in placement.integer] == [4 * 4 * 9 * 64, 8 * 8 * 32]
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ("gru", "1 of 3 layers with weights would stay float: gru: X86 runs no recurrent in integers. Name them in skip="),
+        ("computed", "1 of 3 layers with weights would stay float: linear: its weight is computed"),
+    ],
+)
+def test_strict_names_layers_that_would_stay_float(layer, message) -> None:
+    x = torch.randn(2, 4, 8, 8)
+    for method in (quantize_static, prepare_qat):
+        with pytest.raises(ModelError, match=f"strict=True: {message}"):
+            method(Mixed(layer).eval(), [x], strict=True)
+    quantized = quantize_static(Mixed(layer).eval(), [x])
+    node = next(name for name in quantized.placement.floating if name in quantized.placement.costs)
+    quantize_static(Mixed(layer).eval(), [x], strict=True, skip=(node,))

@@ -829,6 +829,27 @@ class SplitAttention(Images):
         return (splits * weights).sum(1)
 
 
+class StateSpace(nn.Module):
+    """A selective scan (Mamba, Gu and Dao, 2312.00752): the state of every channel starts at zero."""
+
+    states = 3
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.width, self.enter, self.select = width, nn.Linear(8, width), nn.Linear(width, 1 + 2 * self.states)
+        self.rate, self.decay, self.head = nn.Linear(1, width), nn.Parameter(torch.rand(width, self.states)), nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.enter(x).relu()
+        rate, keys, queries = self.select(x).split([1, self.states, self.states], -1)
+        rate, state = F.softplus(self.rate(rate)), x.new_zeros(len(x), self.width, self.states)
+        outputs = []
+        for t in range(x.shape[1]):
+            state = state * torch.exp(-rate[:, t, :, None] * self.decay) + (rate[:, t] * x[:, t])[..., None] * keys[:, t, None]
+            outputs.append((state * queries[:, t, None]).sum(-1))
+        return self.head(torch.stack(outputs, 1))
+
+
 def example(kind):
     """Inputs of a network of this kind, two rows."""
     if kind is Conv1d:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor
 from compresskit.mixed.formats.policy import HALVES, Policy
 from compresskit.mixed.step.scaler import stored_values
 from compresskit.mixed.step.watch import WeightWatch
+
+#: The weights of the last run of a model, as long as there is one.
+_OF_MODELS: WeakKeyDictionary[nn.Module, ref[MasterWeights]] = WeakKeyDictionary()
 
 #: torch 2.11 and later let a half parameter take an fp32 gradient (pytorch#170648).
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -57,6 +61,7 @@ class MasterWeights:
         self.hooked: set[nn.Module] = set()  # modules kept in fp32, with hooks that cast around them
         self.handles: list[RemovableHandle] = []
         self.next_offset = 0
+        self.finished = False
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # counter of the stochastic rounding
         self.masters_in_memory, self.fp32_gradients = policy.bf16_format is None, True
         self.step_gradients: list[tuple[str, Tensor]] = []  # of this step, by parameter name
@@ -64,6 +69,7 @@ class MasterWeights:
         self.master_versions: list[int] = []  # of the masters that were in step with their half weights
         self.compared = False  # whether the half weights of this step were compared, and nobody may have written since
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
+        _OF_MODELS[model] = ref(self)
         if policy.param_dtype is not None:
             _check_no_hidden_parameters(optimizer, {parameter: name for name, parameter in model.named_parameters()})
             widen_(model, optimizer)
@@ -368,6 +374,7 @@ class MasterWeights:
 
     def finish(self) -> None:
         """Restore an fp32 model whose optimizer has the model's own parameters."""
+        self.finished = True
         for half in self.halves:
             half.parameter.data = self.fp32_value(half)
         for parameter in self.half_parameters:
@@ -386,6 +393,18 @@ class MasterWeights:
                 module.flatten_parameters()
         replace_parameters_(self.optimizer, {half.master: half.parameter for half in self.halves})
         self.halves, self.half_parameters, self.half_buffers, self.hooked, self.places = [], [], [], set(), []
+
+
+def check_not_in_run(model: nn.Module) -> None:
+    """Refuse a model whose half weights belong to a run that goes on: its masters hold the digits that they lack."""
+    for module in model.modules():
+        earlier = _OF_MODELS.get(module)
+        weights = None if earlier is None else earlier()
+        if weights is not None and weights.half_parameters and not weights.finished:
+            raise SettingError(
+                f"prepare: {type(module).__name__} is in a run under {weights.policy.name} already, whose masters hold what its"
+                " half weights do not; call finish() of that run first"
+            )
 
 
 def in_fp32(value: Tensor) -> Tensor:

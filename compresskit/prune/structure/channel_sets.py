@@ -111,6 +111,10 @@ class ChannelSets:
             if label > 0:
                 self.locks.setdefault(self.find(label), reason)
 
+    def all_locked(self, labels: Tensor) -> bool:
+        """Whether none of these labels can be removed, as far as is known yet."""
+        return all(label <= 0 or self.find(label) in self.locks for label in torch.unique(collapse_expanded(labels)).tolist())
+
     def add_axis(self, tensor: str, dim: int, labels: Tensor, role: Role) -> None:
         """Record that index i of a dimension of a tensor belongs to the set of labels[i]."""
         self.axes.append(AxisLabels(tensor=tensor, dim=dim, labels=labels, role=role))

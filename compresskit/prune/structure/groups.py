@@ -215,7 +215,7 @@ def find_groups(
 
 def _reason_to_stay(group: ChannelGroup, prefix: str) -> str:
     """Why a group that is one set of channels stays: without it nothing would be left of its layer."""
-    if all(shape[dim] == 1 for (_, dim, _), shape in zip(group.indices, group.shapes, strict=True)):
+    if all(shape[dim] == 1 for (_, dim, role), shape in zip(group.indices, group.shapes, strict=True) if role == "out"):
         return "a layer of one channel"
     return f"channels of {prefix}{group.layer} that only go together"
 

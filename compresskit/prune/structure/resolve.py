@@ -161,3 +161,8 @@ def _tie_heads(propagation: ChannelPropagation, assumptions: Assumptions, sets: 
             if split.path in assumptions.tied_heads and not bool(inputs.any()):  # whose sizes need not be equal: it cannot be cut
                 reason = f"{split.reason}; a copy with narrower parts failed"
             sets.join(inputs[None], made.view(-1, len(inputs)), reason)
+    viewed = [torch.unique(s.labels) for s in propagation.hard_coded_sizes if s.path == split.path]
+    for path, made, read in propagation.conv_layers if layers else ():
+        # Keys and values of fewer positions: what a convolution makes is viewed by the width of the input.
+        if f"{path}.".startswith(inside) and len(made) == len(read) and any(bool(torch.isin(made, v).any()) for v in viewed):
+            sets.join(read, made, f"as wide as the input of {split.path or 'the model'}, which stays")

@@ -23,6 +23,7 @@ from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, place
 from compresskit.quant.numerics.block_grid import BlockScheme, WeightMatrix, round_to_nearest
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.quantizers import WeightQuantizer
+from compresskit.quant.numerics.saturation import PairPacking, can_overflow
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.channel_scaling import weight_of
@@ -54,19 +55,20 @@ PRECISIONS = (
 )
 
 
-def rounded_weight(weight: Tensor, axis: int, precision: MatrixPrecision, scheme: Scheme) -> Tensor:
+def rounded_weight(weight: Tensor, axis: int, precision: MatrixPrecision, target: Target) -> Tensor:
     """Round a weight to a precision.
 
     Args:
         axis: its dimension of inputs.
-        scheme: the grid of dynamic int8 weights.
+        target: where it will run; it has the grid of dynamic int8 weights.
     """
     if precision.scheme is not None:
         matrix = WeightMatrix(weight.movedim(axis, 1), precision.scheme, None, _no_data)
         return round_to_nearest(matrix)[0].movedim(1, axis)
     if not precision.int8:
         return weight
-    quantizer = WeightQuantizer(scheme, 1 - axis, weight.shape[1 - axis])
+    packing = PairPacking() if target.saturates and can_overflow(target.weights, Scheme()) else None
+    quantizer = WeightQuantizer(target.weights, 1 - axis, weight.shape[1 - axis], packing)
     quantizer.enabled = True
     return quantizer(weight)  # type: ignore[no-any-return]
 
@@ -83,14 +85,14 @@ def rounded_input(x: Tensor, precision: MatrixPrecision) -> Tensor:
 
 
 def run_with_precisions(
-    module: fx.GraphModule, inputs: Sequence[Any], precisions: Mapping[str, MatrixPrecision], scheme: Scheme
+    module: fx.GraphModule, inputs: Sequence[Any], precisions: Mapping[str, MatrixPrecision], target: Target
 ) -> Any:
     """Run a float graph with some of its products in other precisions, without building the quantized model.
 
     Args:
         inputs: positional, as `run_graph` takes them.
         precisions: node of a product -> its precision; products that are not named stay float.
-        scheme: the grid of dynamic int8 weights.
+        target: as in `rounded_weight`.
     """
 
     def compute(node: Node, value_of: ValueOf) -> Any:
@@ -101,7 +103,7 @@ def run_with_precisions(
         x, weight, axis = PRODUCTS[node.target]
         operands = list(args)
         operands[x] = rounded_input(operands[x], precision)
-        operands[weight] = rounded_weight(operands[weight], axis, precision, scheme)
+        operands[weight] = rounded_weight(operands[weight], axis, precision, target)
         return node.target(*operands, **kwargs)
 
     return run_graph(module, inputs, compute=compute)

@@ -197,7 +197,7 @@ class _PrecisionSearch:
 
     def _outputs(self, inputs: Inputs, precisions: Mapping[str, MatrixPrecision]) -> Tensor:
         leaves = pytree.tree_leaves(inputs)
-        return flat_outputs(run_with_precisions(self.captured.module, leaves, precisions, self.target.weights))
+        return flat_outputs(run_with_precisions(self.captured.module, leaves, precisions, self.target))
 
     def time_products(self, seconds: float) -> None:
         """Time each precision of each shape of product by itself, the precisions in turn."""

@@ -70,13 +70,13 @@ def adaround_(
 
 def _best_scale(weight: Tensor, quantizer: WeightQuantizer, tries: int = 60) -> Tensor:
     """Of the scale of the extremes times 1 to 0.4, that of the least squared error, for each channel."""
-    scheme, full = quantizer.scheme, quantizer.qparams(weight)[0]
+    quantizer.forget_correction_()
+    full = quantizer.qparams(weight)[0]
     best, least = full, torch.full_like(full, torch.inf)
     axes = [d for d in range(weight.ndim) if d != quantizer.axis] if full.ndim else list(range(weight.ndim))
     for i in range(tries + 1):
         scale = full * (1 - 0.6 * i / tries)
-        shaped = _broadcast_scale(scale, weight, quantizer)
-        error = ((weight / shaped).round().clamp(scheme.low, scheme.high) * shaped - weight).square().sum(axes)
+        error = (quantizer.steps(weight, scale) * _broadcast_scale(scale, weight, quantizer) - weight).square().sum(axes)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best
 

@@ -21,6 +21,7 @@ from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.numerics.saturation import can_overflow
 from compresskit.quant.numerics.scheme import to_integers
 from compresskit.quant.numerics.targets import saturating_matmul
 from compresskit.quant.passes.coverage import Coverage
@@ -39,7 +40,8 @@ class OperatorNoise:
     sqnr: of its result in the quantized model, with the noise of all operators before it.
     weights: of its result if only its own weight and bias were rounded; None where it has none.
     activations: of its result if only its own input was rounded; None where its input is not rounded.
-    saturated: fraction of its sums that overflow int16, on a target that adds products in pairs; None elsewhere.
+    saturated: fraction of its sums that overflow int16 on x86 without VNNI; None where the target's weights are such that none
+        can.
     """
 
     name: str
@@ -127,7 +129,8 @@ class _NoiseMeter:
 
     def add(self, inputs: Inputs, float_weights: dict[str, Tensor] | None, *, saturation: bool) -> int:
         """Run one batch; returns its number of rows. saturation: whether to count saturated sums on it."""
-        saturates = saturation and self.quantized.target.saturates and self.quantized.target.weights.bits == 8
+        target = self.quantized.target
+        saturates = saturation and not target.saturates and can_overflow(target.weights, target.activations)
 
         def visit(node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
             if node.op == "output":

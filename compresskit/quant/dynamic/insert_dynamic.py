@@ -20,6 +20,7 @@ from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, place
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import WeightQuantizer
+from compresskit.quant.numerics.saturation import PairPacking, can_overflow
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target
 from compresskit.quant.passes.placement import Placement
@@ -129,19 +130,25 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
         if kind == "embedding":
             continue
         if kind == "lstm":
-            node.op, node.target = "call_module", add_quantizer_(body, node.name, LstmQuantizer(_symmetric(recurrent)))
+            form = _symmetric(recurrent)
+            lstm = LstmQuantizer(form, fit_pairs=target.saturates and can_overflow(form, Scheme()))
+            node.op, node.target = "call_module", add_quantizer_(body, node.name, lstm)
         elif kind in ("gru", "rnn"):
             for weight in recurrent_weights(node):
                 if get_tensor(body, str(parameter_name(weight))).ndim == 2:
                     _round_weight(body, node, weight, (0, scheme), stored)
         else:
-            product = stored_product(node)
-            assert product is not None
-            grid = (product.axis, _symmetric(scheme) if kind == "conv" else scheme)
-            _round_weight(body, node, product.weight, grid, stored)
-            node.replace_input_with(product.x, rounded[product.x])
+            operands = stored_product(node)
+            assert operands is not None
+            grid = (operands.axis, _symmetric(scheme) if kind == "conv" else scheme)
+            quantizer = _round_weight(body, node, operands.weight, grid, stored)
+            if kind != "conv" and target.saturates and can_overflow(scheme, Scheme()):  # ConvInteger adds no pairs
+                quantizer.packing = PairPacking()
+            node.replace_input_with(operands.x, rounded[operands.x])
     for node in [n for n, kind in kinds.items() if kind == "embedding"]:  # last: the quantizers of products read them
-        _round_rows(body, node, scheme)
+        product = stored.get((str(parameter_name(node.args[0])), 0))
+        shared = None if product is None else body.get_submodule(product)
+        _round_rows(body, node, scheme, shared.packing if isinstance(shared, WeightQuantizer) else None)
     body.graph.lint()
     body.recompile()
 
@@ -153,18 +160,24 @@ def _symmetric(scheme: Scheme) -> Scheme:
 
 def _round_weight(
     body: fx.GraphModule, node: Node, weight: Node, grid: tuple[int, Scheme], weights: dict[tuple[str, int], str]
-) -> None:
-    """grid: dimension of outputs, number format. weights: (name, dimension) of a weight -> name of its quantizer."""
+) -> WeightQuantizer:
+    """Round a weight that a node reads. grid: dimension of outputs, number format. weights: (name, dimension) of a weight -> name
+    of its quantizer, which is returned.
+    """
     stored, (axis, scheme) = str(parameter_name(weight)), grid
     if (stored, axis) not in weights:
         made = WeightQuantizer(scheme, axis, get_tensor(body, stored).shape[axis])
         weights[stored, axis] = add_quantizer_(body, stored_name(f"{axis}.{stored}"), made)
     with body.graph.inserting_before(node):
         node.replace_input_with(weight, body.graph.call_module(weights[stored, axis], (weight,)))
+    quantizer = body.get_submodule(weights[stored, axis])
+    assert isinstance(quantizer, WeightQuantizer)
+    return quantizer
 
 
-def _round_rows(body: fx.GraphModule, node: Node, scheme: Scheme) -> None:
-    name = add_quantizer_(body, node.name, RowQuantizer(scheme))
+def _round_rows(body: fx.GraphModule, node: Node, scheme: Scheme, packing: PairPacking | None) -> None:
+    """packing: of a product that reads the same table; None where there is none."""
+    name = add_quantizer_(body, node.name, RowQuantizer(scheme, packing))
     with body.graph.inserting_after(node):
         rows = body.graph.call_module(name, (node, node.args[0]))
     rows.meta = copy.copy(node.meta)

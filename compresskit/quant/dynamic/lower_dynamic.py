@@ -14,7 +14,6 @@ from compresskit.graph.surgery import free_name, get_tensor
 from compresskit.quant.dynamic.placement_dynamic import DYNAMIC_KINDS
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer, deployed_weight
-from compresskit.quant.numerics.scheme import to_integers
 
 
 def deploy_dynamic(body: fx.GraphModule) -> fx.GraphModule:
@@ -77,7 +76,7 @@ class _DynamicLowering:
         if key not in self.tables:
             weight = get_tensor(self.body, name).detach()
             scale, zero_point = quantizer.qparams(weight)
-            integers = to_integers(weight, scale, zero_point, quantizer.scheme, axis)
+            integers = quantizer.integers(weight)
             integers = integers.movedim(axis, -1).contiguous() if transposed else integers
             points = (
                 None if not zero_point.any() else self._buffer(f"{name}.zero_{len(self.tables)}", zero_point.to(integers.dtype))

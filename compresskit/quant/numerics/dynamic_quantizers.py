@@ -12,6 +12,7 @@ from compresskit.export.ops.lstm import simulate_dynamic_lstm
 from compresskit.export.ops.quantize import round_dynamically
 from compresskit.graph.recurrent import OPERATORS, recurrent_cells
 from compresskit.quant.numerics.quantizers import Quantizer, WeightQuantizer
+from compresskit.quant.numerics.saturation import PairPacking
 from compresskit.quant.numerics.scheme import Scheme
 
 
@@ -31,11 +32,14 @@ class DynamicActivation(Quantizer):
 
 
 class RowQuantizer(Quantizer):
-    """Rounds rows that were looked up in an embedding table as the stored table holds them: (rows, table) -> rows."""
+    """Rounds rows that were looked up in an embedding table as the stored table holds them: (rows, table) -> rows.
 
-    def __init__(self, scheme: Scheme) -> None:
+    packing: of a product that reads the same table, whose pairs must fit.
+    """
+
+    def __init__(self, scheme: Scheme, packing: PairPacking | None = None) -> None:
         super().__init__()
-        self.table = WeightQuantizer(scheme, 0, 1)
+        self.table = WeightQuantizer(scheme, 0, 1, packing)
         self.table.enabled = True
 
     def forward(self, rows: Tensor, table: Tensor) -> Tensor:
@@ -43,8 +47,13 @@ class RowQuantizer(Quantizer):
             return rows
         if not self.table.scheme.per_channel:
             scale, zero_point = self.table.qparams(table)
-            low, high = self.table.scheme.low, self.table.scheme.high
-            steps = (torch.round(rows.detach() / scale) + zero_point).clamp(low, high) - zero_point
+            exact = (rows.detach() / scale).reshape(-1, rows.shape[-1])
+            if self.table.packing is None:
+                low, high = self.table.scheme.low, self.table.scheme.high
+                integers = (torch.round(exact) + zero_point).clamp(low, high)
+            else:
+                integers, _ = self.table.packing.round(exact, zero_point.view(1, 1), self.table.scheme)
+            steps = (integers - zero_point).view(rows.shape)
             return rows + (steps * scale - rows).detach()
         flat = rows.reshape(-1, rows.shape[-1])  # each row has its own scale, so the table is not needed
         return self.table(flat).reshape(rows.shape)
@@ -54,12 +63,12 @@ class LstmQuantizer(Quantizer):
     """Replaces torch's LSTM operator: matrices in integers, inputs and states rounded to their range at run time.
 
     The recurrent matrix of an LSTM with projection is multiplied by the projection before rounding, as the file stores it
-    (see `export.rewrite.recurrent`).
+    (see `export.rewrite.recurrent`). fit_pairs: whether no pair of products may overflow, see `numerics.saturation`.
     """
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme, *, fit_pairs: bool = False) -> None:
         super().__init__()
-        self.matrix = WeightQuantizer(scheme, 0, 1)
+        self.matrix = WeightQuantizer(scheme, 0, 1, PairPacking() if fit_pairs else None)
         self.matrix.enabled = True
 
     def unrounded(self, x: Any, *rest: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compresskit.base.errors import SettingError
 
+MAX_BINS = 2**22  # of |x|; 32 MiB
 CHUNK = 2**18  # values that are counted at once: their bin numbers take eight bytes each
 
 
@@ -146,6 +147,8 @@ def least_divergence(histogram: Histogram, channel: int, largest: float, levels:
     # Bins of |x| as wide as those of x: narrower ones would be empty in between, which distorts the divergence.
     width = float(histogram.width[channel])
     bins = max(levels, int(largest / width) + 1)
+    if bins > MAX_BINS:  # almost constant, far from 0: no bound below the largest value keeps any
+        return largest
     index = (histogram.centres()[channel].abs() / width).long().clamp_(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.float64, device=index.device).scatter_add_(0, index, histogram.counts[channel])
     best, bound = float("inf"), largest

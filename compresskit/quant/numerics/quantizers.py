@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import Observer, extremes
+from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
 from compresskit.quant.numerics.scheme import Scheme, affine, anchored, fake_quantize, to_integers
 
 LEAST_SCALE = 1e-12  # lower bound of a learned scale
@@ -101,7 +102,9 @@ class ActivationQuantizer(Quantizer):
         if checked:
             self._check(float(low[0]), float(high[0]))
         if self.anchor is None:
-            scale, zero_point = affine(low[0], high[0], self.scheme)
+            # Of a value that was always 0 nothing is known but that; networks are made so that most values are below 1, and a
+            # larger scale would make the steps of the next layer's bias coarse.
+            scale, zero_point = affine(low[0], high[0], self.scheme, empty=1 / self.scheme.high)
         else:
             scale, zero_point = anchored(low[0], high[0], self.scheme, self.anchor)
         self.scale.copy_(scale)
@@ -111,11 +114,6 @@ class ActivationQuantizer(Quantizer):
         if not (math.isfinite(low) and math.isfinite(high)):
             raise DataError(
                 f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
-            )
-        if low == high:
-            raise DataError(
-                f"{self.label}: every one of its values is {low:g} on the calibration data, so they show no range; give data that"
-                " reaches the layer, or leave its module in float with skip="
             )
 
     def learn_(self, on: bool = True) -> None:
@@ -156,33 +154,85 @@ class WeightQuantizer(Quantizer):
         exceed int32.
     scale_factor: factor of each scale, 1 or slightly more, that keeps results away from rounding boundaries (see
         `passes.rounding_boundaries`).
+    packing: which weights kernels multiply in pairs that must not overflow, on targets where they could; else None.
+    correction: steps that are added to the nearest integers (see `balance_`); None where `packing` is.
     """
 
     scale: Tensor
     min_scale: Tensor
     scale_factor: Tensor
+    correction: Tensor | None
 
-    def __init__(self, scheme: Scheme, axis: int, channels: int) -> None:
+    def __init__(self, scheme: Scheme, axis: int, channels: int, packing: PairPacking | None = None) -> None:
         super().__init__()
-        self.scheme, self.axis = scheme, axis
+        self.scheme, self.axis, self.packing = scheme, axis, packing
+        self.register_buffer("correction", None)
         for name, value in (("scale", 0.0), ("min_scale", 0.0), ("scale_factor", 1.0)):
             self.register_buffer(name, torch.full((channels,) if scheme.per_channel else (), value))
 
+    def pack_(self, packing: PairPacking | None, weight: Tensor) -> None:
+        """Let the pairs of one more layer that reads the weight fit; None of a layer that adds none."""
+        self.packing = packing if self.packing is None else self.packing.joined(packing)
+        if self.packing is not None:
+            self.register_buffer("correction", torch.zeros_like(weight, dtype=torch.int8))
+
+    def balance_(self, weight: Tensor) -> None:
+        """Where pairs needed a larger scale, round some weights the other way, so that the errors of each kernel cancel."""
+        if self.packing is not None and self.correction is not None:
+            rows = self._rows(weight) / self.qparams(weight)[0].detach().reshape(-1, 1)
+            self.correction.copy_(self._turned_back(self.packing.balance(rows, self.scheme), weight))
+
+    def forget_correction_(self) -> None:
+        """Round every weight to the nearest integer again, as long as its pair fits."""
+        if self.correction is not None:
+            self.correction.zero_()
+
     def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of a weight, each (channels,) or a scalar."""
-        values = weight.detach().float()
-        values = values.movedim(self.axis, 0).flatten(1) if self.scheme.per_channel else values.reshape(1, -1)
-        low, high = extremes(values)
-        low, high = (low, high) if self.scheme.per_channel else (low[0], high[0])
+        rows = self._rows(weight)
+        low, high = extremes(rows if self.scheme.per_channel else rows.reshape(1, -1))
+        if self.packing is not None:
+            low, high = self.packing.widen(rows, low, high, self.scheme)
+        low, high = (low, high) if self.scheme.per_channel else (low.amin(), high.amax())
         scale, zero_point = affine(low, high, self.scheme)
         if isinstance(self.scale, nn.Parameter):
             return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor, zero_point
         return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor, zero_point
 
+    def integers(self, weight: Tensor) -> Tensor:
+        """The integers that a weight is rounded to, of its shape and `scheme.dtype`."""
+        scale, zero_point = self.qparams(weight)
+        if self.packing is None:
+            return to_integers(weight, scale, zero_point, self.scheme, self.axis)
+        return self._fitted(weight, scale, zero_point)[0].to(self.scheme.dtype)
+
+    def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The whole numbers, fp32, that a weight is rounded to in a symmetric format with a scale, (channels,) or a scalar."""
+        if self.packing is None:
+            return torch.round(weight / self._along(scale, weight)).clamp_(self.scheme.low, self.scheme.high)
+        return self._fitted(weight, scale, torch.zeros_like(scale))[0]
+
+    def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ChangedPairs]:
+        """Integers whose pairs fit, in fp32, and the pairs that had to be changed."""
+        assert self.packing is not None
+        exact = self._rows(weight) / scale.detach().reshape(-1, 1)
+        correction = None if self.correction is None else self._rows(self.correction)
+        rows, changed = self.packing.round(exact, zero_point.reshape(-1, 1), self.scheme, correction)
+        return self._turned_back(rows, weight), changed
+
+    def _rows(self, weight: Tensor) -> Tensor:
+        """A weight as a matrix with one row for each index of the channel axis."""
+        rows = weight.detach().movedim(self.axis, 0).flatten(1)
+        return rows.float() if rows.is_floating_point() else rows
+
+    def _turned_back(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rows.view(weight.movedim(self.axis, 0).shape).movedim(0, self.axis)
+
     def fix_scale_(self, scale: Tensor) -> None:
         """Set a constant scale that no longer follows the weight."""
         self.scale.copy_(scale)
         self.scale_factor.fill_(1)
+        self.forget_correction_()
 
     def learn_(self, weight: Tensor, on: bool = True) -> None:
         """Make the scale a parameter (LSQ), or a constant again.
@@ -202,8 +252,8 @@ class WeightQuantizer(Quantizer):
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
         """Move weights that `mask` keeps but that would round to zero to one step of the grid, in place."""
         scale, zero_point = self.qparams(weight)
-        rounded = fake_quantize(weight.float(), scale, zero_point, self.scheme, self.axis)
-        steps = scale.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
+        rounded = self.integers(weight).float() - self._along(zero_point, weight)
+        steps = self._along(scale, weight)
         one = torch.where(weight < 0, -steps, steps).to(weight.dtype)
         weight.copy_(torch.where(mask & (rounded == 0), one, weight))
 
@@ -212,7 +262,20 @@ class WeightQuantizer(Quantizer):
             return weight
         scale, zero_point = self.qparams(weight)
         factor = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
+        if self.packing is not None:
+            integers, changed = self._fitted(weight, scale, zero_point)
+            if changed or (self.correction is not None and bool(self.correction.any())):
+                step, zero = self._along(scale.detach(), weight), self._along(zero_point, weight)
+                steps = integers - zero
+                nearest = torch.round(weight.detach() / step).clamp_(self.scheme.low - zero, self.scheme.high - zero)
+                # Others stay as they are: their distance from the grid is what a learned scale follows.
+                moved = torch.where(steps != nearest, (steps * step).to(weight.dtype), weight.detach())
+                weight = FitPairs.apply(weight, moved, changed, self.axis)  # type: ignore[no-untyped-call]
         return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor)
+
+    def _along(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Values of each channel in a shape that broadcasts to the weight; a scalar as it is."""
+        return values.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if values.ndim else values
 
 
 class BiasQuantizer(Quantizer):
@@ -295,7 +358,7 @@ class DeployedConstant(nn.Module):
 def deployed_weight(quantizer: WeightQuantizer, weight: Tensor) -> DeployedConstant:
     """The weight as stored integers."""
     scale, zero_point = quantizer.qparams(weight)
-    integers = to_integers(weight, scale, zero_point, quantizer.scheme, quantizer.axis)
+    integers = quantizer.integers(weight)
     # ONNX allows leaving out a zero point of zeros, but ONNX Runtime fuses no Gemm without it.
     return DeployedConstant(integers, scale, zero_point.to(quantizer.scheme.dtype), quantizer.axis)
 

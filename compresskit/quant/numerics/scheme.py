@@ -55,12 +55,13 @@ class Scheme:
         return torch.int8 if self.signed else torch.uint8
 
 
-def affine(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def affine(low: Tensor, high: Tensor, scheme: Scheme, *, empty: float = 1.0) -> tuple[Tensor, Tensor]:
     """Scale and zero point of ranges, such that 0 is exactly representable (Jacob et al., arXiv 1712.05877, section 2).
 
     Args:
-        low, high: ends of the ranges, any shape. A range of zeros gets scale 1.
+        low, high: ends of the ranges, any shape.
         scheme: number format.
+        empty: scale of a range of zeros.
 
     Returns (scale fp32, zero_point int32), each of the shape of `low`.
 
@@ -76,7 +77,7 @@ def affine(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         scale = (high - low) / (scheme.high - scheme.low)
         zero_point = (scheme.low - torch.round(low / scale.clamp(min=_TINY))).clamp(scheme.low, scheme.high).to(torch.int32)
     # A denormal scale makes 1/scale infinite.
-    return torch.where(scale > _TINY, scale, torch.ones_like(scale)), zero_point
+    return torch.where(scale > _TINY, scale, torch.full_like(scale, empty)), zero_point
 
 
 def anchored(low: Tensor, high: Tensor, scheme: Scheme, anchor: float) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 | target | activations | weights | specific to it |
 |---|---|---|---|
-| X86 (FBGEMM) | uint8 | int8 | ONNX Runtime on x86 with VNNI |
-| X86_NO_VNNI | uint8 | 7 bits | x86 without VNNI adds pairs of products in int16, see `saturating_matmul` |
+| X86 (FBGEMM) | uint8 | int8 | ONNX Runtime on x86; no pair of weights overflows int16 without VNNI, see `numerics.saturation` |
+| X86_NO_VNNI | uint8 | 7 bits | as X86; no pair overflows, whichever weights a kernel pairs |
 | ARM (QNNPACK) | uint8 | int8 | average pooling keeps the scale of its input |
 | TENSORRT | int8, zero point 0 | int8 | the inputs of operators are quantized, not their outputs |
 | OPENVINO | uint8 | int8 | as X86, but a convolution's output reaches an addition unrounded, unless it is read elsewhere, too |
@@ -54,8 +54,11 @@ class Target:
         activations, weights: number formats.
         operators: operator kind (see `numerics.operators.OPERATOR_KINDS`) -> how it is supported; other kinds stay float.
         zero_points: whether activations may have a zero point other than 0.
-        saturates: whether products are added in pairs in int16, which full 8-bit weights can overflow.
+        saturates: whether machines that run or prove its files add products in pairs in int16, which full 8-bit weights can
+            overflow. Weights are then made such that no pair can (see `numerics.saturation`): all machines compute the same.
         opset: version of the ONNX operator set of the exported file, 13 to 23; see `export_onnx`.
+        onnxruntime: whether ONNX Runtime runs the file with its own kernels; the file is then written so that its fusions take no
+            layer back to float.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
@@ -68,6 +71,7 @@ class Target:
     zero_points: bool = True
     saturates: bool = False
     opset: int = 20
+    onnxruntime: bool = True
     tuned: bool = False
 
     def __post_init__(self) -> None:
@@ -105,18 +109,19 @@ _ONNX_RUNTIME = {
     "leaky_relu": Support(follow=True),
 }
 
-#: ONNX Runtime on x86 with VNNI.
-X86 = Target(name="X86", operators=_ONNX_RUNTIME, tuned=True)
+#: ONNX Runtime on x86. Without VNNI `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; the weights are such that no pair
+#: overflows, and the integers are the same with VNNI and without.
+X86 = Target(name="X86", operators=_ONNX_RUNTIME, saturates=True, tuned=True)
 
-#: ONNX Runtime on x86 without VNNI: `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; with 7-bit weights the largest
-#: sum is 2 * 255 * 63 = 32130, which fits.
-X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits=7), saturates=True)
+#: As X86, with 7-bit weights: the largest sum of two products is 2 * 255 * 63 = 32130, whichever weights a kernel pairs. Only for
+#: runtimes that pack weights in another order than ONNX Runtime does.
+X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits=7))
 
 #: ONNX Runtime on ARM64. Its symmetric convolution kernels (onnxruntime#9772) need weights without a zero point and accept
 #: activations of either sign; by its documentation uint8 with int8 is no slower than uint8 with uint8, and faster on small cores;
-#: QNNPACK uses the same formats. Products are widened, so nothing saturates. NNAPI and TFLite, which a phone may delegate to,
-#: give input and output of average pooling one scale.
-ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)})
+#: QNNPACK uses the same formats. Products are widened and nothing saturates there, but on an x86 where a file is proved it does.
+#: NNAPI and TFLite, which a phone may delegate to, give input and output of average pooling one scale.
+ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)}, saturates=True)
 
 #: TensorRT with explicit quantization: int8 with zero point 0 throughout; Q/DQ before the operators that run in integers, none
 #: between a convolution and the operators fused into it (its activation, and the addition of a shortcut, whose other operand is
@@ -133,6 +138,7 @@ TENSORRT = Target(
     },
     zero_points=False,
     opset=19,
+    onnxruntime=False,
 )
 
 #: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of
@@ -141,8 +147,10 @@ TENSORRT = Target(
 #: readers the sums without their scale.
 OPENVINO = Target(
     name="OPENVINO",
+    onnxruntime=False,
     operators={**_ONNX_RUNTIME, "conv": Support(output=False, whole=True), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
+    saturates=True,
 )
 
 #: Every target of the library.

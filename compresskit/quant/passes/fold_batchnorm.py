@@ -90,16 +90,23 @@ def _fold_norm(module: fx.GraphModule, layer: Node, norm: Node) -> None:
     gamma, beta, mean, var = (_value(module, node) for node in norm.args[1:5])
     assert mean is not None
     assert var is not None
+    factor = torch.rsqrt(var.double() + norm.args[7])  # in float64: done once, and exported as is
+    factor = factor if gamma is None else factor * gamma.double()
+    fold_affine_(module, layer, factor, -mean.double(), torch.zeros_like(factor) if beta is None else beta.double())
+    norm.replace_all_uses_with(layer)
+    module.graph.erase_node(norm)
+
+
+def fold_affine_(module: fx.GraphModule, layer: Node, factor: Tensor, before: Tensor, after: Tensor) -> None:
+    """Give a layer the weight and bias of `(layer + before) * factor + after`, in place; each (channels,), float64."""
     weight_node, bias_node = layer.args[1], layer.args[2] if len(layer.args) > 2 else None
     weight, bias = _value(module, weight_node), _value(module, bias_node)
     assert weight is not None
-    factor = torch.rsqrt(var.double() + norm.args[7])  # in float64: done once, and exported as is
-    factor = factor if gamma is None else factor * gamma.double()
     shape = [1] * weight.ndim
     shape[1 if layer.target in TRANSPOSED_CONVS else 0] = -1
     folded_weight = (weight.double() * factor.view(shape)).to(weight.dtype)
-    shift = (0 if bias is None else bias.double()) - mean.double()
-    folded_bias = (shift * factor + (0 if beta is None else beta.double())).to(weight.dtype)
+    shift = (0 if bias is None else bias.double()) + before
+    folded_bias = (shift * factor + after).to(weight.dtype)
     path = parameter_name(weight_node).rpartition(".")[0]  # type: ignore[union-attr]
     with module.graph.inserting_before(layer):
         frozen = not get_tensor(module, str(parameter_name(weight_node))).requires_grad
@@ -108,8 +115,6 @@ def _fold_norm(module: fx.GraphModule, layer: Node, norm: Node) -> None:
         new_bias = _new_parameter(module, f"{path}.bias", bias_node, folded_bias, frozen=frozen)
     rest = tuple(layer.args[3:])
     layer.args = (layer.args[0], new_weight, new_bias, *rest)
-    norm.replace_all_uses_with(layer)
-    module.graph.erase_node(norm)
 
 
 def _new_parameter(module: fx.GraphModule, name: str, old: Node | None, values: Tensor, *, frozen: bool) -> Node:

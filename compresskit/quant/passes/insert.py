@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -12,8 +13,9 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
 from compresskit.quant.numerics.observers import HistogramMSE, MinMax, Observer
-from compresskit.quant.numerics.operators import moved_input
+from compresskit.quant.numerics.operators import CONVS, moved_input
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
+from compresskit.quant.numerics.saturation import PairPacking, can_overflow, conv_packing
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.placement import Placement, QuantizationPoint
 from compresskit.quant.passes.quantizer_names import add_quantizer_, stored_name
@@ -91,17 +93,36 @@ def _insert_weight(body: fx.GraphModule, node: Node, axis: int | None, target: T
     """weights: name of each weight that has a quantizer -> name of the quantizer."""
     weight = node.args[1]
     stored = str(parameter_name(weight))
+    source = quantizer_of(body, node.args[0])
+    shape = get_tensor(body, stored).shape
     if stored not in weights:
         scheme = replace(target.weights, per_channel=target.weights.per_channel and axis is not None)
-        made = WeightQuantizer(scheme, axis or 0, get_tensor(body, stored).shape[axis or 0])
-        weights[stored] = add_quantizer_(body, stored_name(stored), made)
+        weights[stored] = add_quantizer_(body, stored_name(stored), WeightQuantizer(scheme, axis or 0, shape[axis or 0]))
     quantizer = body.get_submodule(weights[stored])
+    assert isinstance(quantizer, WeightQuantizer)
+    if target.saturates and can_overflow(quantizer.scheme, target.activations):
+        quantizer.pack_(_packing(node, shape, source), get_tensor(body, stored))
     with body.graph.inserting_before(node):
         rounded = body.graph.call_module(weights[stored], (weight,))
     node.replace_input_with(weight, rounded)
     bias = node.args[2] if len(node.args) > 2 else None
-    source = quantizer_of(body, node.args[0])
     if bias is not None and parameter_name(bias) is not None and isinstance(source, ActivationQuantizer):
-        name = add_quantizer_(body, f"bias_{node.name}", BiasQuantizer(source, quantizer))  # type: ignore[arg-type]
+        name = add_quantizer_(body, f"bias_{node.name}", BiasQuantizer(source, quantizer))
         with body.graph.inserting_before(node):
             node.replace_input_with(bias, body.graph.call_module(name, (bias, weight)))
+
+
+def _packing(node: Node, shape: tuple[int, ...], source: ActivationQuantizer | DynamicActivation | None) -> PairPacking | None:
+    """How kernels pair the weights of a convolution or linear layer."""
+    nonnegative = isinstance(source, ActivationQuantizer) and source.clamp is not None and source.clamp[0] == 0
+    if node.target not in CONVS:
+        return PairPacking(nonnegative=nonnegative)
+    given = [*node.args[3:7], *(1, 0, 1, 1)[max(0, len(node.args) - 3) :]]
+    stride, padding = (_sizes(v, len(shape) - 2) for v in given[:2])
+    return conv_packing(tuple(shape), int(given[3]), stride, padding, nonnegative=nonnegative)
+
+
+def _sizes(value: Any, count: int) -> tuple[int, ...]:
+    """A size for each spatial dimension, of a number or a list that may have one for all."""
+    sizes = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return sizes * count if len(sizes) == 1 else sizes

@@ -102,14 +102,20 @@ def place_quantizers(
     Args:
         graph: a prepared graph, see `prepare_graph`.
         target: the runtime.
-        skip: dotted paths of modules whose operators stay float.
+        skip: dotted paths of modules whose operators stay float; or names of nodes, whose values are then not rounded, so that
+            operators that read them stay float, too.
         floating: names of nodes that stay float, each with its reason.
 
-    Raises SettingError where no operator is in a module named by `skip`.
+    Raises SettingError where `skip` names neither a module with operators nor a node.
     """
     paths = {module_path(node) for node in graph.nodes}
-    if unknown := [s for s in skip if not any(path == s or path.startswith(f"{s}.") for path in paths)]:
-        raise SettingError(f"skip={unknown}: no operator of the model stands in a module of that name")
+    values = {node.name for node in graph.nodes if node.op in ("placeholder", "call_function")}
+    if unknown := [s for s in skip if s not in values and not any(path == s or path.startswith(f"{s}.") for path in paths)]:
+        inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+        raise SettingError(
+            f"skip={unknown}: no operator of the model stands in a module of that name, and no value is called so;"
+            f" print(quantized.placement) lists both, and the inputs are {inputs}"
+        )
     return _Placer(graph, target, skip, floating or {}).run()
 
 
@@ -124,6 +130,9 @@ class _Placer:
         self.rounded: dict[Node, bool] = {}  # value -> everywhere
         self.group: dict[Node, Node] = {}  # union-find over rounded values
         self.anchored: set[Node] = set()
+        paths = {module_path(node) for node in graph.nodes}
+        modules = {s for s in skip if any(path == s or path.startswith(f"{s}.") for path in paths)}
+        self.unrounded = {node for node in graph.nodes if node.name in skip and node.name not in modules}
 
     def run(self) -> Placement:
         for node in self.graph.nodes:
@@ -179,7 +188,7 @@ class _Placer:
 
     def _reason_to_stay_float(self, node: Node, kind: str) -> str | None:
         path = module_path(node)
-        if any(path == s or path.startswith(f"{s}.") for s in self.skip):
+        if node in self.unrounded or any(path == s or path.startswith(f"{s}.") for s in self.skip):
             return "skipped by the user"
         if node.name in self.kept:
             return self.kept[node.name]
@@ -188,6 +197,8 @@ class _Placer:
         if kind not in self.target.operators:
             return why_no_linear(node) or f"{self.target.name} runs no {kind} in integers"
         operands = self._operands(node, kind)
+        if skipped := [value for value in operands if self.unrounded.intersection(self._sources(value))]:
+            return f"it reads {skipped[0].name}, which the user skipped"
         if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
             return "its weight is computed during the forward pass"
         if kind in ("add", "mul"):
@@ -226,6 +237,9 @@ class _Placer:
         return [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr" and is_float_tensor(a)]
 
     def _carry(self, node: Node, kind: str) -> None:
+        if node in self.unrounded:
+            self.floating[node] = "skipped by the user"
+            return
         values = node.args[0] if kind == "concat" else [node.args[0]]
         rounded = [isinstance(v, fx.Node) and v.op != "get_attr" and self._is_rounded(v) for v in values]
         # Quantizing the inputs of a concat that are mostly float would cost more than it saves.
@@ -237,6 +251,9 @@ class _Placer:
             self.floating[node] = "it joins a constant"
             return
         sources = [s for value in values for s in self._sources(value)]
+        if self.unrounded.intersection(sources):
+            self.floating[node] = "it joins a value that the user skipped"
+            return
         for source in sources:
             self._round(source, everywhere=self.rounded.get(source, False))
         if kind == "concat" and len({self._clamp(source) for source in sources}) > 1:
@@ -276,7 +293,7 @@ class _Placer:
         """The clamp that is the only reader of a node, or the node itself."""
         users = list(node.users)
         if len(users) == 1 and OPERATOR_KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
-            return users[0]
+            return node if users[0] in self.unrounded else users[0]
         return node
 
     def _fused(self, node: Node) -> bool:

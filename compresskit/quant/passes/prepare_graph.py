@@ -13,14 +13,15 @@ from torch import fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name, source_line
+from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name
 from compresskit.graph.masks import transfer_masks_
+from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, not_fp32, structure
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
-from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
+from compresskit.quant.passes.fold_parametrizations import fold_frozen_norms_, fold_parametrizations_
 from compresskit.quant.passes.rewrite import rewrite_
 
 
@@ -74,6 +75,7 @@ def prepare_graph(
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
     rewrite_stored_products_(captured.module, transpose="linear" in target.operators)
     fold_parametrizations_(captured.module)
+    fold_frozen_norms_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
     rewrite_(captured.module, target)

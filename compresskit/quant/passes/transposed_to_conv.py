@@ -70,7 +70,7 @@ def rewrite_transposed_(module: fx.GraphModule) -> None:
         ):
             continue
         bias = biases.pop()
-        if any(_readers(module, name) != set(nodes) for name in (weight, bias) if name):
+        if any(_calls_that_read(module, name) != set(nodes) for name in (weight, bias) if name):
             continue
         chosen = settings.pop()
         if get_tensor(module, weight).shape[0] // chosen.groups >= FEWEST_CHANNELS:
@@ -81,7 +81,7 @@ def _bias(node: Node) -> Node | None:
     return node.args[2] if len(node.args) > 2 else None
 
 
-def _readers(module: fx.GraphModule, name: str) -> set[Node]:
+def _calls_that_read(module: fx.GraphModule, name: str) -> set[Node]:
     return {user for node in module.graph.nodes if parameter_name(node) == name for user in node.users}
 
 
@@ -102,7 +102,7 @@ def _rewrite(module: fx.GraphModule, nodes: list[Node], settings: _Settings, wei
             if read is not None:
                 read.meta["val"] = node.args[0].meta["val"].new_empty(get_tensor(module, str(parameter_name(read))).shape)
         with module.graph.inserting_before(node):
-            node.replace_all_uses_with(_unfolded(node, _convolution(node, form, settings.groups), form))
+            node.replace_all_uses_with(_depth_to_space(node, _convolution(node, form, settings.groups), form))
         module.graph.erase_node(node)
 
 
@@ -121,8 +121,8 @@ def _convolution(node: Node, form: ConvolutionForm, groups: int) -> Node:
     return insert_call(node, CONV_OF_RANK[spatial + 2], x, node.args[1], _bias(node), *settings)
 
 
-def _unfolded(node: Node, result: Node, form: ConvolutionForm) -> Node:
-    """Depth to space: (N, channels * phases, *size) as (N, channels, *(size * phases)), without the surplus."""
+def _depth_to_space(node: Node, result: Node, form: ConvolutionForm) -> Node:
+    """Unfold (N, channels * phases, *size) as (N, channels, *(size * phases)), without the surplus."""
     phases, spatial = list(form.phases), len(form.phases)
     if phases == [phases[0]] * 2:
         result = insert_call(node, aten.pixel_shuffle.default, result, phases[0]) if phases[0] > 1 else result

@@ -34,6 +34,7 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
+from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
 from compresskit.train.modes import given_modes
 from compresskit.train.train import Train, fit_
 
@@ -96,6 +97,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     )
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned)
+    renew_stale_statistics_(quantized, example, where)
     if not settings.learned:
         quantized.observe_(True, settings.observer or partial(MovingAverage, momentum=0.01))
     return whole.train(), quantized

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +90,46 @@ def test_average_pooling_is_a_depthwise_convolution(pool: nn.Module, tmp_path: P
 def test_pools_whose_windows_differ_in_size_are_kept(pool: nn.Module, tmp_path: Path) -> None:
     _, tuned = files(pooled(pool), torch.randn(2, 4, 26, 26), tmp_path)
     assert operators(tuned)["AveragePool"] == 1
+
+
+class Read(nn.Module):
+    """A linear layer, an activation, and readers in float, in integers, by another layer, or the caller."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], readers: str, bias: bool) -> None:
+        super().__init__()
+        self.activation, self.readers = activation, readers.split()
+        self.first, self.last, self.norm = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        h = self.activation(self.first(x))
+        readers = {"norm": self.norm, "layer": self.last, "caller": lambda v: v, "both": lambda v: self.last(self.norm(v))}
+        return [readers[name](h) for name in self.readers]
+
+
+class Branches(nn.Module):
+    """Every kind of reader beside each other, so that one file answers for all."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor], bias: bool) -> None:
+        super().__init__()
+        readers = ("norm", "layer", "caller", "both", "layer norm", "layer caller", "norm caller")
+        self.parts = nn.ModuleList(Read(activation, names, bias) for names in readers)
+
+    def forward(self, x: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [part(x) for part in self.parts]
+
+
+@pytest.mark.parametrize("target", [ck.quant.X86_NO_VNNI, ck.quant.ARM], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [(torch.nn.functional.relu, True), (lambda h: h, False), (lambda h: h.clamp(-0.5, 0.5), True)],
+    ids=["relu", "none", "clamp"],
+)
+def test_linear_layers_run_in_integers_whatever_reads_them(activation, bias, target, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    quantized = ck.quant.quantize_static(Branches(activation, bias).eval(), [(x,)], target=target, smooth=False)
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", (x,))
+    found, planned = ck.audit(path), quantized.placement.coverage
+    assert planned.macs == (704, 704)  # 11 layers of 8 x 8
+    assert (found.macs_integer, found.macs) == planned.macs, found.floating
+    assert ck.verify_onnx(path, quantized, [(x,)]).passed

@@ -76,3 +76,18 @@ def test_what_would_leave_nothing_of_a_layer_is_named(layers, reason) -> None:
     found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
     assert found.locked == {"an output of the model": 5, reason: 1}
     assert [group.layer for group in found.groups] == ["2"]
+
+
+def test_layers_of_one_channel_beside_each_other_have_one_reason() -> None:
+    model = build(OneByOne)
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
+    assert found.locked == {"an output of the model": 5, "a layer of one channel": 3}
+
+
+class OneByOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts, self.head = nn.ModuleList(nn.Conv2d(1, 1, 3) for _ in range(3)), nn.Conv2d(3, 5, 1)
+
+    def forward(self, x):
+        return self.head(torch.cat([part(x[:, i : i + 1]) for i, part in enumerate(self.parts)], 1))

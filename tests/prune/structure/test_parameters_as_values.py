@@ -110,6 +110,34 @@ class Windows(nn.Module):
         return self.head(self.b(windows.mean(1)).relu())
 
 
+class ReducedKeys(nn.Module):
+    """Attention whose keys and values are of fewer positions; sizes are those of the input."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.width = heads, 16 // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.reduce = nn.Conv1d(16, 16, 2, 2)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        small = self.reduce(x.transpose(1, 2)).reshape(b, c, -1).transpose(1, 2)
+        q = self.q(x).view(b, n, self.heads, self.width).transpose(1, 2)
+        k, v = (m(small).view(b, n // 2, self.heads, self.width).transpose(1, 2) for m in (self.k, self.v))
+        return x + self.out((q @ k.transpose(2, 3)).softmax(-1).matmul(v).transpose(1, 2).reshape(b, n, c))
+
+
+class Reduced(nn.Module):
+    """Two blocks of such attention, of one and of two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.b, self.head = nn.Linear(6, 16), ReducedKeys(1), ReducedKeys(2), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.b(self.a(self.embed(x))))
+
+
 TOKENS = torch.randn(3, 10, 6, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -123,6 +151,7 @@ IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
         (ResizedPositions, IMAGES, [("positions", 2), ("stem.weight", 0), ("up.weight", 1)]),
         (EachChannel, IMAGES, [("a.weight", 0), ("norm.weight", 0), ("b.weight", 1)]),
         (HeadsByEinsum, TOKENS, [("q", 2), ("out", 2), ("q", 0), ("out", 0), ("head.weight", 1)]),
+        (Reduced, TOKENS, [("embed.weight", 0), ("a.q.weight", 0), ("a.reduce.weight", 0), ("b.reduce.weight", 1)]),
         (Windows, TOKENS, [("a.weight", 0), ("b.weight", 1), ("b.weight", 0)]),
     ],
 )
@@ -180,3 +209,11 @@ def test_masks_that_numpy_draws_are_the_same_in_both_runs_of_a_proof() -> None:
     assert np.array_equal(first[0], again[0])
     assert first[1] == again[1]
     assert before == random.getstate()
+
+
+def test_keys_of_fewer_positions_stay_as_wide_as_the_input() -> None:
+    torch.manual_seed(0)
+    model = Reduced().eval()
+    plan = plan_channels(model, (TOKENS,), budget=keep(macs=0.4), round_to=1)
+    assert plan.macs <= 0.4 * plan.macs_before
+    assert_equals_zeroed(model, plan, (TOKENS[:2],))

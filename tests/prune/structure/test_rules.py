@@ -95,6 +95,7 @@ CUT = {
     special.Auxiliary: [("a.0.weight", 0), ("side.0.0.weight", 1)],
     special.SelectiveKernel: [("a.0.weight", 0), ("b.0.weight", 0), ("select.weight", 0), ("select.weight", 1)],
     special.SplitAttention: [("a.weight", 0), ("norm.weight", 0), ("select.weight", 0), ("head.weight", 1)],
+    special.StateSpace: [("enter.weight", 0), ("rate.weight", 0), ("decay", 0), ("select.weight", 1), ("head.weight", 1)],
     special.DataDependent: [("a.0.weight", 0), ("b.0.weight", 1)],
 }
 

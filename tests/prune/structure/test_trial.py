@@ -116,3 +116,30 @@ def test_a_width_in_a_view_is_not_blamed_on_the_input() -> None:
     message = "64 channels: split into equal parts by view in the model; a copy with narrower parts failed"
     with pytest.raises(ModelError, match=message):
         plan_channels(Generator(nn.Linear(8, 1024), nn.Conv2d(64, 3, 3)), (torch.randn(4, 8),), remove(channels=0.5))
+
+
+class Scan(nn.Module):
+    """A scan whose first state is as wide as the code says, in an attribute or in a number."""
+
+    def __init__(self, attribute):
+        super().__init__()
+        self.enter, self.head = nn.Linear(6, 24), nn.Linear(24, 5)
+        if attribute:
+            self.width = 24
+
+    def forward(self, x):
+        x = self.enter(x)
+        state = torch.zeros(len(x), getattr(self, "width", 24), dtype=x.dtype)
+        for t in range(x.shape[1]):
+            state = state * x[:, t].sigmoid() + x[:, t]
+        return self.head(state)
+
+
+def test_the_width_of_a_first_state_follows_its_attribute_and_is_locked_without_one() -> None:
+    x = (torch.randn(2, 4, 6),)
+    plan = plan_channels(Scan(attribute=True), x, remove(channels=0.5), round_to=1)
+    assert plan.attributes == {"width": (24, 12)}
+    assert apply_(Scan(attribute=True), plan)(*x).shape == (2, 5)
+    message = "24 channels: mul in the model with a value of a size written in the code; a copy that was cut there did not run"
+    with pytest.raises(ModelError, match=message):
+        plan_channels(Scan(attribute=False), x, remove(channels=0.5), round_to=1)

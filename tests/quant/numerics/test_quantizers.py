@@ -1,15 +1,18 @@
-"""Quantizers refuse activations without a range."""
+"""Quantizers of activations: constants are exact, nan is refused."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 from networks import image
 from torch import nn
 
 from compresskit.base.errors import DataError
-from compresskit.quant import quantize_static
+from compresskit.quant import TENSORRT, X86, quantize_static
+from compresskit.quant.numerics.observers import OBSERVERS, MinMax
+from compresskit.quant.numerics.quantizers import ActivationQuantizer
 
 
 class Constant(nn.Module):
@@ -25,7 +28,28 @@ class Constant(nn.Module):
         return self.head(self.dead(self.first(x)))
 
 
-@pytest.mark.parametrize(("factor", "message"), [(2.0, "dead: every one of its values is 2"), (math.nan, "dead: .* nan or inf")])
-def test_constant_and_nan_activations_name_the_layer(factor, message) -> None:
-    with pytest.raises(DataError, match=message):
-        quantize_static(Constant(factor).eval(), [image(4)])
+@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize("value", [0.0, 2.0, -0.3, 1e-20])
+@pytest.mark.parametrize("scheme", [X86.activations, TENSORRT.activations], ids=["asymmetric", "symmetric"])
+def test_a_constant_is_exactly_representable(observer, value, scheme) -> None:
+    quantizer = ActivationQuantizer(scheme, observer())
+    quantizer.observing = True
+    x = torch.full((2, 5), value)
+    quantizer(x)
+    quantizer.freeze_range_(checked=True)
+    quantizer.enabled, quantizer.observing = True, False
+    torch.testing.assert_close(quantizer(x), x, rtol=1e-6, atol=0.0)
+
+
+def test_the_scale_of_zeros_leaves_room_for_the_bias_behind_them() -> None:
+    quantizer = ActivationQuantizer(X86.activations, MinMax())
+    quantizer.observing = True
+    quantizer(torch.zeros(3))
+    quantizer.freeze_range_(checked=True)
+    assert quantizer.scale.item() == pytest.approx(1 / 255)
+    assert quantizer.zero_point.item() == 0
+
+
+def test_nan_activations_name_the_layer() -> None:
+    with pytest.raises(DataError, match=r"dead: .* nan or inf"):
+        quantize_static(Constant(math.nan).eval(), [image(4)])

@@ -10,7 +10,7 @@ from networks import build, image, trained_like
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.graph.capture import capture
 from compresskit.prune import plan_channels
 from compresskit.quant import Target, quantize_static
@@ -31,6 +31,24 @@ def test_skipped_modules_stay_float(tmp_path) -> None:
     audit = ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)))
     assert 0 < audit.integer_fraction < 1
     assert len(audit.floating) == 1
+
+
+@pytest.mark.parametrize(("name", "reason"), [("x", "it reads x, which the user skipped"), ("cat", "it reads cat, which")])
+def test_values_of_the_root_module_are_skipped_by_name(name, reason) -> None:
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(torch.cat([x, x], 1))
+
+    placement = quantize_static(Joined().eval(), [image(4)], skip=(name,)).placement
+    assert name not in {point.node for point in placement.points}
+    assert any(why.startswith(reason) for why in placement.floating.values())
+    with pytest.raises(SettingError, match=r"skip=\['y'\]: .* no value is called so; .* the inputs are \['x'\]"):
+        quantize_static(Joined().eval(), [image(4)], skip=("y",))
 
 
 def test_a_target_of_the_users_decides_what_runs_in_integers() -> None:

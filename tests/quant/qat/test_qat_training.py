@@ -31,6 +31,6 @@ def test_qat_trains_under_every_precision(policy, tmp_path) -> None:
     task = images_task(ck)
     model = build(networks.Residual)
     quantized = ck.QAT(epochs=1, precision=policy)(model, task)
-    assert {v.dtype for v in quantized.state_dict().values()} == {torch.float32, torch.int32}
+    assert {v.dtype for v in quantized.state_dict().values()} == {torch.float32, torch.int32, torch.int8}
     ck.export_onnx(quantized, tmp_path / "q.onnx", task.example())
     assert ck.verify_onnx(tmp_path / "q.onnx", quantized, [image(32)]).passed

@@ -42,16 +42,31 @@ def rule_elementwise(call: OperatorCall) -> RuleResult:
     values = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor | ParameterView)]
     if is_computed_weight(call, values):
         return combine_parameters(call, values)
+    states = _initial_states(call)
     result: Tensor | None = None
-    for value in values:
+    for value in (states.get(id(v), v) for v in values):
         if isinstance(value, Tensor):
             result = value if result is None else join_broadcast(call, result, value)
     result = fixed_labels(call.shape) if result is None else result.expand(call.shape)
     for value in values:
         if isinstance(value, ParameterView):
             result = join_parameter(call, result, value)
+    if states:
+        call.add_given_size(result)
     add_scaling_factor(call, result)
     return result
+
+
+def _initial_states(call: OperatorCall) -> dict[int, Tensor]:
+    """New labels, by the id of the old ones, of zeros or ones that meet channels: they take any width, as a first state does."""
+    pairs = [(v, n) for v, n in zip(call.args, call.node.args, strict=True) if isinstance(v, Tensor)]
+    if not any(bool((collapse_expanded(v) > 0).any()) for v, _ in pairs):
+        return {}
+    return {
+        id(v): torch.full((), UNCONSTRAINED).expand(v.shape)
+        for v, n in pairs
+        if call.is_blank(n) and bool((collapse_expanded(v) == 0).all())
+    }
 
 
 def join_broadcast(call: OperatorCall, a: Tensor, b: Tensor) -> Tensor:
@@ -74,6 +89,9 @@ def join_broadcast(call: OperatorCall, a: Tensor, b: Tensor) -> Tensor:
         if bool((small > 0).any()):
             call.add_dependency(large, small, f"broadcast over other channels by {call.where}")
         return large.expand(shape)
+    for labels, others in ((small, large), (large, small)):
+        if call.sets.all_locked(labels):
+            return others.expand(shape)  # what cannot be cut is no other channels
     for labels in (small, large):
         call.sets.lock(labels, f"broadcast over other channels by {call.where}")
     return fixed_labels(shape)

@@ -57,7 +57,7 @@ class ChannelPropagation:
     unfollowed_weights: those of them that are weights of layers whose rule gave up.
     splits ... size_attributes: see `constraints.py`.
     costs: MACs of one sample of an operator, and the labels along the dimensions that they are a product of.
-    linear_layers: (path, labels of the outputs, labels of the inputs) of each linear layer.
+    linear_layers: (path, labels of the outputs, labels of the inputs) of each linear layer. conv_layers: of each convolution.
     The rest is state of the propagation: `shapes` of the run at hand, whether it is the `main_run`, `calls` of each operator so
     far, `blank` nodes (tensors that were made to be written into and hold nothing yet), `products` that sum over channels,
     `data_free` nodes (computed from nothing but parameters and constants).
@@ -77,6 +77,7 @@ class ChannelPropagation:
         self.size_attributes: list[SizeAttribute] = []
         self.costs: list[tuple[float, list[Tensor]]] = []
         self.linear_layers: list[tuple[str, Tensor, Tensor]] = []
+        self.conv_layers: list[tuple[str, Tensor, Tensor]] = []
         self.shapes, self.main_run = trace.shapes, True
         self.calls: Counter[Any] = Counter()
         self.blank: set[Node] = set()
@@ -297,9 +298,14 @@ class OperatorCall:
 
     def add_hard_coded_size(self, labels: Tensor) -> None:
         """The code gives a size for the result, which has channels."""
+        if self._gives_sizes():
+            self.add_given_size(labels, "to sizes written in the code")
+
+    def add_given_size(self, labels: Tensor, how: str = "with a value of a size written in the code") -> None:
+        """The code gives a size that the channels of the result have to have."""
         small = collapse_expanded(labels)
-        if self._gives_sizes() and bool((small > 0).any()):
-            reason = f"{self.where} to sizes written in the code"
+        if bool((small > 0).any()):
+            reason = f"{self.where} {how}"
             size = HardCodedSize(path=self.path, labels=small, shape=tuple(labels.shape), reason=reason)
             self.state.hard_coded_sizes.append(size)
 

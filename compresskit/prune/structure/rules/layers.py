@@ -31,6 +31,7 @@ def rule_conv(call: OperatorCall) -> RuleResult:
     if groups == 1:
         call.assign(weight, axes[1], inputs, "in")
         made = call.sets.fresh(outputs)
+        call.state.conv_layers.append((call.path, made, inputs))
     elif depthwise:
         made = inputs.repeat_interleave(outputs // groups)
     else:

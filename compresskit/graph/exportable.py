@@ -1,0 +1,152 @@
+"""Replace operators of an exported program that torch's ONNX exporter cannot write, or writes wrongly, by others that it can."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from typing import Any
+
+from torch import fx
+
+from compresskit.base.errors import ModelError
+from compresskit.graph.normalize import Node, aten, source_line
+
+_POOLS = frozenset({aten.avg_pool2d.default, aten.avg_pool3d.default})
+
+
+def replace_divisors_(module: fx.GraphModule) -> None:
+    """Replace `divisor_override` of average pooling by a factor: ONNX's exporter would drop it.
+
+    Raises ModelError with `ceil_mode=True`, where the windows at the border are of another size.
+    """
+    for node in list(module.graph.nodes):
+        divisor = (*node.args, *[None] * 7)[6] if node.target in _POOLS else None
+        if divisor is None:
+            continue
+        x, kernel, stride, padding, ceil_mode, _, _ = node.args
+        if ceil_mode:
+            raise ModelError(
+                f"{node.target} with divisor_override={divisor} and ceil_mode=True has no form in ONNX: pad the input and leave"
+                " out ceil_mode, or divide by a number after pooling"
+            )
+        spatial = 2 if node.target is aten.avg_pool2d.default else 3
+        count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** spatial
+        node.args = (x, kernel, stride, padding)  # zeros of the padding count, every window has `count` values
+        with module.graph.inserting_after(node):
+            scaled = module.graph.call_function(aten.mul.Tensor, (node, count / divisor))
+        scaled.meta = dict(node.meta)
+        node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
+    module.recompile()
+
+
+def replace_chunks_(module: fx.GraphModule) -> None:
+    """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, on which it fails."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.chunk.default:
+            _replace_by_slices(module.graph, node)
+    module.recompile()
+
+
+def _replace_by_slices(graph: fx.Graph, node: Node) -> None:
+    x, count, dim = (*node.args, 0)[:3]
+    size = x.meta["val"].shape[dim] if "val" in x.meta else 0  # a parameter, whose sizes are known
+    readers = list(node.users)
+    if isinstance(size, int) or any(user.target is not operator.getitem for user in readers):
+        return
+    last = len(node.meta["val"]) - 1
+
+    def number(target: Any, args: tuple[Any, ...], value: Any) -> Node:
+        made = graph.call_function(target, args)
+        made.meta["val"] = value
+        return made
+
+    with graph.inserting_before(node):
+        whole = number(aten.sym_size.int, (x, dim), size)
+        rounded = number(operator.add, (whole, count - 1), size + count - 1)
+        each = number(operator.floordiv, (rounded, count), (size + count - 1) // count)
+        bounds = [0, *(number(operator.mul, (each, i), each.meta["val"] * i) for i in range(1, last + 1)), sys.maxsize]
+        for user in readers:
+            i = user.args[1]
+            part = graph.call_function(aten.slice.Tensor, (x, dim, bounds[i], bounds[i + 1]))
+            part.meta = dict(user.meta)
+            user.replace_all_uses_with(part)
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+_CLAMPS = frozenset({aten.clamp.default, aten.clamp_.default, aten.clip.default, aten.clip_.default})
+
+
+def replace_bounds_(module: fx.GraphModule) -> None:
+    """Give `clamp` two bounds of one type where one is an int and the other a float: the exporter knows no such operator."""
+    for node in module.graph.nodes:
+        if node.target not in _CLAMPS:
+            continue
+        bounds = [*node.args[1:], *(node.kwargs.get(name) for name in ("min", "max"))]
+        if {type(bound) for bound in bounds if bound is not None} == {int, float}:
+            node.args = (node.args[0], *(float(b) if isinstance(b, int) else b for b in node.args[1:]))
+            node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
+    module.recompile()
+
+
+_ADAPTIVE_MAX_POOLS = frozenset({aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default})
+
+
+def replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
+    """Replace adaptive max pooling whose windows differ in size by the largest value of each window, one dimension at a time.
+
+    Raises ModelError where the positions of the largest values are read, or a size is not known.
+    """
+    for node in list(module.graph.nodes):
+        if node.target not in _ADAPTIVE_MAX_POOLS:
+            continue
+        x, sizes = node.args
+        shape = list(x.meta["val"].shape[-len(sizes) :])
+        if all(isinstance(n, int) and n % size == 0 for n, size in zip(shape, sizes, strict=True)):
+            continue  # windows of one size, which the exporter writes
+        if any(user.args[1] != 0 and user.users for user in node.users) or not all(isinstance(n, int) for n in shape):
+            raise ModelError(
+                f"{node.target} to {list(sizes)} of {shape} positions has no form in ONNX where its indices are read or its input"
+                " varies in size: pool with nn.MaxPool2d, or leave the dimension out of dynamic="
+            )
+        with module.graph.inserting_before(node):
+            pooled = x
+            for i, (n, size) in enumerate(zip(shape, sizes, strict=True)):
+                pooled = _largest_of_windows(module.graph, pooled, i - len(sizes), n, size)
+        for user in list(node.users):
+            if user.args[1] == 0:
+                pooled.meta = {**user.meta}
+                user.replace_all_uses_with(pooled)
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _largest_of_windows(graph: fx.Graph, x: Node, dim: int, n: int, size: int) -> Node:
+    """The largest value of each of `size` windows over `n` positions of a dimension."""
+
+    def add(target: Any, *args: Any) -> Node:
+        made = graph.call_function(target, args)
+        made.meta = {**x.meta, "val": target(*fx.map_arg(args, lambda a: a.meta["val"]))}
+        return made
+
+    windows = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
+    return add(aten.cat.default, [add(aten.amax.default, add(aten.slice.Tensor, x, dim, *w), [dim], True) for w in windows], dim)
+
+
+_GROUPED = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}) | frozenset(
+    {aten.conv1d.padding, aten.conv2d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input}
+)
+
+
+def refuse_weights_of_samples(graph: fx.Graph) -> None:
+    """Raise ModelError for a convolution with as many groups as the batch has rows: ONNX's convolution has a number of them."""
+    for node in graph.nodes:
+        groups = (*node.args, *[1] * 7)[6] if node.target in _GROUPED else 1
+        if isinstance(groups, fx.Node):
+            raise ModelError(
+                f"{node.target} has as many groups as an input has rows{source_line(node)}, a weight for each sample; ONNX wants"
+                " a fixed number: multiply patches (F.unfold) by the weights with torch.bmm, or export with dynamic=() for one"
+                " size of batch"
+            )

@@ -1,0 +1,87 @@
+"""What torch's exporter cannot write is written by other operators, or refused with the line of the model's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import compresskit as ck
+from compresskit.base.errors import ModelError
+from compresskit.graph.capture import capture
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x.clamp(0, 0.3).clip(min=-1, max=0.25)
+        return y, F.adaptive_max_pool2d(y, (3, 4)), F.adaptive_max_pool1d(x[0], 5), F.adaptive_max_pool2d(x, 2)
+
+
+def test_mixed_bounds_and_adaptive_max_pooling_are_written(tmp_path: Path) -> None:
+    model, x = Mixed().eval(), torch.randn(2, 3, 8, 6)
+    for got, wanted in zip(capture(model, x, dynamic=()).module(x), model(x), strict=True):
+        assert torch.equal(got, wanted)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", x, dynamic=())
+    assert ck.verify_onnx(path, model, [x]).passed
+
+
+def test_indices_of_adaptive_max_pooling_are_refused() -> None:
+    class Indices(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.adaptive_max_pool2d(x, 3, return_indices=True)[1]
+
+    with pytest.raises(ModelError, match=r"to \[3, 3\] of \[8, 6\] positions has no form in ONNX .*: pool with nn\.MaxPool2d"):
+        capture(Indices(), torch.randn(2, 3, 8, 6))
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 8)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return state
+
+
+class Masked(nn.Module):
+    def __init__(self, **settings: bool) -> None:
+        super().__init__()
+        self.layers, self.settings = nn.Transformer(16, 2, 1, 1, 32, batch_first=True), settings
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = self.layers.generate_square_subsequent_mask(target.shape[1])
+        return self.layers(source, target, tgt_mask=mask, **self.settings)
+
+
+def test_a_loop_over_a_dimension_that_varies_is_refused_with_its_line() -> None:
+    place = (
+        r"dimension 1 of input 'x' should vary, but the code takes it for the constant 5 \(.*test_exportable\.py:\d+ in forward\)"
+    )
+    with pytest.raises(ModelError, match=rf"Steps cannot be captured as a graph: {place}.*; use nn\.LSTM or nn\.GRU"):
+        capture(Steps().eval(), torch.randn(3, 5, 8), dynamic=(0, 1))
+    assert capture(Steps().eval(), torch.randn(3, 5, 8)).shapes["x"] == (2, 5, 8)
+
+
+def test_a_transformer_that_looks_at_its_mask_says_how_to_tell_it() -> None:
+    example = (torch.randn(2, 5, 16), torch.randn(2, 6, 16))
+    with pytest.raises(ModelError, match=r"looks at the values of a mask.* tgt_is_causal=True\), or False"):
+        capture(Masked().eval(), example)
+    capture(Masked(tgt_is_causal=True).eval(), example)
+
+
+def test_a_weight_for_each_sample_is_refused_with_its_line(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            rows = x.shape[0]
+            return F.conv2d(x.reshape(1, -1, 8, 8), weight.reshape(-1, 2, 3, 3), groups=rows).reshape(rows, -1, 6, 6)
+
+    example = (torch.randn(3, 2, 8, 8), torch.randn(3, 4, 2, 3, 3))
+    place = r"as many groups as an input has rows \(at .*test_exportable\.py:\d+: return F\.conv2d"
+    with pytest.raises(ModelError, match=rf"{place}.*torch\.bmm, or export with dynamic=\(\)"):
+        ck.export_onnx(Own(), tmp_path / "f.onnx", example)
