@@ -240,7 +240,7 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, tuple) and all(type(v) is int for v in value))
+    return type(value) is int or (isinstance(value, tuple | list) and all(type(v) is int for v in value))
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
         for key, value in record["modules"][path]["attributes"].items():
-            value = tuple(value) if isinstance(value, list) else value
             current = getattr(module, key, None)
+            value = tuple(value) if isinstance(value, list) and isinstance(current, tuple) else value
             if _is_size(value) and type(current) is type(value) and current != value:
                 setattr(module, key, value)

@@ -187,6 +187,32 @@ class Sliced(Split):
         return x[:, :8] + self.b(x[:, 8:])
 
 
+class HalvesByWidth(Images):
+    """Halves cut where the width says, and every other channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(16, 24, 3), nn.Conv2d(24, 32, 3)
+
+    def body(self, x):
+        x = self.a(x)
+        half = x.shape[1] // 2
+        x = self.b(torch.cat([-x[:, half:], x[:, :half]], 1))
+        return x[:, ::2] * x[:, 1::2].sigmoid()
+
+
+class ListedParts(Images):
+    """Parts whose sizes are a list of the module."""
+
+    def __init__(self):
+        super().__init__(32)
+        self.a, self.sizes = nn.Conv2d(16, 32, 3), [8, 16, 8]
+
+    def body(self, x):
+        a, b, c = self.a(x).split(self.sizes, 1)
+        return torch.cat([a, b.relu(), c.sigmoid()], 1)
+
+
 class ShuffleByHand(Images):
     def __init__(self):
         super().__init__(32, 32)
@@ -420,6 +446,27 @@ class StoredAttention(Tokens):
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
         scores = (q @ k.transpose(-2, -1)) * self.scale
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Rotary(Tokens):
+    """Grouped queries with rotary positions whose frequencies are a buffer; halves are turned into one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(32, 32)
+        self.register_buffer("frequencies", 1 / 10 ** (torch.arange(4) / 4), persistent=False)
+        self.width = 8
+
+    def turned(self, x):
+        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * self.frequencies.to(x.dtype)
+        angles = torch.cat([angles, angles], -1)
+        half = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+        return x * angles.cos() + half * angles.sin()
+
+    def body(self, x):
+        q, k, v = (m(x).view(*x.shape[:2], -1, self.width).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, scale=0.3, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
 
 
 class SeparateAttention(Tokens):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compresskit.prune.structure.channel_sets import varying_dims
 from compresskit.prune.structure.groups import ChannelAnalysis
-from compresskit.prune.structure.plan import Plan
+from compresskit.prune.structure.plan import Plan, as_plan_value
 
 
 def assemble_plan(analysis: ChannelAnalysis, chosen: Sequence[Tensor], **settings: Any) -> Plan:
@@ -49,7 +49,7 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
 
     def change(path: str, name: str, after: int, position: int | None = None) -> None:
         key = analysis.prefix + (f"{path}.{name}" if path else name)
-        now = getattr(module_at(path), name)
+        now = as_plan_value(getattr(module_at(path), name))
         old, new = changed.get(key, (now, now))
         new = after if position is None else (*new[:position], after, *new[position + 1 :])
         if new != old:
@@ -62,8 +62,9 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
                 after = _remaining_size(analysis, removed, size.labels, d)
                 if value == size.shape[d]:
                     change(path, name, after)
-                elif isinstance(value, tuple) and size.shape[d] in value:
-                    change(path, name, after, value.index(size.shape[d]))
+                elif isinstance(value, tuple | list) and size.shape[d] in value:
+                    position = size.position if tuple(value) == size.sizes else value.index(size.shape[d])
+                    change(path, name, after, position)
     for attribute in propagation.size_attributes:
         after = _remaining_size(analysis, removed, attribute.labels, 0)
         change(attribute.path, attribute.attribute, after, attribute.position)

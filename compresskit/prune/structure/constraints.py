@@ -40,11 +40,32 @@ class HardCodedSize:
     """An operator that is given a size of a dimension with channels; the size may be a constant in the code or an attribute.
 
     path: the module whose code gives it. shape: of the result, with these labels.
+    cut, position: the number of the cut that made it, and which of its parts it is. sizes: of all its parts.
     """
 
     path: str
     labels: Tensor
     shape: tuple[int, ...]
+    reason: str
+    cut: int | None = None
+    position: int = 0
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelCut:
+    """Channels that are cut along `dim` at places which the code gives: the nth call of `target`.
+
+    path: the module whose code does it. labels: of what is cut. places: (start, stop, step) of each part.
+    Whether the places follow the width, as in `x[:, : x.shape[1] // 2]`, shows in a run of a pruned copy.
+    """
+
+    target: Any
+    nth: int
+    path: str
+    labels: Tensor
+    dim: int
+    places: tuple[tuple[int, int, int], ...]
     reason: str
 
 

@@ -38,14 +38,18 @@ class ZeroedMasks:
         return {target for target, _ in (*self.keep, *self.zero)}
 
 
-def zeroed_masks(analysis: ChannelAnalysis, plan: Plan) -> ZeroedMasks:
-    """What statistics and computed weights leave out when the channels of a plan are zero."""
-    sets = analysis.resolved.sets
+def removed_sets(analysis: ChannelAnalysis, plan: Plan) -> Tensor:
+    """Roots of the channel sets that a plan removes, sorted."""
     roots: set[int] = set()
     for (tensor, dim), axis in analysis.resolved.axes.items():
         if indices := plan.remove.get(analysis.prefix + tensor, {}).get(dim):
-            roots.update(sets.roots(axis.labels)[list(indices)].tolist())
-    removed = torch.tensor(sorted(roots - {0}), dtype=torch.long)
+            roots.update(analysis.resolved.sets.roots(axis.labels)[list(indices)].tolist())
+    return torch.tensor(sorted(roots - {0}), dtype=torch.long)
+
+
+def zeroed_masks(analysis: ChannelAnalysis, plan: Plan) -> ZeroedMasks:
+    """What statistics and computed weights leave out when the channels of a plan are zero."""
+    sets, removed = analysis.resolved.sets, removed_sets(analysis, plan)
     masks = ZeroedMasks(keep={}, zero={})
     for s in analysis.propagation.statistics:
         keep = ~torch.isin(sets.roots(s.labels), removed)

@@ -98,7 +98,7 @@ class Plan:
                 macs_before=int(record["macs_before"]),
                 locked=dict(record["locked"]),
                 note=str(record.get("note", "")),
-                attributes={path: (_as_tuple(old), _as_tuple(new)) for path, (old, new) in record["attributes"].items()},
+                attributes={path: (as_plan_value(old), as_plan_value(new)) for path, (old, new) in record["attributes"].items()},
                 scales={n: (float(factor), tuple(map(int, rows))) for n, (factor, rows) in record["scales"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -145,7 +145,7 @@ def apply_(model: nn.Module, plan: Plan) -> nn.Module:
     changed = {id(get_tensor(model, name)) for name in plan.remove}
     for path, (_, after) in plan.attributes.items():
         module, attribute = owner(model, path)
-        setattr(module, attribute, after)
+        setattr(module, attribute, list(after) if isinstance(getattr(module, attribute), list) else after)
     for module in model.modules():
         # A tied parameter also changed where another module holds it.
         if any(id(t) in changed for t in _tensors_of(module)):
@@ -202,7 +202,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
                 )
     for path, (before, _) in plan.attributes.items():
         module, attribute = owner(model, path)
-        if (got := getattr(module, attribute, None)) != before:
+        if (got := as_plan_value(getattr(module, attribute, None))) != before:
             raise ModelError(f"{path}: the plan was made for {before}, this {type(model).__name__} has {got}; {advice}")
 
 
@@ -229,7 +229,8 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
 
 
-def _as_tuple(value: Any) -> Any:
+def as_plan_value(value: Any) -> Any:
+    """The value of an attribute as it stands in a plan: a tuple in the place of a list."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -18,8 +18,9 @@ from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.prune.evidence import watched_calls
+from compresskit.prune.structure.cuts import CutRecorder
 from compresskit.prune.structure.groups import ChannelAnalysis, find_groups
-from compresskit.prune.structure.masked_statistics import MaskedStatistics, ZeroedMasks, zeroed_masks
+from compresskit.prune.structure.masked_statistics import MaskedStatistics, ZeroedMasks, removed_sets, zeroed_masks
 from compresskit.prune.structure.plan import Plan, apply_, zero_
 from compresskit.prune.structure.propagate import propagate
 from compresskit.prune.structure.repeatable import repeatable, varied_inputs, vary_constants_
@@ -34,10 +35,15 @@ FEW_OUTPUTS = 64  # values; with fewer, layers inside the model are compared too
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What is wrong with a plan. path: the module in whose forward the pruned copy failed; None where values differ."""
+    """What is wrong with a plan.
+
+    path: the module in whose forward the pruned copy failed; None where values differ.
+    cuts: numbers of the cuts of channels whose places did not follow the width.
+    """
 
     reason: str
     path: str | None = None
+    cuts: tuple[int, ...] = ()
 
 
 def prove(model: nn.Module, plan: Plan, example: AnyInputs) -> str | None:
@@ -75,18 +81,30 @@ def check_plan(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelA
         return _compare_copies(copy_model(model).eval(), model, plan, example, masks, FLOAT32_TOLERANCE)
 
 
-def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs) -> Failure | None:
-    """Run a pruned copy in eval mode, which costs far less than a proof; None where it runs."""
+def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelAnalysis | None = None) -> Failure | None:
+    """Run a pruned copy in eval mode, which costs far less than a proof; None where it runs.
+
+    With the analysis that the plan is of, it also fails where the code cuts channels at other places than the plan needs.
+    """
     pruned = apply_(copy_model(model).eval(), plan)
+    cuts = [] if analysis is None else analysis.propagation.cuts
     failure = None
     for inputs in (first_rows(example, 1), example):  # one sample is cheap; all of them where the code does not take one
         paths = [""]
+        recorder = CutRecorder(cuts, paths, "" if analysis is None else analysis.propagation.trace.prefix)
+        failure = None
         try:
-            with torch.inference_mode(), running_modules(pruned, paths), torch.random.fork_rng(), repeatable(pruned):
+            with torch.inference_mode(), running_modules(pruned, paths), torch.random.fork_rng(), repeatable(pruned), recorder:
                 call(pruned, inputs)
-            return None
         except Exception as error:
             failure = _does_not_run(error, paths)
+        if cuts and analysis is not None:
+            removed = removed_sets(analysis, plan)
+            wrong = recorder.wrong(cuts, analysis.resolved.sets, removed, finished=failure is None)
+            if wrong:
+                return Failure(reason=f"{cuts[wrong[0]].reason}, which do not follow the width", cuts=wrong)
+        if failure is None:
+            return None
     return failure
 
 

@@ -27,6 +27,7 @@ class Assumptions:
     attributes: attributes of modules, as (path, name), that follow a width. one_width: those that several layers read, which then
     have to have the same width. locked_modules: modules whose sizes stay -> why.
     locked_axes: dimensions of tensors, as (name, dimension), that stay -> why.
+    fixed_cuts: numbers of the cuts of channels whose places do not follow the width.
     rescaled: whether queries make up for 1 / sqrt(width) of a width that shrinks.
     """
 
@@ -36,6 +37,7 @@ class Assumptions:
     one_width: frozenset[tuple[str, str]] = frozenset()
     locked_modules: Mapping[str, str] = field(default_factory=dict)
     locked_axes: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    fixed_cuts: frozenset[int] = frozenset()
     rescaled: bool = True
 
 
@@ -58,6 +60,8 @@ def resolve_constraints(propagation: ChannelPropagation, assumptions: Assumption
     for size in propagation.hard_coded_sizes:
         if size.path in assumptions.locked_modules:
             sets.lock(size.labels, f"{size.reason}{assumptions.locked_modules[size.path]}")
+    for number in assumptions.fixed_cuts:
+        sets.lock(propagation.cuts[number].labels, propagation.cuts[number].reason)
     for key, reason in assumptions.locked_axes.items():
         if key in axes:
             sets.lock(axes[key].labels, reason)

@@ -54,7 +54,7 @@ class TrialRepair:
         analysis = self._analyse()
         while self.propagation.splits or self.propagation.hard_coded_sizes:
             plan = trial_plan(analysis)
-            failure = try_pruned_copy(self.model, plan, self.example) if plan.remove else None
+            failure = try_pruned_copy(self.model, plan, self.example, analysis) if plan.remove else None
             if failure is None:
                 break
             analysis = self.repair(failure, analysis)
@@ -69,6 +69,9 @@ class TrialRepair:
         self._repairs += 1
         if self._repairs > MAX_REPAIRS:
             raise self._refusal(failure)
+        if failure.cuts:
+            self.assumptions = self._without_cuts(failure.cuts)
+            return self._analyse()
         path = failure.path.removeprefix(self.prefix) if failure.path is not None else None
         if path is not None and (assumptions := self._next_candidate(self._responsible_module(path), failure)) is not None:
             self.assumptions = assumptions
@@ -81,6 +84,22 @@ class TrialRepair:
 
     def _refusal(self, failure: Failure) -> ModelError:
         return ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
+
+    # -- cuts of channels at places that do not follow the width
+
+    def _without_cuts(self, wrong: tuple[int, ...]) -> Assumptions:
+        """Let attributes follow the parts of cuts, or else lock what is cut, in all modules of the same type."""
+        cuts = self.propagation.cuts
+        places: dict[int, tuple[str, int]] = {}  # the type of the module, and which of its cuts
+        for number, cut in enumerate(cuts):
+            kind = type(self.trace.module.get_submodule(cut.path)).__qualname__
+            places[number] = kind, sum(other.path == cut.path for other in cuts[:number])
+        alike = frozenset(n for n in places if places[n] in {places[w] for w in wrong})
+        paths = frozenset(cuts[n].path for n in alike)
+        attributes = frozenset(self._size_attributes(paths, cuts=alike)) - self.assumptions.attributes
+        if attributes:
+            return replace(self.assumptions, attributes=self.assumptions.attributes | attributes)
+        return replace(self.assumptions, fixed_cuts=self.assumptions.fixed_cuts | alike)
 
     # -- one module whose forward failed
 
@@ -129,15 +148,17 @@ class TrialRepair:
                 locked_modules={**self.assumptions.locked_modules, **dict.fromkeys(sizes, why)},
             )
 
-    def _size_attributes(self, paths: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """Attributes of the user's modules, as (path, name), that equal a size which their code gives."""
+    def _size_attributes(self, paths: frozenset[str], cuts: frozenset[int] | None = None) -> Iterator[tuple[str, str]]:
+        """Attributes of the user's modules, as (path, name), that equal a size which their code gives; or gives to some cuts."""
         for size in self.propagation.hard_coded_sizes:
             module = self.trace.module.get_submodule(size.path)
             if size.path not in paths or type(module).__module__.startswith("torch."):
                 continue  # torch's own layers are made to agree with their tensors
+            if cuts is not None and size.cut not in cuts:
+                continue
             values = {size.shape[d] for d in varying_dims(size.labels)}
             for name, value in vars(module).items():
-                sizes = value if type(value) is tuple and all(type(v) is int for v in value) else (value,)
+                sizes = value if type(value) in (tuple, list) and all(type(v) is int for v in value) else (value,)
                 if any(type(entry) is int and entry in values for entry in sizes) and not name.startswith("_"):
                     yield size.path, name
 

@@ -33,6 +33,7 @@ from compresskit.prune.structure.channel_sets import (
 )
 from compresskit.prune.structure.constraints import (
     AxisSplit,
+    ChannelCut,
     ChannelStatistic,
     ComputedWeight,
     DependsOnAll,
@@ -69,6 +70,7 @@ class ChannelPropagation:
         self.splits: list[AxisSplit] = []
         self.dependencies: list[DependsOnAll] = []
         self.hard_coded_sizes: list[HardCodedSize] = []
+        self.cuts: list[ChannelCut] = []
         self.width_scalings: list[WidthScaling] = []
         self.statistics: list[ChannelStatistic] = []
         self.computed_weights: list[ComputedWeight] = []

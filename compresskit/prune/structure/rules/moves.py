@@ -17,6 +17,8 @@ from compresskit.prune.structure.channel_sets import (
     tighten,
     varying_dims,
 )
+from compresskit.prune.structure.constraints import ChannelCut, HardCodedSize
+from compresskit.prune.structure.cuts import CUTS, cut_places
 from compresskit.prune.structure.rules.arithmetic import join_broadcast
 from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, overloads, rule_for
 from compresskit.prune.structure.rules.parameter_view import ParameterView
@@ -185,7 +187,7 @@ _SEVERAL_PARTS = (
 
 @rule_for(*_ONE_PART, *_SEVERAL_PARTS)
 def rule_constant_cut(call: OperatorCall) -> RuleResult:
-    """Cuts at places written in the code: allowed across positions; channels that are cut so cannot change."""
+    """Cuts at places that the code gives: allowed across positions; those of channels must follow the width, or it stays."""
     x, *rest = call.args
     if isinstance(x, ParameterView):
         return (x.map if call.target in _ONE_PART else x.map_parts)(lambda a: call.target(a, *rest, **call.kwargs))
@@ -194,9 +196,51 @@ def rule_constant_cut(call: OperatorCall) -> RuleResult:
     if dim in varying_dims(x):
         if call.target in (aten.unbind.int, aten.select.int) and len(varying_dims(x)) > 1:
             _join_equal_parts(call, collapse(x).movedim(dim, 0))  # (3, heads, width) taken apart into q, k and v
+        elif call.target in CUTS and call.state.main_run:
+            _add_cut(call, x, dim)
         elif call.target is not aten.slice.Tensor or result.shape[dim] != x.shape[dim]:
             call.sets.lock(x, f"cut at fixed places by {call.where}")
     return tighten(result) if isinstance(result, Tensor) else [tighten(r) for r in result]
+
+
+def _add_cut(call: OperatorCall, x: Tensor, dim: int) -> None:
+    """Record a cut, whose parts are sizes that an attribute may repeat; equal parts stay equal."""
+    size = x.shape[dim]
+    places = cut_places(call.target, call.args, call.kwargs, size)
+    if places == ((0, size, 1),):
+        return
+    reason, small = f"cut at fixed places by {call.where}", collapse(x)
+    lengths = tuple(len(range(*place)) for place in places)
+    for position, place in enumerate(places):
+        part = small.index_select(dim, torch.arange(*place))
+        shape = (*x.shape[:dim], lengths[position], *x.shape[dim + 1 :])
+        call.state.hard_coded_sizes.append(
+            HardCodedSize(
+                path=call.path,
+                labels=part,
+                shape=shape,
+                reason=reason,
+                cut=len(call.state.cuts),
+                position=position,
+                sizes=lengths,
+            )
+        )
+    call.state.cuts.append(
+        ChannelCut(
+            target=call.target,
+            nth=call.state.calls[call.target],
+            path=call.path,
+            labels=small,
+            dim=dim,
+            places=places,
+            reason=reason,
+        )
+    )
+    (start, _, step), length = places[0], lengths[0]
+    if step > 1 and size % step == 0:
+        _join_equal_parts(call, small.unflatten(dim, (-1, step)).movedim(dim + 1, 0))
+    elif step == 1 and length and size % length == 0 == start % length and set(lengths) == {length}:
+        _join_equal_parts(call, small.unflatten(dim, (-1, length)).movedim(dim, 0))
 
 
 def _join_equal_parts(call: OperatorCall, parts: Tensor) -> None:
