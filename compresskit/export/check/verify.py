@@ -145,8 +145,7 @@ def verify_onnx(
     sessions = [session(path, optimize=False), session(path)]
     if inside:
         model, batches = _batches_inside(model, batches, inside)
-    parts = quantized_parts(model).values()
-    quantized = bool(parts)
+    quantized = bool(parts := quantized_parts(model).values())
     weight_only = all(part.exact for part in parts)  # quantizers switched off leave rounded weights
     outputs: list[list[list[np.ndarray]]] = [[], [], []]
     unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
@@ -169,8 +168,7 @@ def verify_onnx(
     heads = len({batch[0].shape[1:] for batch in outputs[0]})
     exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded and not random else None
     plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
-    allowed = steps_allowed(least_precise_dtype(model))
-    reason = _reason_to_reject(plain, optimized, quantized, allowed, weight_only=weight_only)
+    reason = _reason_to_reject(plain, optimized, quantized, steps_allowed(least_precise_dtype(model)), weight_only=weight_only)
     reason += "" if not reason else RANDOM if random else _place(path, model, first)
     reason = reason or _machine_that_differs(others.result())
     return Verification(
