@@ -198,7 +198,8 @@ def families() -> str:
 ## Families
 
 Small variants of published architectures with random weights, {libraries}, each in a process of its own. Not every part was run
-for every family; a figure is of those for which it was, without those that torch cannot export. {source("families")}
+for every family, nor at one commit; a figure is of those for which it was, without those that torch cannot export. int8 files are of target
+`X86_NO_VNNI`. {source("families")}
 
 * Float files that ONNX Runtime agrees with: {share("export", "verified")}; static int8, other batch sizes: {share("static", "verified")};
   dynamic int8, other batches and lengths: {share("dynamic", "verified")}.
@@ -280,7 +281,28 @@ def runs() -> str:
 """
 
 
-SECTIONS: tuple[Callable[[], str], ...] = (chain, static, dynamic, channels, families, sparsity, distillation, mixed, runs)
+def old_runtimes() -> str:
+    """Files in older releases of ONNX Runtime."""
+    return f"""\
+## Older runtimes
+
+* Files written with `opset="lowest"`, of a float network, its static int8 form, a float text model and its dynamic int8 form, load and agree in
+  ten releases of ONNX Runtime back to 1.15.1; int4 weights need 1.19 or, as MatMulNBits, 1.17. {source("old_runtimes")}
+"""
+
+
+SECTIONS: tuple[Callable[[], str], ...] = (
+    chain,
+    static,
+    dynamic,
+    channels,
+    families,
+    sparsity,
+    distillation,
+    mixed,
+    runs,
+    old_runtimes,
+)
 
 
 def page() -> str:

@@ -121,7 +121,7 @@ class PairPacking:
         rows = ((reach >= PAIR_LIMIT - 1) & (plain.abs().amax(1) < scheme.high)).nonzero()[:, 0]
         if self.positions > 1:
             kernels = (v[rows].reshape(-1, self.positions) for v in (plain, exact))
-            found[rows] = _cancel_errors(*kernels).view(len(rows), -1) - plain[rows]
+            found[rows] = _cancel_errors(*kernels).view_as(plain[rows]) - plain[rows]
         else:
             found[rows] = _cancel_row_errors(plain[rows], exact[rows]) - plain[rows]
         return found.to(torch.int8)

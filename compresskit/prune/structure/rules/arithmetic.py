@@ -92,9 +92,10 @@ def join_broadcast(call: OperatorCall, a: Tensor, b: Tensor) -> Tensor:
     for labels, others in ((small, large), (large, small)):
         if call.sets.all_locked(labels):
             return others.expand(shape)  # what cannot be cut is no other channels
-    for labels in (small, large):
-        call.sets.lock(labels, f"broadcast over other channels by {call.where}")
-    return fixed_labels(shape)
+    # Of an outer product the channels of one factor can be cut; those of the other, the one of fewer values, stay.
+    labels, others = (small, large) if small.numel() < large.numel() else (large, small)
+    call.sets.lock(labels, f"broadcast over other channels by {call.where}")
+    return others.expand(shape)
 
 
 def join_parameter(call: OperatorCall, labels: Tensor, parameter: ParameterView) -> Tensor:
