@@ -105,7 +105,8 @@ class WithoutZeros(TorchFunctionMode):
         x, rest = args[0], args[1:]
         dim = kwargs.get("dim", rest[0] if rest else None)
         dims = [dim] if isinstance(dim, int) else list(dim or [])
-        if len(dims) == 1 and dims[0] % x.ndim in (x.ndim - 1, 1) and (kept := self._kept(x, dims[0])) is not None:
+        of_channels = len(dims) == 1 and dims[0] % x.ndim in ((1, 3) if x.ndim == 4 else (x.ndim - 1,))  # not of time steps
+        if of_channels and (kept := self._kept(x, dims[0])) is not None:
             x = x.index_select(dims[0], kept)
         return func(x, *rest, **kwargs)
 
@@ -394,7 +395,15 @@ def write(rows: dict[str, Any]) -> None:
     (HERE / "families.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
     head = "family, variant, torch exports, float verified, integer MACs, static, dynamic, varying, MACs left, proved"
     head += ", pruned exported"
-    lines = ["# Families", "", *summary(rows), "", f"{versions}", "", f"| {head.replace(', ', ' | ')} | reasons |"]
+    lines = [
+        "# Families",
+        "",
+        *summary(rows),
+        "",
+        f"{versions}; empty: not measured",
+        "",
+        f"| {head.replace(', ', ' | ')} | reasons |",
+    ]
     lines.append("|---" * (len(head.split(", ")) + 1) + "|")
     for name, row in rows.items():
         export, static, dynamic, prune = (row.get(part, {}) for part in PARTS)
@@ -403,23 +412,24 @@ def write(rows: dict[str, Any]) -> None:
         cells = [
             name,
             row.get("variant", ""),
-            yes(export.get("torch")),
-            yes(export.get("verified")),
+            yes(export, "torch"),
+            yes(export, "verified"),
             f"{static['integer_macs']:.0%}" if "integer_macs" in static else "",
-            yes(static.get("verified")),
-            yes(dynamic.get("verified")),
-            {(0, 1): "batch, length", (0,): "batch", (): "none"}[tuple(export.get("dynamic", ()))],
+            yes(static, "verified"),
+            yes(dynamic, "verified"),
+            {(0, 1): "batch, length", (0,): "batch", (): "none"}[tuple(export["dynamic"])] if "dynamic" in export else "",
             f"{prune['left']:.1%}" if "left" in prune else "",
-            yes(prune.get("proved")),
-            yes(prune.get("export", {}).get("verified")),
+            yes(prune, "proved"),
+            yes(prune.get("export", {}), "verified"),
             "; ".join(reasons).replace("|", "\\|")[:600],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     (HERE / "families.md").write_text("\n".join(lines) + "\n")
 
 
-def yes(value: Any) -> str:
-    return "yes" if value else "no"
+def yes(part: dict[str, Any], key: str) -> str:
+    """Empty for a part that was not measured."""
+    return "" if not part else "yes" if part.get(key) else "no"
 
 
 def counts(rows: dict[str, Any]) -> dict[str, tuple[int, int]]:
