@@ -99,7 +99,6 @@ def test_cifar10(tmp_path, start) -> None:
     )
 
 
-@pytest.mark.slow
 def test_cifar10_distill(tmp_path, start) -> None:
     """With every term at once."""
     data, out = image_folder(tmp_path / "data"), tmp_path / "run"
@@ -133,7 +132,6 @@ def test_text(name, tmp_path, start) -> None:
     check_run(start(name, "--data", tmp_path, "--epochs", 1, "--batch-size", 16, "--out", out), out, 3)
 
 
-@pytest.mark.slow
 def test_sparse_digits(tmp_path, start) -> None:
     out = tmp_path / "run"
     output = start("sparse_digits.py", "--epochs", 1, "--out", out)
