@@ -255,9 +255,12 @@ def test_import_is_light() -> None:
         "heavy = ('onnx', 'onnxruntime', 'onnxscript', 'onnx_ir', 'matplotlib', 'torchvision');"
         "print((time.process_time() - begin) / begin, [m for m in heavy if m in sys.modules])"
     )
-    runs = [checkout.python("-c", code).stdout for _ in range(3)]
+    checkout.python(
+        "-m", "compileall", "-q", PACKAGE
+    )  # torch is compiled when it is installed; a user's second import finds both so
+    runs = [checkout.python("-c", code).stdout for _ in range(5)]
     assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
-    assert min(float(run.split()[0]) for run in runs) < 0.45  # of the time that torch takes; 0.24 to 0.37 on a busy machine
+    assert min(float(run.split()[0]) for run in runs) < 0.28  # of the time that torch takes, whatever the machine
 
 
 def test_oracles_share_no_code() -> None:

@@ -72,7 +72,9 @@ class HuggingFaceTrainer:
             self.state.global_step += 1
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """The loss that the model itself returns, as the Trainer takes it where a user has not overridden this."""
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
 class Accelerator:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import onnx
 import oracles
 import pytest
 import torch
@@ -25,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 import compresskit as ck
 from compresskit.graph.capture import capture
-from compresskit.measure import session
 
 WORKED = "worked"
 UNREAD = "which the model does not read on the example (give an example for which it does"  # an optional input's own layers
@@ -161,24 +158,9 @@ def prune(spec: Spec, folder: Path, macs: float = 0.8) -> str:
     return WORKED
 
 
-@functools.cache
-def target() -> ck.quant.Target:
-    """X86, or X86_NO_VNNI where the processor adds products of 8-bit integers in 16 bits, which overflow."""
-    node = onnx.helper.make_node("MatMulInteger", ["x", "w"], ["y"])
-    weight = onnx.numpy_helper.from_array(np.full((64, 64), 127, np.int8), "w")
-    sides = [
-        onnx.helper.make_tensor_value_info(name, kind, [1, 64])
-        for name, kind in (("x", onnx.TensorProto.UINT8), ("y", onnx.TensorProto.INT32))
-    ]
-    graph = onnx.helper.make_graph([node], "largest", sides[:1], sides[1:], [weight])
-    file = onnx.helper.make_model(graph, ir_version=9, opset_imports=[onnx.helper.make_opsetid("", 20)])
-    largest = session(file.SerializeToString()).run(None, {"x": np.full((1, 64), 255, np.uint8)})[0]
-    return ck.quant.X86 if (largest == 64 * 255 * 127).all() else ck.quant.X86_NO_VNNI
-
-
 HOW: dict[str, Callable[..., nn.Module]] = {
-    "static": lambda *given, **settings: ck.quant.quantize_static(*given, target=target(), **settings),
-    "dynamic": lambda *given, **settings: ck.quant.quantize_dynamic(*given, target=target(), **settings),
+    "static": ck.quant.quantize_static,
+    "dynamic": ck.quant.quantize_dynamic,
     "weights": ck.quant.quantize_weights,
 }
 

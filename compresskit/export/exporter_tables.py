@@ -1,0 +1,64 @@
+"""torch's ONNX exporter with its tables built once in a process, instead of once in every call.
+
+Every call of `torch.onnx.export` parses the source of the 500 translations of onnxscript again, and looks up every composite
+operator of torch once for each namespace: together half of the time of a small file. Neither depends on the model. Both are
+internals of torch, so a release that has them elsewhere is left as it is: slower, with the same result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def tables_built_once() -> Iterator[None]:
+    """While it lasts, `torch.onnx.export` takes its translations from memory and looks operators up once."""
+    with contextlib.ExitStack() as stack:
+        if registry := _holder("torch.onnx._internal.exporter._registration.ONNXRegistry", "from_torchlib"):
+            stack.enter_context(_patched(registry, "from_torchlib", staticmethod(_copier(registry.from_torchlib))))
+        if operators := _holder("torch._export.utils", "_materialize_cpp_cia_ops"):
+            # Of this call only: a user may define operators before the next.
+            once = functools.cache(operators._materialize_cpp_cia_ops)
+            stack.enter_context(_patched(operators, "_materialize_cpp_cia_ops", once))
+        yield
+
+
+def _holder(path: str, name: str) -> Any:
+    """The module or class at `path` if this release of torch has it and it defines `name`, else None."""
+    module, _, leaf = path.rpartition(".")
+    try:
+        holder = vars(importlib.import_module(module)).get(leaf)
+    except ImportError:
+        return None
+    return holder if holder is not None and name in vars(holder) else None
+
+
+@contextlib.contextmanager
+def _patched(holder: Any, name: str, function: Any) -> Iterator[None]:
+    original = vars(holder)[name]  # not `getattr`, which unwraps a class method
+    setattr(holder, name, function)
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
+def _copier(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives copies of what `build` made first, because a call of the exporter adds its own translations."""
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        registry = copy.copy(_built(build, args, tuple(kwargs.items())))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    return copied
+
+
+@functools.cache
+def _built(build: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    return build(*args, **dict(kwargs))

@@ -1,0 +1,46 @@
+"""The exporter's tables are built once and stay torch's own outside of an export."""
+
+from __future__ import annotations
+
+import pytest
+from torch.onnx._internal.exporter import _registration
+
+from compresskit.export.exporter_tables import tables_built_once
+
+REGISTRY = _registration.ONNXRegistry
+
+
+def test_translations_are_built_once_and_given_as_copies(monkeypatch) -> None:
+    calls: list[int] = []
+
+    def build(opset_version: int = 18):
+        calls.append(opset_version)
+        registry = REGISTRY()
+        registry.functions = {"aten::relu": ["torch's own"]}
+        return registry
+
+    monkeypatch.setattr(REGISTRY, "from_torchlib", build)
+    for _ in range(2):
+        with tables_built_once():
+            registry = REGISTRY().from_torchlib(opset_version=20)
+            assert registry.functions == {"aten::relu": ["torch's own"]}
+            registry.functions["aten::relu"].insert(0, "a user's")  # as the exporter does with a custom translation
+            registry.functions["aten::gelu"] = ["a user's"]
+    assert calls == [20]
+    with tables_built_once():
+        REGISTRY().from_torchlib(opset_version=23)
+    assert calls == [20, 23]
+
+
+def test_torch_is_as_it_was_after_a_failure() -> None:
+    before = vars(REGISTRY)["from_torchlib"]
+    with pytest.raises(ValueError, match="in the exporter"), tables_built_once():
+        assert vars(REGISTRY)["from_torchlib"] is not before
+        raise ValueError("in the exporter")
+    assert vars(REGISTRY)["from_torchlib"] is before
+
+
+def test_a_release_without_these_internals_exports_as_before(monkeypatch) -> None:
+    monkeypatch.delattr(REGISTRY, "from_torchlib")
+    with tables_built_once():
+        assert "from_torchlib" not in vars(REGISTRY)
