@@ -39,7 +39,7 @@ QUANT_LAYERS = [
     {"model"},
     {"calibration"},
     {"build"},
-    {"calibrated"},
+    {"calibrated", "effort"},
     {"latency_search", "static", "dynamic", "weight_only"},
     {"accuracy_target"},
     {"qat", "serialize"},
