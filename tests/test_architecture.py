@@ -23,7 +23,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LAYERS = [
     {"base"},
     {"graph"},
-    {"mixed", "measure"},
+    {"mixed", "measure", "metrics"},
     {"train"},
     {"export"},
     {"distill"},

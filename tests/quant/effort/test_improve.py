@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -83,7 +84,7 @@ def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog,
     assert {"balance channels", "choose ranges", "correct biases"} <= set(names)
     assert ("imitate the float model" in names) == (effort == "best")
     assert [record.getMessage() for record in caplog.records] == [str(remedy) for remedy in remedies]
-    for earlier, later in zip(remedies, remedies[1:], strict=False):
+    for earlier, later in itertools.pairwise(remedies):
         assert later.before == (earlier.after if earlier.kept else earlier.before)
         assert not earlier.kept or earlier.after > earlier.before
     fresh = image(64)
