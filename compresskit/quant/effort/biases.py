@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs
 from compresskit.graph.normalize import Node
@@ -15,17 +14,15 @@ from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantiz
 from compresskit.quant.model import Quantized
 
 
-def correct_biases_(quantized: Quantized, batches: Sequence[Inputs]) -> int:
-    """Add to each bias the mean error of its layer's outputs on the batches together, in place.
+def correct_biases_(quantized: Quantized, inputs: Inputs) -> int:
+    """Add to each bias the mean error of its layer's outputs on a batch, in place.
 
-    The same correction as `correct_bias_`, from one pass over the graph with all batches joined: give few samples.
+    The same correction as `correct_bias_`, from one pass over the graph: give few samples.
 
     Returns the number of layers that were corrected.
     """
     layers = {layer.node: layer for layer in integer_layers(quantized) if layer.bias is not None}
     float_weights = {name: value.detach().clone() for name, value in quantized.body.named_parameters()}
-    leaves = [pytree.tree_leaves(inputs) for inputs in batches]
-    joined = tuple(torch.cat(parts) for parts in zip(*leaves, strict=True))
 
     def visit(node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
         layer = layers.get(node)
@@ -35,5 +32,5 @@ def correct_biases_(quantized: Quantized, batches: Sequence[Inputs]) -> int:
             pair[1].movedim(layer.channel_dim, -1).add_(error)
 
     with mode(quantized, training=False), torch.no_grad():
-        run_float_and_quantized(quantized.body, joined, visit, float_weights)
+        run_float_and_quantized(quantized.body, inputs, visit, float_weights)
     return len(layers)

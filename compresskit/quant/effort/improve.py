@@ -22,7 +22,7 @@ from compresskit.graph.capture import Captured
 from compresskit.quant.effort.balance import balance_channels_
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
-from compresskit.quant.effort.samples import OutputError, first_samples, halves
+from compresskit.quant.effort.samples import OutputError, halves, joined_samples
 from compresskit.quant.effort.tuning import imitate_float_
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.passes.prepare_graph import Remedy
@@ -70,7 +70,7 @@ def quantize_with_effort(
             break
     if not own_observer:
         trials.try_ranges()
-    trials.try_changed("correct biases", lambda q: correct_biases_(q, first_samples(fit, PROBE_SAMPLES)))
+    trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
     if effort == "best":
         learn_from = trials.error_on(fit)
         trials.try_changed(
@@ -119,7 +119,7 @@ class _Trials:
         formats = self.model.target.activations
         observer = partial(SeveralRanges, min(8, formats.bits), symmetric=formats.symmetric)
         candidate = self._calibrated(self.build(observer=observer, adjust=self.adjust), self.fit, finish=False)
-        choose_ranges_(candidate, first_samples(self.fit, PROBE_SAMPLES))
+        choose_ranges_(candidate, joined_samples(self.fit, PROBE_SAMPLES))
         self._finish(candidate)
         self._judged("choose ranges", candidate, began)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from compresskit.base.task import Inputs
 from compresskit.graph.normalize import Node
@@ -40,15 +38,15 @@ class SeveralRanges(HistogramMSE):
         return super()._choose(histogram, low, high)
 
 
-def choose_ranges_(quantized: Quantized, batches: Sequence[Inputs]) -> int:
+def choose_ranges_(quantized: Quantized, inputs: Inputs) -> int:
     """Give each activation the rule whose range leaves the layers that read it closest to float, in place.
 
-    One pass over the graph, all batches together: each range is chosen on the values that the ranges before it leave. A range
+    One pass over the graph: each range is chosen on the values that the ranges before it leave. A range
     that several values share stays that of the extremes.
 
     Args:
         quantized: a model that was calibrated with `SeveralRanges`.
-        batches: inputs to choose by; few, whose activations fit in memory.
+        inputs: a batch to choose by, whose activations fit in memory.
 
     Returns the number of activations whose rule is no longer "extremes".
     """
@@ -66,9 +64,8 @@ def choose_ranges_(quantized: Quantized, batches: Sequence[Inputs]) -> int:
             if rule != "extremes":
                 chosen.append(rule)
 
-    leaves = [pytree.tree_leaves(inputs) for inputs in batches]
     with mode(quantized, training=False):
-        run_float_and_quantized(body, tuple(torch.cat(parts) for parts in zip(*leaves, strict=True)), visit)
+        run_float_and_quantized(body, inputs, visit)
     quantized.fit_weight_scales_()
     return len(chosen)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError
-from compresskit.base.task import Inputs, batch_size, call
+from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.surgery import mode
 
 LEAST_SAMPLES = 8  # of each half
@@ -25,7 +25,7 @@ def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[In
     parts: tuple[list[Inputs], list[Inputs]] = ([], [])
     turn = 0
     for inputs in batches:
-        rows = _rows(inputs)
+        rows = row_count(inputs)
         if rows is None or rows < 2:
             parts[turn % 2].append(inputs)
             turn += 1
@@ -43,7 +43,7 @@ def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[In
     return parts
 
 
-def _rows(inputs: Inputs) -> int | None:
+def row_count(inputs: Inputs) -> int | None:
     """The number of samples where every tensor has one row for each of them."""
     sizes = {v.shape[0] if v.ndim else 0 for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)}
     size = sizes.pop() if len(sizes) == 1 else 0
@@ -59,23 +59,22 @@ def take_rows(inputs: Inputs, rows: slice | Tensor) -> Inputs:
 def in_chunks(batches: Sequence[Inputs], rows: int) -> Iterator[Inputs]:
     """The batches in parts of at most `rows` rows, where they have rows."""
     for inputs in batches:
-        count = _rows(inputs)
+        count = row_count(inputs)
         if count is None or count <= rows:
             yield inputs
         else:
             yield from (take_rows(inputs, slice(start, start + rows)) for start in range(0, count, rows))
 
 
-def first_samples(batches: Sequence[Inputs], count: int) -> list[Inputs]:
-    """Batches from the first on, cut, until there are `count` samples."""
-    some: list[Inputs] = []
-    for inputs in batches:
-        if count <= 0:
-            break
-        rows = _rows(inputs)
-        some.append(inputs if rows is None or rows <= count else take_rows(inputs, slice(0, count)))
-        count -= batch_size(some[-1])
-    return some
+def joined_samples(batches: Sequence[Inputs], count: int) -> Inputs:
+    """One batch of at most `count` samples, from the batches of the same shapes as the first; the first where it has no rows."""
+    first = batches[0]
+    if row_count(first) is None:
+        return first
+    shapes = [shape[1:] for shape in shapes_of(first)]
+    alike = [b for b in batches if row_count(b) is not None and [shape[1:] for shape in shapes_of(b)] == shapes]
+    joined: Inputs = pytree.tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *alike)
+    return take_rows(joined, slice(0, count))
 
 
 def float_leaves(output: Any) -> list[Tensor]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import batch_size, call
+from compresskit.base.task import call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
-from compresskit.quant.effort.samples import OutputError, float_leaves, take_rows
+from compresskit.quant.effort.samples import OutputError, float_leaves, row_count, take_rows
 from compresskit.quant.model import Quantized
 
 WEIGHT_RATE = 0.05  # learning rate of a weight, in steps of its grid
@@ -38,8 +38,9 @@ def imitate_float_(quantized: Quantized, error: OutputError, *, steps: int, batc
     with mode(quantized, training=False), torch.enable_grad():
         for step in progress_bar(range(steps), desc="imitate the float model"):
             part = int(torch.randint(len(error.batches), (), generator=generator))
-            rows = torch.randperm(batch_size(error.batches[part]), generator=generator)[:batch]
-            whole = len(rows) == batch_size(error.batches[part])
+            count = row_count(error.batches[part])
+            rows = torch.randperm(count or 0, generator=generator)[:batch]
+            whole = count is None or len(rows) == count
             inputs = error.batches[part] if whole else take_rows(error.batches[part], rows)
             outputs = float_leaves(call(quantized, inputs))
             wanted = error.outputs[part] if whole else [v[rows] for v in error.outputs[part]]

@@ -19,7 +19,7 @@ from compresskit.quant.build import build_quantized
 from compresskit.quant.effort import improve
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
-from compresskit.quant.effort.samples import OutputError, halves
+from compresskit.quant.effort.samples import OutputError, halves, joined_samples
 from compresskit.quant.effort.tuning import imitate_float_
 
 W3 = replace(X86, name="W3", weights=replace(X86.weights, bits=3))
@@ -30,6 +30,15 @@ def test_halves_share_the_rows_of_every_batch() -> None:
     rows = [torch.cat([b[0] for b in part]).tolist() for part in (fit, judge)]
     assert sorted(rows[0] + rows[1]) == list(range(21))
     assert min(map(len, rows)) >= 9
+
+
+def test_samples_of_one_shape_are_joined() -> None:
+    batches = [(torch.zeros(3, 4), 7), (torch.zeros(2, 5), 7), (torch.ones(4, 4), 7)]
+    joined = joined_samples(batches, 6)
+    assert joined[1] == 7
+    assert joined[0].sum(1).tolist() == [0, 0, 0, 4, 4, 4]
+    scalar = (torch.zeros(3, 4), torch.zeros(()))
+    assert joined_samples([scalar, scalar], 2) is scalar
 
 
 @pytest.mark.parametrize("effort", ["balanced", "best"])
@@ -52,14 +61,14 @@ def test_ranges_leave_out_an_outlier() -> None:
     quantized.calibrate_([x])
     error = OutputError(model, [tuple(v[1:] for v in x)], 16)
     before = error.decibels(quantized)
-    assert choose_ranges_(quantized, [tuple(v[1:] for v in x)]) >= 1
+    assert choose_ranges_(quantized, tuple(v[1:] for v in x)) >= 1
     assert error.decibels(quantized) > before + 0.3
 
 
 def test_biases_in_one_pass_are_those_of_a_pass_for_each_layer() -> None:
     model, x = build(networks.Residual), image(16)
     one, many = (quantize_static(model, [x], target=W3) for _ in range(2))
-    assert correct_biases_(one, [x]) == correct_bias_(many, [x]) == 5
+    assert correct_biases_(one, x) == correct_bias_(many, [x]) == 5
     biases = [dict(q.body.named_parameters()) for q in (one, many)]
     for name, value in biases[0].items():
         torch.testing.assert_close(value, biases[1][name], rtol=0, atol=2e-2 * float(value.detach().abs().max()), msg=name)
