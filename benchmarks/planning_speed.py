@@ -5,8 +5,8 @@
 PATH is another checkout of this project, such as `git worktree add PATH de15f68`. Each checkout has a worker process, and the two
 are asked for the same case in turn, so that whatever else the machine does slows both. The ratio is the median of the ratios of
 neighbours, the seconds are medians. "same" says whether both gave the same: the plan, the integers of the weights and the ranges,
-the bytes of the file, the weights after the steps. Each step case is a hundredth of nothing but the steps; what is before them
-is not measured. The machine is the one that the table names.
+the bytes of the file, the weights after the steps. What comes before the measured call (making the network, quantizing what is
+exported or trained) is not timed.
 
 Writes `planning_speed.json` and `planning_speed.md` beside this file. `--only` measures some cases and keeps the rows of the
 others.
@@ -207,7 +207,7 @@ def export_case(name: str) -> Case:
 
 
 def qat_case(name: str, *, held: bool = False) -> Case:
-    """Two QAT steps of 16 rows, forward, backward and SGD; `held`: with frozen ranges and BatchNorm statistics."""
+    """Six QAT steps of 16 rows, forward, backward and SGD; `held`: with frozen ranges and BatchNorm statistics."""
     import torch
 
     import compresskit as ck
@@ -219,7 +219,7 @@ def qat_case(name: str, *, held: bool = False) -> Case:
         torch.manual_seed(0)
         trained = ck.quant.prepare_qat(model, data)
         if held:
-            getattr(trained, "freeze_statistics_", getattr(trained, "hold_", None))()
+            (trained.freeze_statistics_ if hasattr(trained, "freeze_statistics_") else trained.hold_)()
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
 
         def step() -> None:
@@ -229,9 +229,9 @@ def qat_case(name: str, *, held: bool = False) -> Case:
 
         step()
         begin = time.perf_counter()
-        step()
-        step()
-        return time.perf_counter() - begin, [p for p in trained.parameters()]
+        for _ in range(6):
+            step()
+        return time.perf_counter() - begin, list(trained.parameters())
 
     return run
 
@@ -251,7 +251,7 @@ def optimizer_case(_: str) -> Case:
 
     def run() -> tuple[float, Any]:
         for p, grad in zip(model.parameters(), grads, strict=True):
-            p.grad = grad.to(p.dtype)
+            p.grad = grad.to(p.grad_dtype or p.dtype)
         begin = time.perf_counter()
         for _ in range(200):
             run_.step()

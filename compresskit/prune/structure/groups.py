@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn

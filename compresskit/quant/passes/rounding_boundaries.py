@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -177,13 +178,13 @@ def _safest_factors(scales: Tensor, uses: list[Use]) -> Tensor:
     """For each scale (n,) the first factor of cost 0, or the one of least cost."""
     best, least = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64)
     remaining = torch.arange(len(scales))
-    for k in range(TRIES):
-        factor = _fp32(1 + k * NUDGE)
-        tried = (scales[remaining] * factor).double()
-        cost = torch.stack([_closeness(tried * ratio, boundaries) for ratio, boundaries in uses]).sum(0)
-        better = remaining[cost < least[remaining]]
-        least[remaining] = least[remaining].minimum(cost)
-        best[better] = factor
+    factors = torch.tensor([1 + k * NUDGE for k in range(TRIES)], dtype=torch.float32)
+    for tried in factors.split(max(1, CHANNELS_AT_ONCE // max(1, len(scales)))):
+        products = (scales[remaining] * tried[:, None]).double().flatten()
+        costs = torch.stack([_closeness(products * ratio, boundaries) for ratio, boundaries in uses]).sum(0)
+        cost, first = costs.view(len(tried), -1).min(0)  # the first of equal ones
+        better = cost < least[remaining]
+        least[remaining[better]], best[remaining[better]] = cost[better], tried[first[better]]
         remaining = remaining[cost > 0]
         if not len(remaining):
             break
@@ -211,4 +212,4 @@ def _boundaries(quantizer: ActivationQuantizer) -> Tensor:
 
 
 def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(np.float32(value))
