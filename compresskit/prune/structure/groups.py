@@ -335,6 +335,7 @@ class MacCounter:
         self.operators: dict[int, set[int]] = defaultdict(set)
         self.costs = [cost for cost, _ in analysis.costs]
         self._of_group: dict[int, list[tuple[int, list[int]]]] = {}
+        self._savings: dict[int, dict[int, float]] = {}  # of each group since an operator of it changed, by count
         for i, (_, widths) in enumerate(analysis.costs):
             for width in widths:
                 self.operators[width].add(i)
@@ -349,11 +350,15 @@ class MacCounter:
 
     def saving(self, group: ChannelGroup, count: int) -> float:
         """MACs saved by removing `count` more channels of a group."""
-        shrink = {}
-        for width, each in group.costs.items():
-            now = self.fraction(width)
-            shrink[width] = self.fraction(width, each * count) / now if now else 0.0
-        return sum(self.costs[i] * (1 - math.prod([shrink[w] for w in widths])) for i, widths in self._affected(group))
+        known = self._savings.setdefault(id(group), {})
+        if count not in known:
+            shrink = {}
+            for width, each in group.costs.items():
+                now = self.fraction(width)
+                shrink[width] = self.fraction(width, each * count) / now if now else 0.0
+            costs = self.costs
+            known[count] = sum(costs[i] * (1 - math.prod([shrink[w] for w in widths])) for i, widths in self._affected(group))
+        return known[count]
 
     def _affected(self, group: ChannelGroup) -> list[tuple[int, list[int]]]:
         """The operators that get cheaper with a group, each with its widths that the group is in."""
@@ -371,4 +376,8 @@ class MacCounter:
         for i, _ in self._affected(group):
             cost, widths = self.analysis.costs[i]
             self.costs[i] = cost * math.prod([self.fraction(w) for w in widths])
+        changed = {i for i, _ in self._affected(group)}
+        for other, known in self._savings.items():
+            if known and not changed.isdisjoint(i for i, _ in self._of_group[other]):
+                known.clear()
         group.removed += count
