@@ -102,7 +102,7 @@ class Silent(nn.Module):
 
 
 class TransposedLinear(nn.Module):
-    """A linear layer that stores its weight as (inputs, outputs) and gives its result the size `outputs`, as that of GPT-2 does."""
+    """A linear layer as GPT-2 has it: a weight of (inputs, outputs), and an attribute that gives the result its size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
