@@ -76,13 +76,14 @@ class PairPacking:
         sums = self.sums(rows)
         if not sums:
             return low, high
-        tops, bottoms = [s.amax(1) for s in sums], [s.amin(1) for s in sums]
-        top, bottom = functools.reduce(torch.maximum, tops).clamp(min=0), functools.reduce(torch.minimum, bottoms).clamp(max=0)
+        top = functools.reduce(torch.maximum, [total.amax(1) for total in sums])
+        bottom = functools.reduce(torch.minimum, [total.amin(1) for total in sums])
         if len(low) == 1:  # all rows have one scale
             top, bottom = top.amax(0, keepdim=True), bottom.amin(0, keepdim=True)
         if scheme.symmetric:
             reach = torch.maximum(top, -bottom) * (scheme.high / PAIR_LIMIT)
             return torch.minimum(low, -reach), torch.maximum(high, reach)
+        top, bottom = top.clamp(min=0), bottom.clamp(max=0)
         # The zero point moves all weights, so half of a sum lies within a quarter of the range around its middle.
         middle, quarter = (top + bottom) / 4, (top - bottom) / 4
         half = torch.maximum(2 * quarter, torch.maximum(high - middle, middle - low))
@@ -97,7 +98,9 @@ class PairPacking:
 
         Returns the integers, fp32, and the pairs that `fit` changed.
         """
-        integers = torch.round(exact).add_(zero)
+        integers = torch.round(exact)
+        if not scheme.symmetric:
+            integers.add_(zero)
         integers = (integers if correction is None else integers.add_(correction)).clamp_(scheme.low, scheme.high)
         if all(bool(torch.maximum(total.amax(), -total.amin()) <= PAIR_LIMIT) for total in self.sums(integers)):
             return integers, []
