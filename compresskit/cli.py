@@ -1,4 +1,4 @@
-"""The command line: `compresskit verify|audit|bench FILE...` for ONNX files, `compresskit report FOLDER` for finished runs."""
+"""The command line: `compresskit verify|audit|bench FILE...` for ONNX files, `compresskit report FOLDER...` for runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
-from compresskit.base.files import read_json
+from compresskit.base.errors import CompressError, DataError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
 from compresskit.export.check.audit import audit
 from compresskit.export.check.benchmark import benchmark, random_inputs
 from compresskit.export.check.levels import verify_levels
 from compresskit.export.files import read_metadata
-from compresskit.recipe.report import read_stage_report, remarks, table
+from compresskit.recipe.page.records import read_run
+from compresskit.recipe.page.render import write_csv, write_page
+from compresskit.recipe.report import remarks, table
 
 LONGEST_ENTRY = 80  # characters of an entry of the metadata that `audit` prints
 
@@ -33,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None reads `sys.argv`.
 
     Returns:
-        The exit code: 0 for success, 1 if a file does not agree with its reference, 2 if a file cannot be read, 3 if random
-        inputs do not allow a verdict.
+        The exit code: 0 for success, 1 if a file does not agree with its reference or a run is not finished, 2 if a file cannot be
+        read, 3 if random inputs do not allow a verdict.
     """
     parser = argparse.ArgumentParser(
         prog="compresskit", description="Verify, audit and benchmark ONNX files; print the report of a finished run."
@@ -56,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--size", type=int, default=64, help="other dimensions that vary (default %(default)s)")
     commands.choices["bench"].add_argument("--threads", type=int, default=1, help="threads of ONNX Runtime")
     commands.choices["bench"].add_argument("--seconds", type=float, default=1.0, help="time for each file")
-    report = commands.add_parser("report", help="the table of a finished run")
-    report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run")
+    report = commands.add_parser("report", help="the table of a run, or a page or a CSV file of one or several")
+    report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run, finished or not")
+    report.add_argument("-o", "--output", metavar="FILE", help="write a page (.html) or a table (.csv) of all runs")
     report.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
@@ -125,14 +127,19 @@ def _bench_command(options: argparse.Namespace) -> int:
 
 
 def _report_command(options: argparse.Namespace) -> int:
-    for folder in options.files:
-        if Path(folder).is_file():
-            raise CheckpointError(f"{folder}: a file; wanted the folder of a run")
-        path = Path(folder) / "report.json"
-        record = read_json(path, "the report of a run")
-        rows = [read_stage_report(row, path) for row in record.get("rows", [])]
-        _print(options, record, "\n".join([table(rows), *remarks(rows)]) if rows else f"{path}: no stage is finished")
-    return 0
+    runs = [read_run(folder) for folder in options.files]
+    missing = [sentence for run in runs for sentence in run.missing]
+    if options.output is None:
+        for run in runs:
+            lines = [table(run.rows), *remarks(run.rows)] if run.rows else [f"{run.folder}: no stage is finished"]
+            _print(options, run.to_json(), "\n".join(lines))
+    else:
+        writers = {".html": write_page, ".csv": write_csv}
+        if (write := writers.get(Path(options.output).suffix)) is None:
+            raise SettingError(f"report -o: wanted a name that ends with .html or .csv, got {options.output!r}")
+        write(options.output, runs)
+    sys.stderr.writelines(f"compresskit: {sentence}\n" for sentence in missing)
+    return 1 if missing else 0
 
 
 COMMANDS = {"verify": _verify_command, "audit": _audit_command, "bench": _bench_command, "report": _report_command}

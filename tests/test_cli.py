@@ -71,8 +71,26 @@ def test_verify_compares_optimization_levels_and_files(files, capsys, tmp_path) 
 
 def test_report_prints_the_table_of_a_run(tmp_path, capsys) -> None:
     ck.Recipe(ck.StaticQuant()).run(build(networks.Chain), images_task(ck, samples=64), tmp_path / "run")
-    assert main(["report", str(tmp_path / "run")]) == 0
+    run = str(tmp_path / "run")
+    assert main(["report", run]) == 0
     assert "1-staticquant" in capsys.readouterr().out
+    assert main(["report", run, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [row["stage"] for row in record["rows"]] == ["0-start", "1-staticquant"]
+    assert record["stages"][0]["kind"] == "StaticQuant"
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+    page, lines = tmp_path / "page.html", tmp_path / "page.csv"
+    assert main(["report", run, run, "-o", str(page)]) == main(["report", run, "-o", str(lines)]) == 0
+    assert page.read_text().count(" (2)</h2>") == 1  # the same run twice
+    assert lines.read_text() == (tmp_path / "run" / "report.csv").read_text()
+    assert capsys.readouterr().out == ""
+    assert main(["report", run, "-o", str(tmp_path / "page.pdf")]) == 2
+    assert "report -o: wanted a name that ends with .html or .csv, got '" in capsys.readouterr().err
+    (tmp_path / "run" / "report.json").unlink()
+    (tmp_path / "run" / "1-staticquant" / "row.json").unlink()
+    assert main(["report", run, "-o", str(page)]) == 1
+    assert "compresskit: 1-staticquant: not finished\n" in capsys.readouterr().err
+    assert "<li>1-staticquant: not finished</li>" in page.read_text()
 
 
 def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
