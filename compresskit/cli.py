@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None reads `sys.argv`.
 
     Returns:
-        The exit code: 0 for success, 1 if a file does not agree with its reference or a run is not finished, 2 if a file cannot be
-        read, 3 if random inputs do not allow a verdict.
+        The exit code: 0 for success, 1 if a file does not agree with its reference or a run is not finished, 2 if a file cannot
+        be read, 3 if random inputs do not allow a verdict.
     """
     parser = argparse.ArgumentParser(
         prog="compresskit", description="Verify, audit and benchmark ONNX files; print the report of a finished run."
