@@ -200,7 +200,7 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith(f"compresskit {ck.__version__}, Python 3.")
-    assert f"  torch          {torch.__version__}\n" in text
+    assert f"  torch          {torch.__version__.partition(chr(43))[0]}\n" in text
     assert text.endswith("all that is needed is there\n")
     found = [Package(name="onnx", version="1.2", wanted="1.18"), Package(name="transformers", version=None, purpose="models")]
     monkeypatch.setattr("compresskit.cli.packages", lambda: found)
