@@ -123,15 +123,15 @@ def inspect_onnx(path: str | Path) -> FileContents:
         producer=f"{proto.producer_name} {proto.producer_version}".strip(),
         opset=max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1),
         ir_version=proto.ir_version,
-        inputs=[_value(v) for v in proto.graph.input if v.name not in reader.tensors],
-        outputs=[_value(v) for v in proto.graph.output],
+        inputs=[_described(v) for v in proto.graph.input if v.name not in reader.tensors],
+        outputs=[_described(v) for v in proto.graph.output],
         layers=list(reader.layers()),
         stored=dict(reader.stored.most_common()),
         operators=dict(Counter(node.op_type for node in reader.nodes).most_common()),
     )
 
 
-def _value(value: Any) -> tuple[str, str, tuple[int | str, ...]]:
+def _described(value: Any) -> tuple[str, str, tuple[int | str, ...]]:
     """(name, dtype, dimensions) of an input or an output."""
     import onnx
 

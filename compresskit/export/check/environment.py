@@ -83,11 +83,11 @@ def _numbers(version: str) -> list[int]:
 
 def packages() -> list[Package]:
     """The packages that compresskit needs, then the optional ones."""
-    needed = [Package(name=n, version=_version(n, module), wanted=oldest) for n, (module, oldest) in REQUIRED.items()]
-    return needed + [Package(name=n, version=_version(n, module), purpose=what) for n, (module, what) in OPTIONAL.items()]
+    needed = [Package(name=n, version=_installed(n, module), wanted=oldest) for n, (module, oldest) in REQUIRED.items()]
+    return needed + [Package(name=n, version=_installed(n, module), purpose=what) for n, (module, what) in OPTIONAL.items()]
 
 
-def _version(name: str, module: str) -> str | None:
+def _installed(name: str, module: str) -> str | None:
     if importlib.util.find_spec(module) is None:
         return None
     for distribution in (name, *ALTERNATIVES.get(name, ())):

@@ -118,18 +118,20 @@ def _read_stages(run: RunRecord, report: dict[str, Any] | None) -> None:
             _add_row(run, row, run.folder / REPORT)
         names = [row.stage for row in run.rows]
     else:
-        names = sorted((p.name for p in run.folder.iterdir() if (p / ROW).exists()), key=_place)
+        names = sorted((p.name for p in run.folder.iterdir() if (p / ROW).exists()), key=_stage_number)
         for name in names:
             found = _read(run, run.folder / name / ROW, "the row of a finished stage")
             if found is not None and _add_row(run, found.get("row"), run.folder / name / ROW):
                 run.history[name] = _trainings(found.get("history"))
-    run.stages = sorted({*names, *expected}, key=_place)
+    run.stages = sorted({*names, *expected}, key=_stage_number)
     finished = [row.stage for row in run.rows]
     for i, name in enumerate(run.stages):
         if name not in finished:
             run.missing.append(_unfinished(run.folder / name))
             later = {stage for stage in run.stages[i + 1 :] if stage in finished}
-            run.missing += [f"{stage}: its result is older than {name}, and is not shown" for stage in sorted(later, key=_place)]
+            run.missing += [
+                f"{stage}: its result is older than {name}, and is not shown" for stage in sorted(later, key=_stage_number)
+            ]
             run.missing += [_unfinished(run.folder / stage) for stage in run.stages[i + 1 :] if stage not in finished]
             run.rows = [row for row in run.rows if row.stage not in later]
             break
@@ -178,6 +180,6 @@ def _kind(stage: Any) -> str:
     return str(stage.get("kind", "stage") if isinstance(stage, dict) else stage)
 
 
-def _place(name: str) -> tuple[int, str]:
+def _stage_number(name: str) -> tuple[int, str]:
     number = name.partition("-")[0]
     return (int(number) if number.isdecimal() else 10**6, name)
