@@ -128,12 +128,11 @@ def _read_stages(run: RunRecord, report: dict[str, Any] | None) -> None:
     for i, name in enumerate(run.stages):
         if name not in finished:
             run.missing.append(_unfinished(run.folder / name))
-            later = {stage for stage in run.stages[i + 1 :] if stage in finished}
-            run.missing += [
-                f"{stage}: its result is older than {name}, and is not shown" for stage in sorted(later, key=_stage_number)
-            ]
-            run.missing += [_unfinished(run.folder / stage) for stage in run.stages[i + 1 :] if stage not in finished]
-            run.rows = [row for row in run.rows if row.stage not in later]
+            after = run.stages[i + 1 :]
+            older = [stage for stage in after if stage in finished]
+            run.missing += [f"{stage}: its result is older than {name}, and is not shown" for stage in older]
+            run.missing += [_unfinished(run.folder / stage) for stage in after if stage not in finished]
+            run.rows = [row for row in run.rows if row.stage not in older]
             break
 
 
