@@ -151,15 +151,17 @@ def comparison_charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[C
     largest = max((row.bytes or 0 for run in runs for row in run.rows), default=0)
     unit, size = ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
     charts = []
-    for title, axis, figure in (
-        ("size of the file", f"ONNX file, {unit}", lambda row: None if row.bytes is None else row.bytes / size),
-        ("latency", "median latency of one sample in ONNX Runtime, ms", lambda row: row.latency_ms),
+    sizes = {id(row): row.bytes / size for run in runs for row in run.rows if row.bytes is not None}
+    times = {id(row): row.latency_ms for run in runs for row in run.rows if row.latency_ms is not None}
+    for title, axis, figures in (
+        ("size of the file", f"ONNX file, {unit}", sizes),
+        ("latency", "median latency of one sample in ONNX Runtime, ms", times),
     ):
         series = []
         for name, run in zip(names, runs, strict=True):
-            found = [(figure(row), row.metric, row.stage) for row in run.rows if figure(row) is not None]
+            found = [row for row in run.rows if id(row) in figures]
             if found:
-                series.append(Series(name, [(x, y) for x, y, _ in found], [stage for _, _, stage in found]))
+                series.append(Series(name, [(figures[id(row)], row.metric) for row in found], [row.stage for row in found]))
         if series:
             name = f"{metric[:1].upper()}{metric[1:]} against {title}"
             charts.append(draw(name, axis, metric, series, lines=False, lower_is_better=lower, remark=remark))
