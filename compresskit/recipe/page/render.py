@@ -144,9 +144,8 @@ def _cells(row: StageReport, first: StageReport) -> list[str]:
 
 def comparison_charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[Chart]:
     """The metric against the size and against the latency of the files, all runs on the same axes."""
-    metric = runs[0].metric if len({run.metric for run in runs}) == 1 else "metric"
-    directions = {run.lower_is_better for run in runs}
-    lower = directions.pop() if len(directions) == 1 and metric != "metric" else None
+    kinds = {(run.metric, run.lower_is_better) for run in runs}
+    metric, lower = kinds.pop() if len(kinds) == 1 else ("metric", None)
     remark = "" if lower is not None else "No Pareto line: the runs do not say whether a smaller metric is better."
     largest = max((row.bytes or 0 for run in runs for row in run.rows), default=0)
     unit, size = ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
