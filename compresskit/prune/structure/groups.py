@@ -93,7 +93,7 @@ class ChannelGroup:
                 if leaf == "weight" and isinstance(module, NORM_LAYERS):
                     scales.append(tensor.detach().float()[indices])
                 continue
-            rows.append(_rows(tensor.detach(), dim, indices))
+            rows.append(_indexed(tensor.detach(), dim, indices))
             columns = rows[-1].numel() // self.size
             reads.append(torch.full((columns,), role == "in", device=tensor.device))
             if evidence.grads is not None:
@@ -154,7 +154,7 @@ class ChannelAnalysis:
         return {reason: self.locked[reason] for reason in sorted(held, key=lambda reason: -held[reason])}
 
 
-def _rows(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
+def _indexed(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
     """(units, k, ...) the entries at `indices`, (units, k), of a dimension; a view where that is all of it, in order."""
     moved = tensor.movedim(dim, 0)
     everything = torch.arange(len(moved), device=indices.device)
