@@ -23,7 +23,7 @@ MOST_DECIBELS = 200.0  # of outputs that are equal
 
 
 @dataclass(frozen=True)
-class Agreement:
+class OutputAgreement:
     """The metric that `agreement` returns, `(predictions, targets) -> number`; larger is better."""
 
     outputs: Outputs
@@ -52,7 +52,7 @@ class Agreement:
         return _MEASURES[self.outputs](self, predictions.double(), targets.double())
 
 
-def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: float = 1.0) -> Agreement:
+def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: float = 1.0) -> OutputAgreement:
     """Return a metric that compares predictions with those of the float model, the targets of `float_targets`.
 
     Args:
@@ -68,7 +68,7 @@ def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: f
 
     Raises SettingError for settings out of range. The metric raises DataError where it does not fit the outputs.
     """
-    return Agreement(outputs, float(score), float(iou), float(peak))
+    return OutputAgreement(outputs, float(score), float(iou), float(peak))
 
 
 def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any], Tensor] = first_tensor) -> list[Any]:
@@ -89,25 +89,25 @@ def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any]
     return labelled
 
 
-def _classes(_: Agreement, predictions: Tensor, targets: Tensor) -> float:
+def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
     if predictions.ndim < 2 or predictions.shape[1] < 2:
         raise DataError(f'agreement("classes"): wanted predictions (N, classes, ...), got {tuple(predictions.shape)}; see "sqnr"')
     return (predictions.argmax(1) == targets.argmax(1)).double().mean().item()
 
 
-def _psnr(how: Agreement, predictions: Tensor, targets: Tensor) -> float:
+def _psnr(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
     if predictions.ndim < 2:
         raise DataError(f'agreement("psnr"): wanted pictures (N, ...), got {tuple(predictions.shape)}; see "sqnr"')
     error = (predictions - targets).square().flatten(1).mean(1)
     return (10 * (how.peak**2 / error.clamp(min=1e-300)).log10()).clamp(max=MOST_DECIBELS).mean().item()
 
 
-def _sqnr(_: Agreement, predictions: Tensor, targets: Tensor) -> float:
+def _sqnr(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
     noise, signal = (predictions - targets).square().sum(), targets.square().sum()
     return min(MOST_DECIBELS, 10 * (signal.clamp(min=1e-300) / noise.clamp(min=1e-300)).log10().item())
 
 
-def _boxes(how: Agreement, predictions: Tensor, targets: Tensor) -> float:
+def _boxes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
     if predictions.ndim != 3 or predictions.shape[2] < 5:
         raise DataError(f'agreement("boxes"): wanted predictions (N, boxes, 4 + classes), got {tuple(predictions.shape)}')
     low, high = (float(bound) for bound in torch.aminmax(targets[..., 4:]))
@@ -120,11 +120,11 @@ def _boxes(how: Agreement, predictions: Tensor, targets: Tensor) -> float:
     for found, wanted in zip(predictions, targets, strict=True):
         found, wanted = (boxes[boxes[:, 4:].amax(1) > how.score] for boxes in (found, wanted))
         both += len(found) + len(wanted)
-        matched += _matches(found, wanted, how.iou)
+        matched += _matched_boxes(found, wanted, how.iou)
     return 2 * matched / both if both else 1.0
 
 
-def _matches(found: Tensor, wanted: Tensor, least: float) -> int:
+def _matched_boxes(found: Tensor, wanted: Tensor, least: float) -> int:
     """How many boxes match, the best overlap first, each with one other of its class."""
     corners = torch.maximum(found[:, None, :2], wanted[None, :, :2]), torch.minimum(found[:, None, 2:4], wanted[None, :, 2:4])
     inside = (corners[1] - corners[0]).clamp(min=0).prod(2)

@@ -156,7 +156,7 @@ def balance_channels_(module: fx.GraphModule, batches: Sequence[Inputs], *, stre
     model = _Model(module)
     free = model.channels.free_roots()
     ranges = _ranges(model, batches, free)
-    columns = _columns(model)
+    columns = _weight_ranges(model)
     factors = {
         root: value if root not in columns else (value / max(columns[root], LEAST_RANGE)) ** 0.5 for root, value in ranges.items()
     }
@@ -165,13 +165,13 @@ def balance_channels_(module: fx.GraphModule, batches: Sequence[Inputs], *, stre
         for layer in model.layers:
             weight = get_tensor(module, layer.weight)
             made, read = (_factors(model, factors, node) for node in (layer.node, layer.node.args[0]))
-            weight.div_(_along(made, weight, 0)).mul_(_along(read, weight, 0 if layer.depthwise else 1))
+            weight.div_(_channelwise(made, weight, 0)).mul_(_channelwise(read, weight, 0 if layer.depthwise else 1))
             if layer.bias is not None:
                 get_tensor(module, layer.bias).div_(made)
     return sum(factor != 1 for factor in factors.values())
 
 
-def _columns(model: _Model) -> dict[int, float]:
+def _weight_ranges(model: _Model) -> dict[int, float]:
     """The largest weight that layers give to each group of channels, relative to the largest of its row."""
     columns: dict[int, float] = {}
     for layer in model.layers:
@@ -214,5 +214,5 @@ def _ranges(model: _Model, batches: Sequence[Inputs], free: set[int]) -> dict[in
     return ranges
 
 
-def _along(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
+def _channelwise(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
     return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)])

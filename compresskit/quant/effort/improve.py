@@ -31,7 +31,7 @@ from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 log = logging.getLogger(__name__)
 
 Effort = Literal["fast", "balanced", "best"]
-MIN_GAIN = 0.05  # dB that a remedy must gain on the data to judge by
+LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
 PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
 TUNING_STEPS = 500
@@ -141,7 +141,7 @@ class _Trials:
     def _judged(self, name: str, candidate: Quantized, began: float) -> bool:
         """Keep a candidate where it pays, and say what it bought."""
         quality = self.error.decibels(candidate)
-        kept = quality > self.quality + MIN_GAIN
+        kept = quality > self.quality + LEAST_DECIBELS
         remedy = Remedy(name=name, before=self.quality, after=quality, kept=kept, seconds=time.perf_counter() - began)
         self.remedies.append(remedy)
         log.info("%s", remedy)

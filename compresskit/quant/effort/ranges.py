@@ -21,7 +21,7 @@ from compresskit.quant.numerics.quantizers import ActivationQuantizer
 Rule = Literal["extremes", "least error", "percentile"]
 RULES: tuple[Rule, ...] = ("extremes", "least error", "percentile")
 PERCENTILE = 0.9999  # of the values that are inside
-MIN_GAIN = 0.02  # fraction of the error by which another rule must beat the extremes
+LEAST_GAIN = 0.02  # fraction of the error by which another rule must beat the extremes
 
 
 class SeveralRanges(HistogramMSE):
@@ -81,15 +81,15 @@ def _best_rule_(
 ) -> tuple[Rule, Tensor]:
     """Set the best rule of one quantizer; returns it, and the rounded value."""
     readers = [layers[user] for user in node.users if user in layers]
-    wanted = [_run(body, reader, pair[0], rounded=False) for reader in readers] or [pair[0]]
+    wanted = [_layer_output(body, reader, pair[0], rounded=False) for reader in readers] or [pair[0]]
     best: tuple[Rule, float, Tensor] | None = None
     for rule in RULES:
         observer.rule = rule
         quantizer.freeze_range_()
         value = quantizer(unrounded)
-        got = [_run(body, reader, value, rounded=True) for reader in readers] or [value]
+        got = [_layer_output(body, reader, value, rounded=True) for reader in readers] or [value]
         errors = [float((a - b).square().mean() / a.square().mean().clamp(min=1e-30)) for a, b in zip(wanted, got, strict=True)]
-        if best is None or sum(errors) < best[1] * (1 - MIN_GAIN):
+        if best is None or sum(errors) < best[1] * (1 - LEAST_GAIN):
             best = (rule, sum(errors), value)
     assert best is not None
     observer.rule = best[0]
@@ -97,7 +97,7 @@ def _best_rule_(
     return best[0], best[2]
 
 
-def _run(body: fx.GraphModule, layer: IntegerLayer, x: Tensor, *, rounded: bool) -> Any:
+def _layer_output(body: fx.GraphModule, layer: IntegerLayer, x: Tensor, *, rounded: bool) -> Any:
     """The output of a layer on a value, with its weight rounded or not."""
     weight = get_tensor(body, layer.weight)
     bias = [None if layer.bias is None else get_tensor(body, layer.bias)] if len(layer.node.args) > 2 else []
