@@ -52,8 +52,7 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
         now = as_plan_value(getattr(module_at(path), name))
         old, new = changed.get(key, (now, now))
         new = after if position is None else (*new[:position], after, *new[position + 1 :])
-        if new != old:
-            changed[key] = (old, new)
+        changed[key] = (old, new)
 
     for size in propagation.hard_coded_sizes:
         for path, name in analysis.assumptions.attributes:
@@ -74,7 +73,7 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
             dim = varying_dims(split.labels)[-2]
             heads = _remaining_size(analysis, removed, split.labels, dim)
             change(split.path, "num_heads", module.num_heads * heads // split.labels.shape[dim])
-    return changed
+    return {key: (old, new) for key, (old, new) in changed.items() if new != old}
 
 
 def _query_scales(analysis: ChannelAnalysis, removed: Tensor) -> dict[str, tuple[float, tuple[int, ...]]]:

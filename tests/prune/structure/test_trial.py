@@ -8,7 +8,7 @@ import networks
 import pytest
 import torch
 from networks import image, trained_like
-from pruned import planned
+from pruned import assert_equals_zeroed, planned
 from torch import nn
 
 import compresskit as ck
@@ -99,6 +99,28 @@ class Silent(nn.Module):
         if x.shape[1] != 16:
             raise ValueError("made for 16 channels")
         return self.head(x.mean((2, 3)))
+
+
+class TransposedLinear(nn.Module):
+    """A linear layer as GPT-2 has it: a weight of (inputs, outputs), and an attribute that gives the result its size."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return flat.view(*x.shape[:-1], self.outputs)
+
+
+def test_an_attribute_follows_the_result_where_inputs_of_the_same_width_shrink() -> None:
+    """The first layer gets narrower; the second one, as wide on both sides, keeps its width as the model's output."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(TransposedLinear(16, 16), nn.ReLU(), TransposedLinear(16, 16)).eval(), torch.randn(3, 5, 16)
+    plan = plan_channels(model, (x,), budget=keep(macs=0.5), round_to=1)
+    assert plan.attributes == {"0.outputs": (16, 8)}
+    assert_equals_zeroed(model, plan, (x,))
 
 
 def test_code_that_refuses_narrow_layers_locks_them() -> None:
