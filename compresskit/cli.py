@@ -1,4 +1,4 @@
-"""The command line: `compresskit verify|audit|bench FILE...` for ONNX files, `compresskit report FOLDER` for finished runs."""
+"""The command line: `compresskit verify|audit|bench|inspect FILE...` for ONNX files, `report FOLDER...` for runs, `doctor`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
-from compresskit.base.files import read_json
+from compresskit.base.errors import CompressError, DataError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
 from compresskit.export.check.audit import audit
-from compresskit.export.check.benchmark import benchmark, random_inputs
+from compresskit.export.check.benchmark import benchmark, free_dimensions, random_inputs
+from compresskit.export.check.contents import inspect_onnx
+from compresskit.export.check.environment import environment, packages
 from compresskit.export.check.levels import verify_levels
 from compresskit.export.files import read_metadata
-from compresskit.recipe.report import read_stage_report, remarks, table
+from compresskit.recipe.page.records import read_run
+from compresskit.recipe.page.render import write_csv, write_page
+from compresskit.recipe.report import remarks, table
 
 LONGEST_ENTRY = 80  # characters of an entry of the metadata that `audit` prints
 
@@ -33,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; None reads `sys.argv`.
 
     Returns:
-        The exit code: 0 for success, 1 if a file does not agree with its reference, 2 if a file cannot be read, 3 if random
-        inputs do not allow a verdict.
+        The exit code: 0 for success, 1 if a file does not agree with its reference, a run is not finished or a package is
+        missing, 2 if a file cannot be read, 3 if random inputs do not allow a verdict.
     """
     parser = argparse.ArgumentParser(
-        prog="compresskit", description="Verify, audit and benchmark ONNX files; print the report of a finished run."
+        prog="compresskit", description="Verify, audit, benchmark and inspect ONNX files of any tool; report on runs."
     )
     parser.add_argument("--version", action="version", version=f"compresskit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -45,20 +48,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("verify", "run a file at every optimization level and compare the outputs; of two files, the first is the reference"),
         ("audit", "which operators ONNX Runtime runs in integers, and the metadata of the file"),
         ("bench", "median latency of each file, measured in turn, and its ratio to the first"),
+        ("inspect", "inputs, outputs, and what each layer stores, in which type, with which scales"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("files", nargs="+", metavar="FILE", help="ONNX file")
         command.add_argument("--json", action="store_true", help="print JSON")
-        if name != "audit":
+        if name in ("verify", "bench"):
             command.add_argument("--inputs", help="npz file with an array for each input; random numbers where not given")
             rows = 8 if name == "verify" else 1
             command.add_argument("--batch", type=int, default=rows, help="rows of random inputs (default %(default)s)")
-            command.add_argument("--size", type=int, default=64, help="other dimensions that vary (default %(default)s)")
+            usual = 64 if name == "verify" else None  # the latency of a size that nobody asked for says nothing
+            says = "other dimensions that vary" + (" (default %(default)s)" if usual else "")
+            command.add_argument("--size", type=int, default=usual, help=says)
     commands.choices["bench"].add_argument("--threads", type=int, default=1, help="threads of ONNX Runtime")
     commands.choices["bench"].add_argument("--seconds", type=float, default=1.0, help="time for each file")
-    report = commands.add_parser("report", help="the table of a finished run")
-    report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run")
+    report = commands.add_parser("report", help="the table of a run, or a page or a CSV file of one or several")
+    report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run, finished or not")
+    report.add_argument("-o", "--output", metavar="FILE", help="write a page (.html) or a table (.csv) of all runs")
     report.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser("doctor", help="versions, what is missing, and what this processor can do for int8")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
         return COMMANDS[options.command](options)
@@ -75,9 +84,11 @@ def _inputs(path: str, options: argparse.Namespace) -> Inputs | None:
     """Inputs by name from the npz file; None where none is given."""
     if not options.inputs:
         return None
-    defaults = random_inputs(path, batch=options.batch, size=options.size)
+    defaults = random_inputs(path, batch=options.batch, size=options.size or 1)
     try:
         given = dict(np.load(options.inputs, allow_pickle=False))
+    except FileNotFoundError:
+        raise DataError(f"no such file: {options.inputs}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{options.inputs}: not an npz file of arrays ({error})") from None
     if missing := sorted(set(defaults) - set(given)):
@@ -114,9 +125,11 @@ def _shortened(value: Any) -> str:
 
 def _bench_command(options: argparse.Namespace) -> int:
     inputs = _inputs(options.files[0], options)
-    timings = benchmark(
-        options.files, inputs, batch=options.batch, size=options.size, threads=options.threads, seconds=options.seconds
-    )
+    if inputs is None and options.size is None and (free := free_dimensions(options.files[0])):
+        shapes = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in free.items())
+        raise SettingError(f"bench: {options.files[0]} takes any size of {shapes}; say which: --size N, or --inputs FILE.npz")
+    size = 1 if options.size is None else options.size  # nothing varies but the batch
+    timings = benchmark(options.files, inputs, batch=options.batch, size=size, threads=options.threads, seconds=options.seconds)
     width = max(map(len, options.files))
     rows = [f"{'file':<{width}}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
     rows += [f"{t.path:<{width}}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings]
@@ -125,17 +138,56 @@ def _bench_command(options: argparse.Namespace) -> int:
 
 
 def _report_command(options: argparse.Namespace) -> int:
-    for folder in options.files:
-        if Path(folder).is_file():
-            raise CheckpointError(f"{folder}: a file; wanted the folder of a run")
-        path = Path(folder) / "report.json"
-        record = read_json(path, "the report of a run")
-        rows = [read_stage_report(row, path) for row in record.get("rows", [])]
-        _print(options, record, "\n".join([table(rows), *remarks(rows)]) if rows else f"{path}: no stage is finished")
+    runs = [read_run(folder) for folder in options.files]
+    missing = [sentence for run in runs for sentence in run.missing]
+    if options.output is None:
+        for run in runs:
+            lines = [table(run.rows), *remarks(run.rows)] if run.rows else [f"{run.folder}: no stage is finished"]
+            _print(options, run.to_json(), "\n".join(lines))
+    else:
+        writers = {".html": write_page, ".csv": write_csv}
+        if (write := writers.get(Path(options.output).suffix)) is None:
+            raise SettingError(f"report -o: wanted a name that ends with .html or .csv, got {options.output!r}")
+        write(options.output, runs)
+    sys.stderr.writelines(f"compresskit: {sentence}\n" for sentence in missing)
+    return 1 if missing else 0
+
+
+def _inspect_command(options: argparse.Namespace) -> int:
+    found = [inspect_onnx(path) for path in options.files]
+    _print(options, [asdict(contents) for contents in found], "\n".join(map(str, found)))
     return 0
 
 
-COMMANDS = {"verify": _verify_command, "audit": _audit_command, "bench": _bench_command, "report": _report_command}
+def _doctor_command(options: argparse.Namespace) -> int:
+    here, found = environment(), packages()
+    words = {True: "yes", False: "no", None: "not known"}
+    lines = [f"compresskit {here['compresskit']}, Python {here['python']}, {here['system']}"]
+    lines.append(f"processor: {here['processor']}, {here['cores']} cores, {here['threads']} threads of torch")
+    lines.append("  " + ", ".join(f"{name} {words[value]}" for name, value in here["features"].items()))
+    lines.append(f"  {here['int8']}")
+    lines += [f"GPU: {name}" for name in here["gpus"]] or ["GPU: none that torch can use"]
+    for package in found:
+        state = package.version or "missing"
+        if package.purpose:
+            advice = "" if package.version else f"  only for {package.purpose}: pip install {package.name}"
+        else:
+            advice = "" if package.fits else f"  wanted {package.wanted} or newer: pip install '{package.name}>={package.wanted}'"
+        lines.append(f"  {package.name:<14} {state}{advice}")
+    fits = all(package.fits for package in found)
+    lines.append("all that is needed is there" if fits else "something that is needed is missing or too old")
+    _print(options, here | {"packages": [asdict(p) | {"fits": p.fits} for p in found], "fits": fits}, "\n".join(lines))
+    return 0 if fits else 1
+
+
+COMMANDS = {
+    "verify": _verify_command,
+    "audit": _audit_command,
+    "bench": _bench_command,
+    "inspect": _inspect_command,
+    "report": _report_command,
+    "doctor": _doctor_command,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.cli import main
+from compresskit.export.check.environment import Package
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +72,26 @@ def test_verify_compares_optimization_levels_and_files(files, capsys, tmp_path) 
 
 def test_report_prints_the_table_of_a_run(tmp_path, capsys) -> None:
     ck.Recipe(ck.StaticQuant()).run(build(networks.Chain), images_task(ck, samples=64), tmp_path / "run")
-    assert main(["report", str(tmp_path / "run")]) == 0
+    run = str(tmp_path / "run")
+    assert main(["report", run]) == 0
     assert "1-staticquant" in capsys.readouterr().out
+    assert main(["report", run, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [row["stage"] for row in record["rows"]] == ["0-start", "1-staticquant"]
+    assert record["stages"][0]["kind"] == "StaticQuant"
+    assert record["environment"]["packages"]["torch"] == torch.__version__.partition("+")[0]
+    page, lines = tmp_path / "page.html", tmp_path / "page.csv"
+    assert main(["report", run, run, "-o", str(page)]) == main(["report", run, "-o", str(lines)]) == 0
+    assert page.read_text().count(" (2)</h2>") == 1  # the same run twice
+    assert lines.read_text() == (tmp_path / "run" / "report.csv").read_text()
+    assert capsys.readouterr().out == ""
+    assert main(["report", run, "-o", str(tmp_path / "page.pdf")]) == 2
+    assert "report -o: wanted a name that ends with .html or .csv, got '" in capsys.readouterr().err
+    (tmp_path / "run" / "report.json").unlink()
+    (tmp_path / "run" / "1-staticquant" / "row.json").unlink()
+    assert main(["report", run, "-o", str(page)]) == 1
+    assert "compresskit: 1-staticquant: not finished\n" in capsys.readouterr().err
+    assert "<li>1-staticquant: not finished</li>" in page.read_text()
 
 
 def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
@@ -87,7 +106,12 @@ def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
         (["verify", files[0], files[0], files[0]], "wanted one file, or a reference and a file, got 3"),
         (["report", str(tmp_path)], "report.json: not there"),
         (["report", files[0]], "f.onnx: a file; wanted the folder of a run"),
-        (["audit", str(tmp_path / "nothere.onnx")], "nothere.onnx: not there; wanted an ONNX file"),
+        (["audit", str(tmp_path / "nothere.onnx")], f"compresskit: no such file: {tmp_path / 'nothere.onnx'}\n"),
+        (["verify", str(tmp_path / "nothere.onnx")], f"compresskit: no such file: {tmp_path / 'nothere.onnx'}\n"),
+        (["bench", str(tmp_path / "nothere.onnx")], f"compresskit: no such file: {tmp_path / 'nothere.onnx'}\n"),
+        (["inspect", str(tmp_path / "nothere.onnx")], f"compresskit: no such file: {tmp_path / 'nothere.onnx'}\n"),
+        (["bench", files[0], "--inputs", "nothere.npz"], "compresskit: no such file: nothere.npz\n"),
+        (["report", str(tmp_path / "nothere")], f"no such file: {tmp_path / 'nothere'}; wanted the folder of a run"),
         (["audit", str(tmp_path)], "a folder; wanted an ONNX file"),
         (["bench", files[0], "--threads", "-1"], "wanted threads >= 1, got -1"),
         (["bench", files[0], "--threads", "0"], "wanted threads >= 1, got 0"),
@@ -145,3 +169,47 @@ def test_a_dynamically_quantized_file_is_a_quantized_one(tmp_path) -> None:
     found = ck.export.verify_levels(small, reference=plain)
     assert found.quantized
     assert not found.undecided
+
+
+def test_bench_asks_for_the_sizes_that_vary(capsys, tmp_path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1)).eval()
+    path = str(ck.export_onnx(model, tmp_path / "f.onnx", (torch.randn(2, 3, 8, 8),), dynamic=(0, 2, 3)))
+    assert main(["bench", path]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"compresskit: bench: {path} takes any size of input (")
+    assert error.endswith("; say which: --size N, or --inputs FILE.npz\n")
+    assert error.count("\n") == 1
+    assert main(["bench", path, "--size", "8", "--seconds", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["milliseconds"] > 0
+    np.savez(tmp_path / "x.npz", input=np.zeros((1, 3, 8, 8), np.float32))
+    assert main(["bench", path, "--inputs", str(tmp_path / "x.npz"), "--seconds", "0.1"]) == 0
+
+
+def test_inspect_prints_layers(files, capsys) -> None:
+    assert main(["inspect", *files]) == 0
+    text = capsys.readouterr().out
+    assert f"{files[0]}: " in text
+    assert "input scale" in text
+    assert main(["inspect", "--json", files[1]]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert {layer["dtype"] for layer in record["layers"]} == {"int8"}
+    assert record["path"] == files[1]
+
+
+def test_doctor_says_what_is_missing(capsys, monkeypatch) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].startswith(f"compresskit {ck.__version__}, Python 3.")
+    assert f"  torch          {torch.__version__.partition(chr(43))[0]}\n" in text
+    assert text.endswith("all that is needed is there\n")
+    found = [Package(name="onnx", version="1.2", wanted="1.18"), Package(name="transformers", version=None, purpose="models")]
+    monkeypatch.setattr("compresskit.cli.packages", lambda: found)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "  onnx           1.2  wanted 1.18 or newer: pip install 'onnx>=1.18'\n" in text
+    assert "  transformers   missing  only for models: pip install transformers\n" in text
+    assert text.endswith("something that is needed is missing or too old\n")
+    assert main(["doctor", "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert [package["fits"] for package in record["packages"]] == [False, True]
+    assert record["fits"] is False

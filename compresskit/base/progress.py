@@ -129,6 +129,7 @@ class Progress:
         trainings: how many trainings of the stage have begun.
         seconds: time of trainings in earlier processes.
         decisions: how many times `decide` was called.
+        histories: what the trainings recorded of themselves, in their order; see `Training.history`.
     """
 
     folder: Path
@@ -139,6 +140,7 @@ class Progress:
     trainings: int = 0
     seconds: float = 0.0
     decisions: int = 0
+    histories: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         mark = self.folder / "stage.json"
@@ -153,7 +155,9 @@ class Progress:
     def training(self, label: str) -> Training:
         """Return the checkpoints of the stage's next training; a restarted stage has its trainings in the same order."""
         self.trainings += 1
-        return Training(progress=self, number=self.trainings, label=label)
+        training = Training(progress=self, number=self.trainings, label=label)
+        self.histories.append(training.history)
+        return training
 
     def decide(self, make: Callable[[], Any]) -> Any:
         """Call `make` and store its result, or return the result that an earlier run of the stage stored.
@@ -200,6 +204,7 @@ class Training:
         begun, saved: when this process began the training, and last wrote a checkpoint of it, in seconds of `perf_counter`.
         save_time: seconds that the last checkpoint took.
         earlier_seconds: time of the training in earlier processes.
+        history: what the training recorded of itself, JSON-ready, for the report; a checkpoint holds it.
     """
 
     progress: Progress
@@ -209,6 +214,10 @@ class Training:
     saved: float = field(default_factory=time.perf_counter)
     save_time: float = 0.0
     earlier_seconds: float = 0.0
+    history: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = {"label": self.label}
 
     def _path(self, at: int | str) -> Path:
         return self.progress.folder / f"{self.number}-{at}.safetensors"
@@ -229,6 +238,7 @@ class Training:
             return None
         state = self._read(path)
         self.progress.seconds += state["seconds"]
+        self.history.update(state.get("history", {}))
         return state
 
     def latest(self) -> dict[str, Any] | None:
@@ -245,6 +255,7 @@ class Training:
         state = self._read(path)
         log.info("%s resumes from %s", self.label, path)
         self.earlier_seconds = state["seconds"]
+        self.history.update(state.get("history", {}))
         self.progress.seconds += self.earlier_seconds
         return state
 
@@ -297,7 +308,8 @@ class Training:
         begin = time.perf_counter()
         self.progress.prepare()
         path, tensors = self._path(at), dict[str, Tensor]()
-        packed = pack({**state, "seconds": self.earlier_seconds + begin - self.begun}, tensors)
+        seconds = self.earlier_seconds + begin - self.begun
+        packed = pack({**state, "seconds": seconds, "history": self.history}, tensors)
         write_tensors(path, tensors, {"key": self.progress.key, "label": self.label, "number": self.number, "state": packed})
         for old in self._files()[0 if at == "end" else CHECKPOINTS_KEPT :]:
             old.unlink(missing_ok=True)

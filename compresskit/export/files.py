@@ -84,7 +84,7 @@ def read_proto(path: str | Path) -> Any:
     try:
         proto = onnx.load(path, load_external_data=False)
     except FileNotFoundError:
-        raise ExportError(f"{path}: not there; wanted an ONNX file") from None
+        raise ExportError(f"no such file: {path}") from None
     except IsADirectoryError:
         raise ExportError(f"{path}: a folder; wanted an ONNX file") from None
     except (DecodeError, OSError) as error:

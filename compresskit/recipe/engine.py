@@ -28,7 +28,8 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, Progress, Stop
 from compresskit.base.randomness import generators_in, reseed_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task, first_rows
+from compresskit.base.task import Task, accuracy, first_rows
+from compresskit.export.check.environment import environment
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.export.onnx import Opset
 from compresskit.graph.capture import Dynamic
@@ -48,6 +49,8 @@ from compresskit.recipe.folder import (
     why_unknown,
 )
 from compresskit.recipe.measure_stage import RUN_METADATA, measure_stage
+from compresskit.recipe.page.records import read_run
+from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
 from compresskit.recipe.store import load, load_snapshots_, save, save_snapshots
 from compresskit.train.snapshots import Snapshots
@@ -162,6 +165,7 @@ def run_step(
             opset=run.opset,
         )
         row = {"format": FORMAT, "key": step.key, "row": asdict(report), "files": file_digests(folder)}
+        row["history"] = [] if task.progress is None else task.progress.histories
         write_json(folder / ROW, row)
         delete_checkpoints(folder)
         return report
@@ -225,7 +229,7 @@ def seed_generators(seed: int, task: Task) -> None:
 
 
 def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:
-    """Measure the latency of all ONNX files in turn, write report.json, and copy the last step's file to model.onnx.
+    """Measure the latency of all ONNX files in turn, write the report, and copy the last step's file to model.onnx.
 
     Where all steps were finished, the latencies that were measured then stay, and what is there already is not written again, so
     that a finished run can be read from where nothing can be written.
@@ -240,9 +244,34 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
     for i, milliseconds in zip(exported, times, strict=True):
         reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
     if reports != before:
-        write_report(run.out / "report.json", reports, stages=run.record["stages"], torch=torch.__version__)
+        write_reports(run, steps, reports, task)
     copy_model(files[-1], run.out / "model.onnx", without=() if run.metadata else RUN_METADATA)
     return reports
+
+
+def write_reports(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> None:
+    """Write report.html, report.csv and, last, report.json."""
+    rows = [read_json(run.out / step.name / ROW, "the row of a finished stage") for step in steps]
+    extra = {
+        "stages": run.record["stages"],
+        "torch": torch.__version__,
+        "metric": describe_metric(task),
+        "reused": [step.name for step, reused in zip(steps, run.reused, strict=True) if reused],
+        "history": {step.name: row.get("history", []) for step, row in zip(steps, rows, strict=True)},
+        "environment": environment(),
+    }
+    record = read_run(run.out, report={"rows": [asdict(row) for row in reports], **extra})
+    write_page(run.out / "report.html", [record])
+    write_csv(run.out / "report.csv", [record])
+    write_report(run.out / "report.json", reports, **extra)
+
+
+def describe_metric(task: Task) -> dict[str, Any]:
+    """The name of a task's metric, for people, and whether a smaller one is better; None where the task does not say."""
+    metric = task.metric.func if isinstance(task.metric, partial) else task.metric
+    name = getattr(metric, "__name__", type(metric).__name__)
+    lower = False if task.metric is accuracy else task.lower_is_better
+    return {"name": "metric" if name == "<lambda>" else name, "lower_is_better": lower}
 
 
 def reports_before(run: RunSettings) -> list[StageReport]:

@@ -21,6 +21,7 @@ from compresskit.base.progress import Training, progress_bar
 from compresskit.base.task import Task, shapes_of
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
+from compresskit.train.history import History
 from compresskit.train.lr import LRSchedule
 from compresskit.train.validation import OnStep, StepReport, Validation
 
@@ -75,8 +76,10 @@ class TrainingLoop:
     step: int = 0
     base_rates: list[float] = field(init=False)
     cursor: DataCursor = field(init=False)
+    history: History = field(init=False)
 
     def __post_init__(self) -> None:
+        self.history = History({} if self.training is None else self.training.history)
         self.base_rates = [group["lr"] for group in self.run.optimizer.param_groups]
 
     def train(self) -> None:
@@ -100,6 +103,7 @@ class TrainingLoop:
                         self.cursor.replay()
                         break
                     self._epoch(epoch, bar)
+            self._close_epoch(log_it=False)  # of a training that was over when it was interrupted
         finally:
             torch.set_rng_state(self.cursor.stream)
             if training is not None:
@@ -114,7 +118,6 @@ class TrainingLoop:
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
         """Train on every batch once; DataError where their number is not the length of the loader."""
         run, batches = self.run, self.batches
-        seen_losses: list[Tensor] = []  # where no bar shows them
         for batch in self.cursor.next_epoch():
             seen = self.cursor.batch
             where = f"epoch {epoch}, batch {seen}"
@@ -129,8 +132,7 @@ class TrainingLoop:
             total, losses = _forward(run, self.objective, rows, where, check=check)
             _backward(run, total / batches_in_step * weight, rows, where)
             total = total.detach()
-            if bar.disable:
-                seen_losses.append(total)
+            self.history.add_loss(total)
             if seen % self.accumulate == 0 or seen == batches:
                 self._optimizer_step(where, losses)
             bar.update()
@@ -140,9 +142,14 @@ class TrainingLoop:
                 break
         if self.cursor.batch != batches and not self._is_over():
             raise DataError(f"the training loader has length {batches} and gave {self.cursor.batch} batches; it must not change")
-        if seen_losses:
-            mean = torch.stack([loss.reshape(()) for loss in seen_losses]).mean().item()
-            log.info("%s: epoch %d/%d, loss %.4g", self.label, epoch, self.epochs, mean)
+        self._close_epoch(log_it=bar.disable)
+
+    def _close_epoch(self, *, log_it: bool) -> None:
+        """Record the epoch that has ended."""
+        rates = [float(group["lr"]) for group in self.run.optimizer.param_groups]
+        mean = self.history.close_epoch(self.cursor.epoch, self.step, rates, self.run.scalers.values())
+        if mean is not None and log_it:
+            log.info("%s: epoch %d/%d, loss %.4g", self.label, self.cursor.epoch, self.epochs, mean)
 
     def _optimizer_step(self, where: str, losses: Losses) -> None:
         for group, rate in zip(self.run.optimizer.param_groups, self.base_rates, strict=True):
@@ -161,6 +168,7 @@ class TrainingLoop:
         metric = None
         if self.validation is not None and (self.step % self.validation.every == 0 or self.step == self.steps):
             metric = self.validation.measure(self.step)
+            self.history.add_metric(self.step, metric)
         if self.on_step is not None:
             self.on_step(self._report(losses, metric))
         if distributed.world_size() == 1:  # decided after the step: a signal may have come meanwhile
@@ -209,6 +217,7 @@ class TrainingLoop:
             "snapshots": self.task.snapshots or {},
             "cursor": self.cursor.resume_state(),
             "validation": None if self.validation is None else self.validation.resume_state(),
+            "epoch_losses": self.history.resume_state(),
         }
 
     def _resume_(self, state: Mapping[str, Any]) -> None:
@@ -224,6 +233,7 @@ class TrainingLoop:
             self.cursor.resume_from_(state["cursor"])
             if self.validation is not None:
                 self.validation.resume_from_(state["validation"])
+            self.history.resume_from_(state.get("epoch_losses", (0.0, 0)))
             randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise

@@ -20,6 +20,8 @@ def test_a_run_writes_its_folder_and_prints_a_table(finished_run) -> None:
         "3-qat",
         "model.onnx",
         "recipe.json",
+        "report.csv",
+        "report.html",
         "report.json",
     ]
     assert {p.name for p in (out / "2-prune").iterdir()} == {

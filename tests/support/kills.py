@@ -83,7 +83,7 @@ def bits(out):
     return {
         str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(out.rglob("*"))
-        if path.is_file() and path.name not in ("row.json", "report.json", ".lock")
+        if path.is_file() and path.name not in ("row.json", "report.json", "report.html", "report.csv", ".lock")
     }
 
 

@@ -74,6 +74,12 @@ def open_session(path: str | Path, *, optimize: bool | str = True) -> Any:
     return session(path, optimize=optimize)
 
 
+def free_dimensions(path: str | Path) -> dict[str, tuple[int | str, ...]]:
+    """Inputs of a file with a dimension besides the first that varies: name -> dimensions, "?" for one without a name."""
+    entries = ((entry.name, tuple(s if s is not None else "?" for s in entry.shape)) for entry in open_session(path).get_inputs())
+    return {name: shape for name, shape in entries if any(isinstance(size, str) for size in shape[1:])}
+
+
 def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[str, torch.Tensor]:
     """Random inputs for a file, by name: seeded normal numbers, and zeros for integer inputs.
 

@@ -1,0 +1,230 @@
+"""Write the report of one or several runs: as one HTML file that needs nothing else, or as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from compresskit.base.files import atomic
+from compresskit.base.version import __version__
+from compresskit.recipe.page.charts import Chart, Series, draw
+from compresskit.recipe.page.records import RunRecord
+from compresskit.recipe.report import StageReport, remarks
+
+TEMPLATE = "report.html.jinja"
+LONGEST_RECIPE = 60_000  # characters of a recipe that a page shows; report.json holds all of it
+MOST_LINES = 12  # of one chart
+COLUMNS = "stage metric change parameters non-zeros MACs file smaller latency faster verified time".split()
+#: What is drawn over the steps of a training: title, name of the axis, key of an epoch's entry.
+CURVES = (
+    ("Loss", "mean loss of an epoch", "loss"),
+    ("Learning rate", "learning rate", "rates"),
+    ("Loss scale", "scale", "scale"),
+)
+
+
+def write_page(path: str | Path, runs: Sequence[RunRecord]) -> None:
+    """Write the page of runs, atomically. Raises CheckpointError where it cannot be written."""
+    text = page_of_runs(runs)
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_csv(path: str | Path, runs: Sequence[RunRecord]) -> None:
+    """Write one line for each stage of each run, with the fields of `StageReport`, atomically."""
+    text = csv_of_runs(runs)
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def csv_of_runs(runs: Sequence[RunRecord]) -> str:
+    """The stages of runs as CSV; the first column names the run."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, ["run", *(field.name for field in fields(StageReport))], lineterminator="\n")
+    writer.writeheader()
+    for name, run in zip(run_names(runs), runs, strict=True):
+        for row in run.rows:
+            writer.writerow({"run": name, **asdict(row)})
+    return out.getvalue()
+
+
+def page_of_runs(runs: Sequence[RunRecord]) -> str:
+    """The HTML of a page. What comes from users is escaped."""
+    names = run_names(runs)
+    return _template().render(  # type: ignore[no-any-return]
+        title=", ".join(names) if len(names) < 4 else f"{len(names)} runs",
+        runs=[_context(name, run) for name, run in zip(names, runs, strict=True)],
+        charts=comparison_charts(names, runs),
+        columns=COLUMNS,
+        version=__version__,
+    )
+
+
+@cache
+def _template() -> Any:
+    import jinja2  # here, since nothing else needs it and importing the library stays quick
+
+    templates = jinja2.FileSystemLoader(Path(__file__).parent)
+    options: dict[str, Any] = {"undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return jinja2.Environment(loader=templates, autoescape=True, **options).get_template(TEMPLATE)
+
+
+def run_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Short names of runs: the last part of the path, and more of it where two are the same."""
+    paths = [run.folder.resolve() for run in runs]
+    short = [path.name or str(path) for path in paths]
+    names = [name if short.count(name) == 1 else f"{path.parent.name}/{name}" for path, name in zip(paths, short, strict=True)]
+    return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
+
+
+def _context(name: str, run: RunRecord) -> dict[str, Any]:
+    """What the template shows of a run."""
+    recipe = json.dumps({key: value for key, value in run.recipe.items() if key not in ("format", "task")}, indent=1)
+    cut = f"\n... and {len(recipe) - LONGEST_RECIPE:,} characters more; recipe.json holds all of them"
+    return {
+        "name": name,
+        "metric": run.metric,
+        "chain": [{"name": stage, "done": stage in {row.stage for row in run.rows}} for stage in run.stages],
+        "reused": run.reused,
+        "summary": summary(run),
+        "rows": [_cells(row, run.rows[0]) for row in run.rows],
+        "estimated": any(not row.executed for row in run.rows),
+        "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],
+        "missing": run.missing,
+        "curves": training_charts(run),
+        "environment": list(_environment_lines(run)),
+        "recipe": "" if not run.recipe else recipe if len(recipe) <= LONGEST_RECIPE else recipe[:LONGEST_RECIPE] + cut,
+    }
+
+
+def summary(run: RunRecord) -> str:
+    """What a run achieved, in a sentence: from the first finished stage to the last."""
+    if not run.rows:
+        return "No stage is finished."
+    first, last = run.rows[0], run.rows[-1]
+    parts = [f"{run.metric} {first.metric:.4f} to {last.metric:.4f}"]
+    if first.bytes and last.bytes:
+        parts.append(f"file {ratio(first.bytes, last.bytes)} smaller")
+    if first.latency_ms and last.latency_ms:
+        parts.append(f"latency {ratio(first.latency_ms, last.latency_ms)} faster")
+    files = [row for row in run.rows if row.bytes is not None]
+    wrong = [row.stage for row in files if not row.verified]
+    proof = f"not verified: {', '.join(wrong)}" if wrong else f"{len(files)} of {len(files)} files verified in ONNX Runtime"
+    return f"From {first.stage} to {last.stage}: {', '.join(parts)}; {proof}."
+
+
+def ratio(first: float, now: float) -> str:
+    """How many times smaller `now` is than `first`: 2.50x."""
+    return f"{first / now:.2f}x"
+
+
+def _cells(row: StageReport, first: StageReport) -> list[str]:
+    change = row.metric - first.metric
+    return [
+        row.stage,
+        f"{'' if row.executed else '~'}{row.metric:.4f}",
+        "" if row is first else f"{change:+.4f}",
+        f"{row.parameters:,}",
+        f"{row.nonzero:,}",
+        f"{row.macs:,}",
+        "-" if row.bytes is None else f"{row.bytes:,} B",
+        ratio(first.bytes, row.bytes) if first.bytes and row.bytes else "-",
+        "-" if row.latency_ms is None else f"{row.latency_ms:.3f} ms",
+        ratio(first.latency_ms, row.latency_ms) if first.latency_ms and row.latency_ms else "-",
+        {True: "yes", False: "NO", None: "-"}[row.verified],
+        f"{row.seconds:,.1f} s",
+    ]
+
+
+def comparison_charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[Chart]:
+    """The metric against the size and against the latency of the files, all runs on the same axes."""
+    kinds = {(run.metric, run.lower_is_better) for run in runs}
+    metric, lower = kinds.pop() if len(kinds) == 1 else ("metric", None)
+    remark = "" if lower is not None else "No Pareto line: the runs do not say whether a smaller metric is better."
+    largest = max((row.bytes or 0 for run in runs for row in run.rows), default=0)
+    unit, size = ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
+    charts = []
+    sizes = {id(row): row.bytes / size for run in runs for row in run.rows if row.bytes is not None}
+    times = {id(row): row.latency_ms for run in runs for row in run.rows if row.latency_ms is not None}
+    for title, axis, figures in (
+        ("size of the file", f"ONNX file, {unit}", sizes),
+        ("latency", "median latency of one sample in ONNX Runtime, ms", times),
+    ):
+        series = []
+        for name, run in zip(names, runs, strict=True):
+            found = [row for row in run.rows if id(row) in figures]
+            if found:
+                series.append(Series(name, [(figures[id(row)], row.metric) for row in found], [row.stage for row in found]))
+        if series:
+            name = f"{metric[:1].upper()}{metric[1:]} against {title}"
+            charts.append(draw(name, axis, metric, series, lines=False, lower_is_better=lower, remark=remark))
+    return charts
+
+
+def training_charts(run: RunRecord) -> list[Chart]:
+    """Loss, metric, learning rate and loss scale over the steps of the trainings, as far as the run recorded them."""
+    trainings = [(f"{stage}: {_text(t.get('label'))}", t) for stage, ts in run.history.items() for t in ts]
+    kinds = [(title, axis, [(name, _epochs(t, key)) for name, t in trainings]) for title, axis, key in CURVES]
+    kinds.insert(
+        1, (f"{run.metric[:1].upper()}{run.metric[1:]} during training", run.metric, [(n, _metrics(t)) for n, t in trainings])
+    )
+    charts = []
+    for title, axis, found in kinds:
+        series = [Series(name, points) for name, points in found if points]
+        if not series:
+            continue
+        left_out = len(series) - MOST_LINES
+        remark = f"{left_out} more trainings are in report.json." if left_out > 0 else ""
+        if title == "Loss scale":
+            skipped = [f"{name} {_skipped(t)}" for name, t in trainings if _epochs(t, "scale")]
+            remark = f"Steps skipped because gradients overflowed: {', '.join(skipped[:MOST_LINES])}. {remark}".strip()
+        charts.append(draw(title, "optimizer step", axis, series[:MOST_LINES], lines=True, remark=remark))
+    return charts
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "training"
+
+
+def _epochs(training: dict[str, Any], key: str) -> list[tuple[float, float]]:
+    """The points (step, value) of an entry of the epochs; of several learning rates, the first."""
+    epochs = training.get("epochs")
+    found = (
+        [(entry.get("step"), entry.get(key)) for entry in epochs if isinstance(entry, dict)] if isinstance(epochs, list) else []
+    )
+    return _numbers_only((step, value[0] if isinstance(value, list) and value else value) for step, value in found)
+
+
+def _metrics(training: dict[str, Any]) -> list[tuple[float, float]]:
+    found = training.get("metrics")
+    return _numbers_only(pair for pair in found if isinstance(pair, list) and len(pair) == 2) if isinstance(found, list) else []
+
+
+def _numbers_only(pairs: Any) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
+
+
+def _skipped(training: dict[str, Any]) -> int:
+    return int(max((value for _, value in _epochs(training, "skipped")), default=0))
+
+
+def _environment_lines(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """(name, value) of what is known of the machine and the versions."""
+    for name, value in run.environment.items():
+        if isinstance(value, dict):
+            shown = ", ".join(f"{key} {_word(entry)}" for key, entry in value.items())
+        elif isinstance(value, list):
+            shown = ", ".join(map(str, value)) or "none"
+        else:
+            shown = str(value)
+        yield str(name), shown
+
+
+def _word(value: Any) -> str:
+    return {"True": "yes", "False": "no", "None": "not known"}.get(str(value), str(value))

@@ -1,0 +1,80 @@
+"""What a training records of itself for the report: the mean loss of each epoch, the metric, learning rates and loss scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compresskit.mixed.step.scaler import LossScaler
+
+AT_ONCE = 256  # losses that are held as tensors before they are added up
+
+
+class History:
+    """Entries of a record, one for every epoch and one for every measurement of the metric.
+
+    `record["epochs"]` gets `{"epoch", "step", "loss", "rates"}`, with loss scaling also `"scale"` and `"skipped"`: the epoch from
+    1, the optimizer steps done at its end, the mean of its losses, the learning rates of its last step, the loss scale after it
+    and the steps skipped so far. `record["metrics"]` gets `[step, metric]`. What is not finite is None. Where several processes
+    train, losses are those of this process's rows.
+
+    Args:
+        record: JSON-ready; it is changed.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+        self.total, self.count = 0.0, 0  # of the losses of this epoch that are added up
+        self.losses: list[Tensor] = []  # and those that are not, since reading one waits for the device
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Note the loss of a batch, a tensor of one element without a gradient."""
+        self.losses.append(loss)
+        if len(self.losses) == AT_ONCE:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if self.losses:
+            self.total += torch.stack([loss.reshape(()) for loss in self.losses]).sum().item()
+            self.count += len(self.losses)
+            self.losses = []
+
+    def add_metric(self, step: int, metric: float) -> None:
+        """Note a measurement of the metric after a step."""
+        self.record.setdefault("metrics", []).append([step, _finite(metric)])
+
+    def close_epoch(self, epoch: int, step: int, rates: Sequence[float], scalers: Iterable[LossScaler]) -> float | None:
+        """Enter an epoch, and return the mean of its losses; nothing and None where no batch was seen since the last one.
+
+        Args:
+            epoch: its number, from 1.
+            step: optimizer steps done.
+            rates: learning rates of the last step.
+            scalers: of the training.
+        """
+        self._add_up()
+        if not self.count:
+            return None
+        mean, self.total, self.count = self.total / self.count, 0.0, 0
+        entry = {"epoch": epoch, "step": step, "loss": _finite(mean), "rates": list(map(_finite, rates))}
+        if used := list(scalers):
+            entry |= {"scale": _finite(used[0].scale.item()), "skipped": int(used[0].skipped.item())}
+        self.record.setdefault("epochs", []).append(entry)
+        return mean
+
+    def resume_state(self) -> tuple[float, int]:
+        """Return the sum and the number of the losses of the epoch that has begun."""
+        self._add_up()
+        return self.total, self.count
+
+    def resume_from_(self, state: Sequence[Any]) -> None:
+        """Continue from what `resume_state` returned."""
+        self.total, self.count = float(state[0]), int(state[1])
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

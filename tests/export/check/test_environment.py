@@ -1,0 +1,65 @@
+"""Versions of packages, and what a processor can do for int8."""
+
+from __future__ import annotations
+
+import tomllib
+
+import checkout
+import pytest
+import torch
+
+from compresskit.export.check.environment import (
+    ALTERNATIVES,
+    REQUIRED,
+    Package,
+    environment,
+    int8_kernels,
+    packages,
+    processor_features,
+)
+
+
+def test_the_packages_are_those_of_the_project() -> None:
+    wanted = tomllib.loads((checkout.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(f"{name}>={oldest}" for name, (_, oldest) in REQUIRED.items()) == sorted(wanted)
+    assert set(ALTERNATIVES) <= set(REQUIRED)
+    found = {package.name: package for package in packages()}
+    assert found["torch"].version == torch.__version__.partition("+")[0]
+    assert all(package.fits for package in found.values())
+    assert found["transformers"].purpose == "models of Hugging Face"
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("2.11.0+cpu", True), ("2.9", False), ("3.0rc1", True), ("2.11", True), ("2.10.9.dev1", False), (None, False)],
+)
+def test_old_and_missing_packages_do_not_fit(version, fits) -> None:
+    assert Package(name="torch", version=version, wanted="2.11").fits is fits
+    assert Package(name="torch", version=version, purpose="plots").fits
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "system", "wanted", "said"),
+    [
+        ("flags\t: sse avx2 avx512bw avx512_vnni", "x86_64", "Linux", (True, True, True, False), "VNNI: four products"),
+        ("flags\t: avx2 avx_vnni", "x86_64", "Linux", (True, False, True, False), "VNNI: four products"),
+        ("flags\t: avx2 avx512bw avx512_vnni amx_int8", "x86_64", "Linux", (True, True, True, True), "AMX: whole tiles"),
+        ("flags\t: sse avx2", "x86_64", "Linux", (True, False, False, False), "no VNNI: two products"),
+        ("flags\t: sse", "x86_64", "Linux", (False, False, False, False), "no integer products in vectors"),
+        ("Features\t: fp asimd asimddp", "aarch64", "Linux", (True, True, False), "NEON dot products"),
+        ("Features\t: fp asimd", "aarch64", "Linux", (True, False, False), "no integer products in vectors"),
+        ("", "arm64", "Darwin", (True, True, None), "NEON dot products"),
+        ("", "AMD64", "Windows", (None, None, None, None), "this system does not say"),
+    ],
+)
+def test_what_a_processor_can_do(text, machine, system, wanted, said) -> None:
+    features = processor_features(f"processor\t: 0\n{text}\n", machine, system)
+    assert tuple(features.values()) == wanted
+    assert int8_kernels(features).startswith(said)
+
+
+def test_the_environment_of_this_process() -> None:
+    here = environment()
+    assert here["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert here["threads"] == torch.get_num_threads()
+    assert here["processor"]

@@ -1,0 +1,79 @@
+"""What a training records of itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import Interrupted
+from compresskit.base.progress import Every, Progress
+from compresskit.mixed.step.scaler import LossScaler
+from compresskit.train.history import AT_ONCE, History
+
+
+def test_an_epoch_is_the_mean_of_its_losses() -> None:
+    history = History(record := {})
+    for value in range(2 * AT_ONCE + 1):
+        history.add_loss(torch.tensor([float(value)]))
+    assert history.close_epoch(1, 7, [0.5, 0.25], []) == AT_ONCE
+    assert history.close_epoch(1, 7, [0.5], []) is None
+    history.add_loss(torch.tensor(float("nan")))
+    history.add_metric(9, float("inf"))
+    scaler = LossScaler(8.0)
+    scaler.skipped += 3
+    history.close_epoch(2, 9, [0.125], [scaler])
+    assert record == {
+        "epochs": [
+            {"epoch": 1, "step": 7, "loss": float(AT_ONCE), "rates": [0.5, 0.25]},
+            {"epoch": 2, "step": 9, "loss": None, "rates": [0.125], "scale": 8.0, "skipped": 3},
+        ],
+        "metrics": [[9, None]],
+    }
+
+
+def trained(folder, stop_after=None):
+    """The history of a training of three epochs of four steps, interrupted after a step and resumed."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(8, 4), torch.arange(8) % 3) for _ in range(4)]
+    task = ck.Task(train=batches, val=batches)
+    for stop in (stop_after, None):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 3)
+        progress = Progress(folder=folder, key="k", every=Every(seconds=None))
+
+        def on_step(report, stop=stop, progress=progress):
+            if report.step == stop:
+                progress.stop.signal = "SIGTERM"
+
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        settings = ck.Train(epochs=3, validate_every=1, optimizer=optimizer, schedule=ck.lr.Constant(), on_step=on_step)
+        run = partial(ck.fit_, model, ck.Task(train=task.train, val=task.val, progress=progress), settings)
+        if stop is not None:
+            with pytest.raises(Interrupted):
+                run()
+            continue
+        run()
+    return progress.histories
+
+
+def test_a_resumed_training_has_the_history_of_one_that_was_not_interrupted(tmp_path) -> None:
+    (plain,) = trained(tmp_path / "plain")
+    assert plain["label"] == "train"
+    assert [(e["epoch"], e["step"], e["rates"]) for e in plain["epochs"]] == [(1, 4, [0.1]), (2, 8, [0.1]), (3, 12, [0.1])]
+    assert plain["epochs"][0]["loss"] > plain["epochs"][2]["loss"] > 0
+    assert [step for step, _ in plain["metrics"]] == [4, 8, 12]
+    for stop in (6, 8, 12):  # within an epoch, at the end of one, at the end of all
+        (resumed,) = trained(tmp_path / str(stop), stop)
+        for entry, wanted in zip(resumed["epochs"], plain["epochs"], strict=True):
+            assert entry == wanted | {"loss": entry["loss"]}
+            assert entry["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        assert resumed["metrics"] == plain["metrics"]
+    again = Progress(folder=tmp_path / "6", key="k")
+    state = again.training("train").finished()
+    assert state is not None
+    assert again.histories == [resumed | again.histories[0]]
+    assert len(again.histories[0]["epochs"]) == 3
