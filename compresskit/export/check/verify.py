@@ -178,27 +178,30 @@ def verify_onnx(
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
-    wanted, written, fast, foreign = map(_concatenated_outputs, outputs)
-    heads = len({batch[0].shape[1:] for batch in outputs[0]})
-    exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded and not random else None
-    plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
-    elsewhere = compare(wanted, foreign, exact, heads=heads) if foreign else None
-    levels = {"as written": plain, "optimized": optimized} | (
-        {f"in {other.record.name}": elsewhere} if other and elsewhere else {}
-    )
+    levels = _agreements(outputs, [] if random else unrounded, other)
     reason = _reason_to_reject(levels, quantized, steps_allowed(least_precise_dtype(model)), weight_only=weight_only)
     reason += "" if not reason else RANDOM if random else _place(path, model, first)
-    reason = reason or _machine_that_differs(others.result())
     return Verification(
         samples=samples,
         quantized=quantized,
-        plain=plain,
-        optimized=optimized,
-        reason=reason,
+        plain=levels["as written"],
+        optimized=levels["optimized"],
+        reason=reason or _machine_that_differs(others.result()),
         machines=others.result(),
         runtime=other.record if other else None,
-        elsewhere=elsewhere,
+        elsewhere=levels.get(f"in {other.record.name}") if other else None,
     )
+
+
+def _agreements(
+    outputs: list[list[list[np.ndarray]]], unrounded: list[list[np.ndarray]], other: OtherRuntime | None
+) -> dict[str, Agreement]:
+    """How far each execution of a file agrees. outputs: of the model, the file as written, optimized, elsewhere."""
+    wanted, written, fast, foreign = map(_concatenated_outputs, outputs)
+    heads = len({batch[0].shape[1:] for batch in outputs[0]})
+    exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded else None
+    executed = {"as written": written, "optimized": fast} | ({f"in {other.record.name}": foreign} if other and foreign else {})
+    return {name: compare(wanted, got, exact, heads=heads) for name, got in executed.items()}
 
 
 def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
