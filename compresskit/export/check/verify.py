@@ -181,16 +181,14 @@ def verify_onnx(
     levels = _agreements(outputs, [] if random else unrounded, other)
     reason = _reason_to_reject(levels, quantized, steps_allowed(least_precise_dtype(model)), weight_only=weight_only)
     reason += "" if not reason else RANDOM if random else _place(path, model, first)
-    return Verification(
-        samples=samples,
-        quantized=quantized,
-        plain=levels["as written"],
-        optimized=levels["optimized"],
-        reason=reason or _machine_that_differs(others.result()),
-        machines=others.result(),
-        runtime=other.record if other else None,
-        elsewhere=levels.get(f"in {other.record.name}") if other else None,
-    )
+    reason, run = reason or _machine_that_differs(others.result()), other.record if other else None
+    return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
+
+
+def _verification(levels: dict[str, Agreement], run: RuntimeRun | None, **known: Any) -> Verification:
+    """The record. run: of the runtime that the file was written for, where that is another."""
+    elsewhere = levels.get(f"in {run.name}") if run else None
+    return Verification(plain=levels["as written"], optimized=levels["optimized"], runtime=run, elsewhere=elsewhere, **known)
 
 
 def _agreements(
