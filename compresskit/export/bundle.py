@@ -9,7 +9,8 @@ folder/infer.py        runs the file on an npz file; alone, on the example, whos
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -87,14 +88,21 @@ def bundle(
         raise ExportError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from error
     if (folder / path.name).resolve() != path.resolve():
         copy_model(path, folder / path.name)
-    with atomic(folder / "example.npz") as temporary, temporary.open("wb") as file:
-        np.savez(file, **feed, **{f"expected {name}": value for name, value in outputs.items()})
+    _write_arrays(folder / "example.npz", feed | {f"expected {name}": value for name, value in outputs.items()})
     if labels is None:
         (folder / "labels.json").unlink(missing_ok=True)
     else:
         _write_text(folder / "labels.json", json.dumps(list(map(str, labels)), ensure_ascii=False))
     _write_text(folder / "infer.py", SCRIPT.format(file=path.name))
     return folder / "infer.py"
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an npz file. `np.savez` takes names as arguments, and inputs may be called like its own."""
+    with atomic(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+        for name, value in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asanyarray(value), allow_pickle=False)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -64,6 +64,19 @@ def test_a_bundle_is_replaced_by_the_next(exported, tmp_path) -> None:
     assert (tmp_path / "net.onnx").read_bytes() == path.read_bytes()
 
 
+def test_inputs_may_be_called_like_arguments_of_savez(tmp_path) -> None:
+    class Named(nn.Module):
+        def forward(self, file, allow_pickle):
+            return file + allow_pickle
+
+    x = torch.randn(2, 3)
+    path = ck.export_onnx(Named().eval(), tmp_path / "named.onnx", {"file": x, "allow_pickle": 2 * x})
+    ck.export.bundle(path, tmp_path / "to", example={"file": x, "allow_pickle": 2 * x})
+    stored = dict(np.load(tmp_path / "to" / "example.npz"))
+    assert {"file", "allow_pickle"} <= stored.keys()
+    np.testing.assert_array_equal(stored["file"], x.numpy())
+
+
 def test_what_cannot_be_bundled_is_refused(exported, tmp_path) -> None:
     path, x, _ = exported
     with pytest.raises(SettingError, match=r"wanted a name for each class of the output \(4, 3\), got 2"):
