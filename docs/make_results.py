@@ -162,6 +162,7 @@ def channels() -> str:
         rows.append((network, tool, setting, len(seeds), f"{mean(r['macs'] for r in seeds) / 1e6:.1f} M", *cells))
     speed = {key.split(" | ")[1]: row for key, row in found.items() if key.startswith("speed")}
     zoo, times = load("prune_zoo")["rows"].values(), load("prune_time")["rows"]
+    speeds = load("planning_speed")
     proved = sum(bool(row.get("proof")) and row.get("eval") is True for row in zoo)
     return f"""\
 ## Channel pruning
@@ -177,6 +178,8 @@ CIFAR-10. *raw*: right after the cut; *+BN*: with BatchNorm statistics re-estima
 * Coverage: {proved} of {len(zoo)} torchvision models (classification, segmentation, video, flow, detection) lose half of their MACs
   without a hint; each plan is proved and the pruned model runs. {source("prune_zoo")}
 * Planning and proving: {", ".join(f"{name} {mean(row['seconds']):.1f} s" for name, row in times.items())}. {source("prune_time")}
+* Beside version {speeds["about"]["base"]}, one thread: {", ".join(f"{case} {row['ratio']:.2f}" for case, row in speeds["rows"].items())}
+  times its time. {source("planning_speed")}
 """
 
 

@@ -64,10 +64,11 @@ def reconstruct_(
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")
     statistics = _input_statistics(dense, names, itertools.chain([first], stream))
-    before, distance = copy.deepcopy(model.state_dict()), _output_distance(model, dense, first)
+    before, wanted = copy.deepcopy(model.state_dict()), _outputs(dense, first)
+    distance = _distance(_outputs(model, first), wanted)
     with torch.no_grad():
         lost = {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in statistics.items()}
-    if not _output_distance(model, dense, first) <= distance:
+    if not _distance(_outputs(model, first), wanted) <= distance:
         # Each layer is nearer to its old output and yet the model is not, for instance because a norm over channels sees others.
         log.warning("refitting layers brought the outputs of %s no nearer; they stay as they were cut", type(model).__name__)
         model.load_state_dict(before)
@@ -75,13 +76,18 @@ def reconstruct_(
     return lost
 
 
-def _output_distance(model: nn.Module, dense: nn.Module, inputs: Inputs) -> float:
-    """Sum of squared differences of the outputs, in eval mode."""
-    with torch.no_grad(), mode(model, training=False), mode(dense, training=False):
-        pairs = zip(*(pytree.tree_leaves(call_checked(m, inputs, "calibration data")) for m in (model, dense)), strict=True)
-        # Outputs of different shapes, such as lists of boxes, cannot be compared.
-        same = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
-        return sum(float((a - b).square().sum()) for a, b in same)
+def _outputs(model: nn.Module, inputs: Inputs) -> list[Any]:
+    """What a model gives in eval mode."""
+    with torch.no_grad(), mode(model, training=False):
+        return pytree.tree_leaves(call_checked(model, inputs, "calibration data"))
+
+
+def _distance(outputs: list[Any], wanted: list[Any]) -> float:
+    """Sum of squared differences."""
+    pairs = zip(outputs, wanted, strict=True)
+    # Outputs of different shapes, such as lists of boxes, cannot be compared.
+    same = [(a.double(), b.double()) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape]
+    return sum(float((a - b).square().sum()) for a, b in same)
 
 
 def _refits(dense: nn.Module, name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.prune.structure.channel_sets import varying_dims
+from compresskit.prune.structure.channel_sets import collapse_expanded, varying_dims
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import Plan, as_plan_value
 
@@ -37,7 +37,10 @@ def assemble_plan(analysis: ChannelAnalysis, chosen: Sequence[Tensor], **setting
 
 def _remaining_size(analysis: ChannelAnalysis, removed: Tensor, labels: Tensor, dim: int) -> int:
     """How many indices of a dimension keep at least one entry when the sets with these roots go."""
-    kept = ~torch.isin(analysis.resolved.sets.roots(labels), removed)
+    small = collapse_expanded(labels)
+    kept = ~torch.isin(analysis.resolved.sets.roots(small), removed)
+    if small.shape[dim] != labels.shape[dim]:
+        return labels.shape[dim] * bool(kept.any())
     return int(kept.movedim(dim, 0).reshape(kept.shape[dim], -1).any(1).sum())
 
 
@@ -55,15 +58,14 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
         changed[key] = (old, new)
 
     for size in propagation.hard_coded_sizes:
-        for path, name in analysis.assumptions.attributes:
-            value = getattr(module_at(path), name) if path == size.path else None
+        for name in [name for path, name in analysis.assumptions.attributes if path == size.path]:
+            value = getattr(module_at(size.path), name)
             for d in varying_dims(size.labels):
-                after = _remaining_size(analysis, removed, size.labels, d)
                 if value == size.shape[d]:
-                    change(path, name, after)
+                    change(size.path, name, _remaining_size(analysis, removed, size.labels, d))
                 elif isinstance(value, tuple | list) and size.shape[d] in value:
                     position = size.position if tuple(value) == size.sizes else value.index(size.shape[d])
-                    change(path, name, after, position)
+                    change(size.path, name, _remaining_size(analysis, removed, size.labels, d), position)
     for attribute in propagation.size_attributes:
         after = _remaining_size(analysis, removed, attribute.labels, 0)
         change(attribute.path, attribute.attribute, after, attribute.position)
@@ -85,8 +87,9 @@ def _query_scales(analysis: ChannelAnalysis, removed: Tensor) -> dict[str, tuple
         if after == before:
             continue
         factor = (after / before) ** (0.25 if scaling.shared else 0.5)
+        scaled = torch.zeros(len(analysis.resolved.sets.parent), dtype=torch.bool)
+        scaled[scaling.labels[scaling.labels > 0]] = True
         for axis in analysis.resolved.sets.axes:
-            rows = torch.isin(axis.labels, scaling.labels[scaling.labels > 0]).nonzero().flatten()
-            if axis.dim == 0 and axis.role != "in" and len(rows):
+            if axis.dim == 0 and axis.role != "in" and len(rows := scaled[axis.labels.clamp(min=0)].nonzero().flatten()):
                 scales[analysis.prefix + axis.tensor] = (factor, tuple(rows.tolist()))
     return scales

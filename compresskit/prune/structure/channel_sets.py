@@ -76,7 +76,9 @@ class ChannelSets:
             while not torch.equal(table, jumped := table[table]):
                 table = jumped
             self._table = (self.unions, len(self.parent), table)
-        return table[collapse_expanded(labels).clamp(min=0)].expand(labels.shape)
+        small = collapse_expanded(labels)
+        found = table[small.clamp(min=0)]
+        return found if small is labels else found.expand(labels.shape)
 
     def join(self, a: Tensor, b: Tensor, reason: str) -> Tensor:
         """Merge the sets of a[i] and b[i], for tensors that broadcast; returns labels of the merged sets.

@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,16 +93,20 @@ class ChannelGroup:
                 if leaf == "weight" and isinstance(module, NORM_LAYERS):
                     scales.append(tensor.detach().float()[indices])
                 continue
-            rows.append(tensor.detach().float().movedim(dim, 0)[indices].reshape(self.size, -1))
-            reads.append(torch.full((rows[-1].shape[1],), role == "in", device=rows[-1].device))
+            rows.append(_indexed(tensor.detach(), dim, indices))
+            columns = rows[-1].numel() // self.size
+            reads.append(torch.full((columns,), role == "in", device=tensor.device))
             if evidence.grads is not None:
                 grads.append(evidence.grads[name].float().movedim(dim, 0)[indices].reshape(self.size, -1))
             if evidence.sample_grads is not None:
                 gradients = evidence.sample_grads[name].float().movedim(dim + 1, 1)[:, indices]
                 sample_grads.append(gradients.reshape(len(gradients), self.size, -1))
-        counts = torch.tensor([r.shape[1] for r in rows])
+        counts = torch.tensor([len(r) for r in reads])
+        weight = torch.empty(self.size, int(counts.sum()), device=rows[0].device)
+        for part, values in zip(weight.split(counts.tolist(), dim=1), rows, strict=True):
+            part.unflatten(1, values.shape[1:]).copy_(values)
         return Slices(
-            weight=torch.cat(rows, 1),
+            weight=weight,
             reads=torch.cat(reads),
             layers=torch.arange(len(rows)).repeat_interleave(counts).to(rows[0].device),
             scales=torch.cat(scales, 1) if scales else None,
@@ -151,6 +154,15 @@ class ChannelAnalysis:
         return {reason: self.locked[reason] for reason in sorted(held, key=lambda reason: -held[reason])}
 
 
+def _indexed(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """(units, k, ...) the entries at `indices`, (units, k), of a dimension; a view where that is all of it, in order."""
+    moved = tensor.movedim(dim, 0)
+    everything = torch.arange(len(moved), device=indices.device)
+    if indices.numel() == len(moved) and torch.equal(indices.flatten(), everything):
+        return moved.unflatten(0, indices.shape)
+    return moved[indices]
+
+
 def find_groups(
     propagation: ChannelPropagation, model_macs: int, *, ignore: tuple[str, ...] = (), assumptions: Assumptions | None = None
 ) -> ChannelAnalysis:
@@ -165,21 +177,16 @@ def find_groups(
     resolved = resolve_constraints(propagation, assumptions)
     _lock_ignored(propagation, resolved, ignore)
     sets = resolved.sets
-    indices_of: dict[int, dict[tuple[str, int, str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for (tensor, dim), axis in resolved.axes.items():
-        for index, root in enumerate(sets.roots(axis.labels).tolist()):
-            if root:
-                indices_of[root][(tensor, dim, axis.role)].append(index)
-    costs, sizes, costs_of = _costs(propagation, sets)
+    costs, sizes, of_sets = _costs(propagation, sets)
+    table = _ChannelTable(resolved, of_sets)
     locked: Counter[str] = Counter()
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for root, indices in indices_of.items():
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for row, root in enumerate(table.roots):
         if root in sets.locks:
             if sets.locks[root]:
                 locked[sets.locks[root]] += 1
         else:
-            counts = tuple((key, len(each)) for key, each in indices.items())
-            alike[counts, tuple(costs_of[root].items())].append(root)
+            alike[table.signature(row)].append(row)
 
     def shape(tensor: str) -> tuple[int, ...]:
         return tuple(get_tensor(propagation.trace.module, tensor).shape)
@@ -190,12 +197,13 @@ def find_groups(
         locked[propagation.locked_tensors[tensor]] += shape(tensor)[0]
 
     groups = []
-    for roots in alike.values():
-        stacked = {key: torch.tensor([indices_of[root][key] for root in roots]) for key in indices_of[roots[0]]}
+    for rows in alike.values():
+        stacked, of_group = table.stacked(rows)
         shapes = [shape(tensor) for tensor, _, _ in stacked]
         if not any(len(size) > 1 and tensor in parameters for (tensor, _, _), size in zip(stacked, shapes, strict=True)):
             continue  # nothing that is learned: a stored table of positions
-        group = ChannelGroup(indices=stacked, shapes=shapes, roots=torch.tensor(roots), costs=dict(costs_of[roots[0]]))
+        roots = torch.tensor([table.roots[row] for row in rows])
+        group = ChannelGroup(indices=stacked, shapes=shapes, roots=roots, costs=of_group)
         if group.layers and group.size > 1:
             groups.append(group)
         elif group.layers:
@@ -229,27 +237,93 @@ def _lock_ignored(propagation: ChannelPropagation, resolved: ResolvedChannels, i
             resolved.sets.lock(axis.labels, "ignored by the user")
 
 
+class _ChannelTable:
+    """Which indices of which dimensions belong to each channel set, and how many entries of each width.
+
+    A row is a channel set; rows are ordered by where their sets come first. The keys of a row are the dimensions that it has
+    indices of, in the order of `resolved.axes`, and then the widths that it has entries of, ascending. In arrays: models have
+    tens of thousands of indices.
+
+    roots: root label of each row.
+    """
+
+    roots: list[int]
+
+    def __init__(self, resolved: ResolvedChannels, of_sets: list[tuple[Tensor, Tensor]]) -> None:
+        self.keys = [(tensor, dim, axis.role) for (tensor, dim), axis in resolved.axes.items()]
+        each = [resolved.sets.roots(axis.labels) for axis in resolved.axes.values()]
+        empty = torch.zeros(0, dtype=torch.long)
+        roots = torch.cat([empty, *each])
+        keys = torch.arange(len(each)).repeat_interleave(torch.tensor([len(r) for r in each], dtype=torch.long))
+        places = torch.cat([empty, *(torch.arange(len(r)) for r in each)])
+        roots, keys, places = (values[roots > 0] for values in (roots, keys, places))
+        found, rows = torch.unique(roots, return_inverse=True)
+        first = torch.full((len(found),), len(rows)).scatter_reduce_(0, rows, torch.arange(len(rows)), "amin")
+        order = first.argsort()
+        self.roots = found[order].tolist()
+        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        pairs, place = (rank[rows] * len(each) + keys).sort(stable=True)
+        self.indices = places[place]
+        pairs, counts = torch.unique_consecutive(pairs, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        of_widths = _rows_of_widths(of_sets, dict(zip(self.roots, range(len(self.roots)), strict=True)), len(each))
+        rows = torch.cat([pairs.div(max(1, len(each)), rounding_mode="floor"), of_widths[0]])
+        by_row = rows.argsort(stable=True)
+        entries = torch.stack([torch.cat([pairs % max(1, len(each)), of_widths[1]]), torch.cat([counts, of_widths[2]])], 1)
+        self._entries = entries[by_row].numpy()
+        self._starts = torch.cat([starts, torch.full_like(of_widths[0], -1)])[by_row]
+        self._bounds = [0, *torch.bincount(rows, minlength=len(self.roots)).cumsum(0).tolist()]
+
+    def signature(self, row: int) -> bytes:
+        """The same for rows that have as many indices of the same dimensions, and entries of the same widths."""
+        return self._entries[self._bounds[row] : self._bounds[row + 1]].tobytes()
+
+    def stacked(self, rows: list[int]) -> tuple[dict[tuple[str, int, str], Tensor], dict[int, int]]:
+        """Of rows with one signature: dimension -> (rows, k) indices, and width -> entries of one row."""
+        bounds = torch.tensor([self._bounds[row] for row in rows])
+        entries = self._entries[self._bounds[rows[0]] : self._bounds[rows[0] + 1]].tolist()
+        indices, widths = {}, {}
+        for offset, (key, count) in enumerate(entries):
+            if key >= len(self.keys):
+                widths[key - len(self.keys)] = count
+            else:
+                starts = self._starts[bounds + offset]
+                indices[self.keys[key]] = self.indices[starts[:, None] + torch.arange(count)]
+        return indices, widths
+
+
+def _rows_of_widths(of_sets: list[tuple[Tensor, Tensor]], row_of: dict[int, int], first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, keys that count from `first`, entries) of the sets that widths are made of; sets without a row are left out."""
+    rows, keys, entries = [], [], []
+    for number, (roots, counts) in enumerate(of_sets):
+        for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
+            if (row := row_of.get(root)) is not None:
+                rows.append(row)
+                keys.append(first + number)
+                entries.append(count)
+    return torch.tensor(rows, dtype=torch.long), torch.tensor(keys, dtype=torch.long), torch.tensor(entries, dtype=torch.long)
+
+
 def _costs(
     propagation: ChannelPropagation, sets: ChannelSets
-) -> tuple[list[tuple[float, list[int]]], list[int], dict[int, dict[int, int]]]:
-    """(MACs with the numbers of their widths, sizes of the widths, channel set -> width -> how many of its entries it has)."""
-    numbers: dict[Any, int] = {}
+) -> tuple[list[tuple[float, list[int]]], list[int], list[tuple[Tensor, Tensor]]]:
+    """(MACs with the numbers of their widths, sizes of the widths, for each width its channel sets and the entries of each)."""
+    numbers: dict[bytes, int] = {}
     sizes: list[int] = []
-    of_set: dict[int, dict[int, int]] = defaultdict(dict)
+    of_sets: list[tuple[Tensor, Tensor]] = []
     costs = []
     for macs, along in propagation.costs:
         widths = []
         for labels in along:
             roots, counts = torch.unique(sets.roots(labels.reshape(-1)), return_counts=True)
-            entries = tuple(zip(roots.tolist(), counts.tolist(), strict=True))
+            entries = torch.stack([roots, counts]).numpy().tobytes()
             if entries not in numbers:
-                numbers[entries] = number = len(sizes)
+                numbers[entries] = len(sizes)
                 sizes.append(labels.numel())
-                for root, count in entries:
-                    of_set[root][number] = count
+                of_sets.append((roots, counts))
             widths.append(numbers[entries])
         costs.append((macs, widths))
-    return costs, sizes, of_set
+    return costs, sizes, of_sets
 
 
 class MacCounter:
@@ -261,6 +335,7 @@ class MacCounter:
         self.operators: dict[int, set[int]] = defaultdict(set)
         self.costs = [cost for cost, _ in analysis.costs]
         self._of_group: dict[int, list[tuple[int, list[int]]]] = {}
+        self._savings: dict[int, dict[int, float]] = {}  # of each group since an operator of it changed, by count
         for i, (_, widths) in enumerate(analysis.costs):
             for width in widths:
                 self.operators[width].add(i)
@@ -275,11 +350,15 @@ class MacCounter:
 
     def saving(self, group: ChannelGroup, count: int) -> float:
         """MACs saved by removing `count` more channels of a group."""
-        shrink = {}
-        for width, each in group.costs.items():
-            now = self.fraction(width)
-            shrink[width] = self.fraction(width, each * count) / now if now else 0.0
-        return sum(self.costs[i] * (1 - math.prod([shrink[w] for w in widths])) for i, widths in self._affected(group))
+        known = self._savings.setdefault(id(group), {})
+        if count not in known:
+            shrink = {}
+            for width, each in group.costs.items():
+                now = self.fraction(width)
+                shrink[width] = self.fraction(width, each * count) / now if now else 0.0
+            costs = self.costs
+            known[count] = sum(costs[i] * (1 - math.prod([shrink[w] for w in widths])) for i, widths in self._affected(group))
+        return known[count]
 
     def _affected(self, group: ChannelGroup) -> list[tuple[int, list[int]]]:
         """The operators that get cheaper with a group, each with its widths that the group is in."""
@@ -297,4 +376,8 @@ class MacCounter:
         for i, _ in self._affected(group):
             cost, widths = self.analysis.costs[i]
             self.costs[i] = cost * math.prod([self.fraction(w) for w in widths])
+        changed = {i for i, _ in self._affected(group)}
+        for other, known in self._savings.items():
+            if known and not changed.isdisjoint(i for i, _ in self._of_group[other]):
+                known.clear()
         group.removed += count

@@ -30,6 +30,7 @@ FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 1e-4  # of the largest output
 TRAINING_TOLERANCE = 100  # times as much in train mode, where BatchNorm divides by the deviations of a few samples
 LARGE_MODEL = 150_000_000  # parameters above which the proof runs in float32, so that the copy fits
 SINGLE_SAMPLE_MODEL = 30_000_000  # parameters above which one sample has to do, where the model takes one
+PROOF_ROWS = 8  # of a larger batch, where the model takes so few: more rows run through the same channels
 FEW_OUTPUTS = 64  # values; with fewer, layers inside the model are compared too
 
 
@@ -68,8 +69,9 @@ def check_plan(model: nn.Module, plan: Plan, example: Inputs, analysis: ChannelA
     """`prove` with an analysis of the model that is already there."""
     masks = zeroed_masks(analysis, plan)
     size = sum(p.numel() for p in model.parameters())
-    if size >= SINGLE_SAMPLE_MODEL and _runs(model, first_rows(example, 1)):
-        example = first_rows(example, 1)
+    rows = 1 if size >= SINGLE_SAMPLE_MODEL else PROOF_ROWS
+    if (size >= SINGLE_SAMPLE_MODEL or _has_more_rows(example, rows)) and _runs(model, first_rows(example, rows)):
+        example = first_rows(example, rows)
     if size < LARGE_MODEL:
         wide = copy_model(model).double().eval()
         try:
@@ -106,6 +108,12 @@ def try_pruned_copy(model: nn.Module, plan: Plan, example: Inputs, analysis: Cha
         if failure is None:
             return None
     return failure
+
+
+def _has_more_rows(example: Inputs, count: int) -> bool:
+    """Whether all tensors have one number of rows, which is larger."""
+    sizes = {len(v) for v in pytree.tree_leaves(example) if isinstance(v, Tensor) and v.ndim}
+    return len(sizes) == 1 and sizes.pop() > count
 
 
 def _runs(model: nn.Module, example: Inputs) -> bool:

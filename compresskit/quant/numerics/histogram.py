@@ -129,17 +129,22 @@ def least_error(
         tried = [end.repeat(candidates, 1) for end in ends]
         for changed in (0, 1) if symmetric else (side,):
             tried[changed] = fractions[:, None].expand(-1, len(low))
-        errors = torch.stack([_squared_error(histogram, low * a, high * b, steps) for a, b in zip(*tried, strict=True)])
+        errors = _squared_errors(histogram, low * tried[0], high * tried[1], steps)
         best = fractions[errors.argmin(0)]
         ends = [best, best] if symmetric else [best if i == side else end for i, end in enumerate(ends)]
     return (low * ends[0]).float(), (high * ends[1]).float()
 
 
-def _squared_error(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tensor:
+def _squared_errors(histogram: Histogram, low: Tensor, high: Tensor, steps: int) -> Tensor:
+    """The squared error in each channel of each candidate range; low, high and the result: (candidates, channels)."""
     centres, counts = histogram.centres(), histogram.counts
-    outside = (centres - centres.clamp(low[:, None], high[:, None])).square() * counts
-    inside = ((centres >= low[:, None]) & (centres <= high[:, None])) * counts
-    return outside.sum(1) + inside.sum(1) * ((high - low) / (steps - 1)).square() / 12
+    errors = []
+    for lower, upper in zip(*(ends.split(max(1, CHUNK // counts.numel())) for ends in (low, high)), strict=True):
+        nearest = centres.clamp(lower[..., None], upper[..., None])
+        inside = (nearest == centres) * counts
+        outside = torch.sub(centres, nearest, out=nearest).square_().mul_(counts)
+        errors.append(outside.sum(-1) + inside.sum(-1) * ((upper - lower) / (steps - 1)).square() / 12)
+    return torch.cat(errors)
 
 
 def least_divergence(histogram: Histogram, channel: int, largest: float, levels: int) -> float:

@@ -49,8 +49,7 @@ def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
     if len(values) == 1:  # without a dimension torch's kernel is forty times faster
         low, high = torch.aminmax(values)
         return low.reshape(1), high.reshape(1)
-    low, high = torch.aminmax(values, dim=1)
-    return low, high
+    return values.amin(1), values.amax(1)  # `torch.aminmax` along a dimension takes ten times as long on a CPU
 
 
 def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

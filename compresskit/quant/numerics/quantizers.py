@@ -182,6 +182,10 @@ class WeightQuantizer(Quantizer):
             rows = self._rows(weight) / self.qparams(weight)[0].detach().reshape(-1, 1)
             self.correction.copy_(self._turned_back(self.packing.balance(rows, self.scheme), weight))
 
+    def _corrected(self) -> bool:
+        """Whether any weight is rounded another way; `any` of int8 takes twenty times as long on a CPU."""
+        return self.correction is not None and bool(torch.maximum(self.correction.amax(), -self.correction.amin()))
+
     def forget_correction_(self) -> None:
         """Round every weight to the nearest integer again, as long as its pair fits."""
         if self.correction is not None:
@@ -204,19 +208,19 @@ class WeightQuantizer(Quantizer):
         scale, zero_point = self.qparams(weight)
         if self.packing is None:
             return to_integers(weight, scale, zero_point, self.scheme, self.axis)
-        return self._fitted(weight, scale, zero_point)[0].to(self.scheme.dtype)
+        return self._fitted(weight, scale, zero_point, self._corrected())[0].to(self.scheme.dtype)
 
     def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The whole numbers, fp32, that a weight is rounded to in a symmetric format with a scale, (channels,) or a scalar."""
         if self.packing is None:
             return torch.round(weight / self._along(scale, weight)).clamp_(self.scheme.low, self.scheme.high)
-        return self._fitted(weight, scale, torch.zeros_like(scale))[0]
+        return self._fitted(weight, scale, torch.zeros_like(scale), self._corrected())[0]
 
-    def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, ChangedPairs]:
+    def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor, corrected: bool) -> tuple[Tensor, ChangedPairs]:
         """Integers whose pairs fit, in fp32, and the pairs that had to be changed."""
         assert self.packing is not None
         exact = self._rows(weight) / scale.detach().reshape(-1, 1)
-        correction = None if self.correction is None else self._rows(self.correction)
+        correction = self._rows(self.correction) if self.correction is not None and corrected else None
         rows, changed = self.packing.round(exact, zero_point.reshape(-1, 1), self.scheme, correction)
         return self._turned_back(rows, weight), changed
 
@@ -262,16 +266,20 @@ class WeightQuantizer(Quantizer):
             return weight
         scale, zero_point = self.qparams(weight)
         factor = (weight.numel() / max(1, scale.numel()) * self.scheme.high) ** -0.5 if scale.requires_grad else 1.0
+        rounded = None
         if self.packing is not None:
-            integers, changed = self._fitted(weight, scale, zero_point)
-            if changed or (self.correction is not None and bool(self.correction.any())):
+            corrected = self._corrected()
+            integers, changed = self._fitted(weight, scale, zero_point, corrected)
+            if changed or corrected:
                 step, zero = self._along(scale.detach(), weight), self._along(zero_point, weight)
                 steps = integers - zero
                 nearest = torch.round(weight.detach() / step).clamp_(self.scheme.low - zero, self.scheme.high - zero)
                 # Others stay as they are: their distance from the grid is what a learned scale follows.
                 moved = torch.where(steps != nearest, (steps * step).to(weight.dtype), weight.detach())
                 weight = FitPairs.apply(weight, moved, changed, self.axis)  # type: ignore[no-untyped-call]
-        return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor)
+            elif self.scheme.symmetric and integers.stride() == weight.stride():
+                rounded = integers
+        return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor, rounded=rounded)
 
     def _along(self, values: Tensor, weight: Tensor) -> Tensor:
         """Values of each channel in a shape that broadcasts to the weight; a scalar as it is."""

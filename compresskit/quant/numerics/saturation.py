@@ -14,6 +14,7 @@ uint8 by uint8, widen before they add.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -75,13 +76,14 @@ class PairPacking:
         sums = self.sums(rows)
         if not sums:
             return low, high
-        top, bottom = (torch.stack([getattr(s, end)(1) for s in sums]) for end in ("amax", "amin"))
-        top, bottom = top.amax(0).clamp(min=0), bottom.amin(0).clamp(max=0)
+        top = functools.reduce(torch.maximum, [total.amax(1) for total in sums])
+        bottom = functools.reduce(torch.minimum, [total.amin(1) for total in sums])
         if len(low) == 1:  # all rows have one scale
             top, bottom = top.amax(0, keepdim=True), bottom.amin(0, keepdim=True)
         if scheme.symmetric:
             reach = torch.maximum(top, -bottom) * (scheme.high / PAIR_LIMIT)
             return torch.minimum(low, -reach), torch.maximum(high, reach)
+        top, bottom = top.clamp(min=0), bottom.clamp(max=0)
         # The zero point moves all weights, so half of a sum lies within a quarter of the range around its middle.
         middle, quarter = (top + bottom) / 4, (top - bottom) / 4
         half = torch.maximum(2 * quarter, torch.maximum(high - middle, middle - low))
@@ -96,9 +98,11 @@ class PairPacking:
 
         Returns the integers, fp32, and the pairs that `fit` changed.
         """
-        integers = torch.round(exact).add_(zero)
+        integers = torch.round(exact)
+        if not scheme.symmetric:
+            integers.add_(zero)
         integers = (integers if correction is None else integers.add_(correction)).clamp_(scheme.low, scheme.high)
-        if all(bool(total.abs().amax() <= PAIR_LIMIT) for total in self.sums(integers)):
+        if all(bool(torch.maximum(total.amax(), -total.amin()) <= PAIR_LIMIT) for total in self.sums(integers)):
             return integers, []
         return self.fit(integers, exact + zero)
 
@@ -117,7 +121,7 @@ class PairPacking:
         sums, found = self.sums(plain), torch.zeros_like(plain)
         if not sums or not (self.positions > 1 or self.nonnegative):
             return found.to(torch.int8)
-        reach = torch.stack([total.abs().amax(1) for total in sums]).amax(0)
+        reach = functools.reduce(torch.maximum, [torch.maximum(total.amax(1), -total.amin(1)) for total in sums])
         rows = ((reach >= PAIR_LIMIT - 1) & (plain.abs().amax(1) < scheme.high)).nonzero()[:, 0]
         if self.positions > 1:
             kernels = (v[rows].reshape(-1, self.positions) for v in (plain, exact))

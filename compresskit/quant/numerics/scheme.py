@@ -100,7 +100,14 @@ _TINY = 1e-30
 
 
 def fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0, *, gradient_scale: float = 1.0
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    scheme: Scheme,
+    axis: int = 0,
+    *,
+    gradient_scale: float = 1.0,
+    rounded: Tensor | None = None,
 ) -> Tensor:
     """Round values to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
 
@@ -112,18 +119,27 @@ def fake_quantize(
         scale, zero_point: scalars, or (channels,) along `axis`.
         scheme: number format.
         axis: the channel dimension of x.
+        rounded: the integers of x less the zero point, fp32, where they are known already.
 
     Returns values of the shape and dtype of x.
     """
     shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
     s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
-    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale)
+    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale, rounded=rounded)
 
 
-def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, *, gradient_scale: float = 1.0) -> Tensor:
+def round_to_grid(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    scheme: Scheme,
+    *,
+    gradient_scale: float = 1.0,
+    rounded: Tensor | None = None,
+) -> Tensor:
     """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them)."""
     low, high = scheme.low - zero_point.to(scale.dtype), scheme.high - zero_point.to(scale.dtype)
-    return _RoundToGrid.apply(x, scale, low, high, gradient_scale)  # type: ignore[no-any-return]
+    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded)  # type: ignore[no-any-return]
 
 
 class _RoundToGrid(torch.autograd.Function):
@@ -134,12 +150,17 @@ class _RoundToGrid(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, gradient_scale: float) -> Tensor:
-        y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
-        y.round_()
-        torch.maximum(y, low, out=y)
-        torch.minimum(y, high, out=y)
-        y.mul_(scale)
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, gradient_scale: float, rounded: Tensor | None
+    ) -> Tensor:
+        if rounded is None:
+            y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
+            y.round_()
+            torch.maximum(y, low, out=y)
+            torch.minimum(y, high, out=y)
+            y.mul_(scale)
+        else:
+            y = rounded * scale
         y = y.to(x.dtype)
         ctx.gradient_scale = gradient_scale
         ctx.save_for_backward(x, scale, low, high, y if ctx.needs_input_grad[1] else None)
@@ -155,7 +176,7 @@ class _RoundToGrid(torch.autograd.Function):
         else:
             passed = grad * ((x > bottom) & (x < top))
         if y is None:
-            return passed, None, None, None, None
+            return passed, None, None, None, None, None
         # d/ds inside the range: (y - x) / s; of clipped values: y / s.
         slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
         if slope is None:
@@ -163,7 +184,7 @@ class _RoundToGrid(torch.autograd.Function):
             total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
         else:
             total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
-        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), None, None, None
+        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), None, None, None, None
 
 
 def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -175,19 +176,23 @@ def _move_weight_(rounding: WeightQuantizer, weight: Tensor, uses: list[Use]) ->
 
 def _safest_factors(scales: Tensor, uses: list[Use]) -> Tensor:
     """For each scale (n,) the first factor of cost 0, or the one of least cost."""
+    found, rows = torch.ones_like(scales), torch.arange(len(scales))
     best, least = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64)
-    remaining = torch.arange(len(scales))
-    for k in range(TRIES):
-        factor = _fp32(1 + k * NUDGE)
-        tried = (scales[remaining] * factor).double()
-        cost = torch.stack([_closeness(tried * ratio, boundaries) for ratio, boundaries in uses]).sum(0)
-        better = remaining[cost < least[remaining]]
-        least[remaining] = least[remaining].minimum(cost)
-        best[better] = factor
-        remaining = remaining[cost > 0]
-        if not len(remaining):
-            break
-    return best
+    factors = torch.tensor([1 + k * NUDGE for k in range(TRIES)], dtype=torch.float32)
+    for tried in factors.split(max(1, CHANNELS_AT_ONCE // max(1, len(scales)))):
+        products = (scales * tried[:, None]).double().flatten()
+        costs = torch.stack([_closeness(products * ratio, boundaries) for ratio, boundaries in uses]).sum(0)
+        cost, first = costs.view(len(tried), -1).min(0)  # the first of equal ones
+        better = cost < least
+        least, best = torch.where(better, cost, least), torch.where(better, tried[first], best)
+        going = least > 0
+        if not bool(going.all()):
+            found[rows] = best
+            rows, scales, best, least = rows[going], scales[going], best[going], least[going]
+            if not len(rows):
+                break
+    found[rows] = best
+    return found
 
 
 def _closeness(factors: Tensor, boundaries: Tensor) -> Tensor:
@@ -211,4 +216,4 @@ def _boundaries(quantizer: ActivationQuantizer) -> Tensor:
 
 
 def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(np.float32(value))

@@ -12,7 +12,7 @@ from torch import nn
 from compresskit import count_macs, keep
 from compresskit.base.errors import SettingError
 from compresskit.prune import plan_channels
-from compresskit.prune.structure.groups import find_groups
+from compresskit.prune.structure.groups import MacCounter, find_groups
 from compresskit.prune.structure.propagate import propagate
 from compresskit.prune.structure.trace import trace_model
 
@@ -91,3 +91,33 @@ class OneByOne(nn.Module):
 
     def forward(self, x):
         return self.head(torch.cat([part(x[:, i : i + 1]) for i, part in enumerate(self.parts)], 1))
+
+
+def test_savings_are_those_of_a_fresh_count_after_every_cut() -> None:
+    """What a cut saves is remembered until an operator of the group changes."""
+    model = build(networks.Concat)
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
+    counter, cuts = MacCounter(found), []
+    for step in range(12):
+        group = found.groups[step % len(found.groups)]
+        counter.cut(group, 1)
+        cuts.append(group)
+        fresh = MacCounter(found)
+        for each in cuts:
+            fresh.cut(each, 1)
+        assert [counter.saving(g, n) for g in found.groups for n in (1, 2)] == [
+            fresh.saving(g, n) for g in found.groups for n in (1, 2)
+        ]
+
+
+def test_rows_of_weights_are_those_of_the_indices() -> None:
+    """Columns and rows, whole dimensions and parts of them, in the order of the group's tensors."""
+    model = build(networks.Concat)
+    found = find_groups(propagate(trace_model(model, image(2))), count_macs(model, image(2)))
+    for group in found.groups:
+        wanted = [
+            torch.stack([model.get_parameter(name).movedim(dim, 0)[row].flatten() for row in indices])
+            for (name, dim, _), indices in group.indices.items()
+            if name in dict(model.named_parameters()) and model.get_parameter(name).ndim > 1
+        ]
+        assert torch.equal(group.slices(model, "").weight, torch.cat(wanted, 1))

@@ -114,3 +114,40 @@ def test_a_wrong_plan_of_a_model_with_infinities_fails_the_proof() -> None:
     keeps = [i for i in range(32) if i not in plan.remove["0.weight"][0]]
     wrong = replace(plan, remove=plan.remove | {"1.weight": {1: tuple(keeps)}})
     assert "removed is not zeroed" in (prove(model, wrong, x) or "")
+
+
+class CountsRows(nn.Sequential):
+    """Notes how many rows it is run on in float64."""
+
+    rows: list[int] = []  # noqa: RUF012
+
+    def forward(self, x):
+        if x.dtype == torch.float64:
+            self.rows.append(len(x))
+        return super().forward(x)
+
+
+def test_a_large_batch_is_proved_on_a_few_of_its_rows() -> None:
+    model = CountsRows(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 80, 3)).eval()
+    CountsRows.rows.clear()
+    plan = plan_channels(model, image(64), budget=keep(macs=0.5))
+    assert max(CountsRows.rows) == 8
+    CountsRows.rows.clear()
+    assert plan_channels(model, image(4), budget=keep(macs=0.5)).remove == plan.remove
+    assert max(CountsRows.rows) == 4
+
+
+class SixteenRows(nn.Module):
+    """Takes sixteen rows or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.shift = nn.Linear(8, 16), nn.Linear(16, 80), nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x):
+        return self.b(self.a(x + self.shift).relu())
+
+
+def test_a_model_of_a_fixed_batch_is_proved_on_all_of_it() -> None:
+    plan = plan_channels(SixteenRows().eval(), torch.randn(16, 8), budget=keep(macs=0.5))
+    assert plan.macs <= 0.5 * plan.macs_before

@@ -10,7 +10,7 @@ import oracles
 import pytest
 import torch
 
-from compresskit.quant.numerics.histogram import Histogram
+from compresskit.quant.numerics.histogram import Histogram, least_error
 from compresskit.quant.numerics.observers import Entropy, HistogramMSE
 
 
@@ -88,3 +88,31 @@ def test_a_histogram_grows_by_merging_bins() -> None:
         assert np.abs(histogram.counts[c].numpy() - wanted).sum() <= 2  # a value on an edge
     spread = values.amax(1) - values.amin(1)
     assert (histogram.width * 128 < 4.1 * spread).all()
+
+
+class CountsCentres(Histogram):
+    calls = 0
+
+    def centres(self):
+        self.calls += 1
+        return super().centres()
+
+
+@pytest.mark.parametrize("channels", [1, 300])
+def test_the_range_of_least_error_is_the_first_of_the_best_candidates(channels) -> None:
+    """Against one candidate at a time; bins are read once for each end, not for each candidate."""
+    values = torch.randn(channels, 400) * torch.linspace(0.1, 3, channels)[:, None]
+    histogram = CountsCentres(64)
+    histogram.update(values)
+    low, high = values.amin(1), values.amax(1)
+    got = least_error(histogram, low, high, 16, symmetric=True, candidates=20)
+    assert histogram.calls == 2
+    reach = torch.maximum(-low, high).double()
+    centres, best, least = Histogram.centres(histogram), reach.clone(), torch.full_like(reach, math.inf)
+    for fraction in torch.linspace(1, 1 / 20, 20, dtype=torch.float64):
+        end = (reach * fraction)[:, None]
+        inside = ((centres.abs() <= end) * histogram.counts).sum(1) * (2 * end[:, 0] / 15).square() / 12
+        error = ((centres - centres.clamp(-end, end)).square() * histogram.counts).sum(1) + inside
+        best, least = torch.where(error < least, end[:, 0], best), torch.minimum(error, least)
+    assert torch.equal(got[1], best.float())
+    assert torch.equal(got[0], -best.float())

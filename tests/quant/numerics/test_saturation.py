@@ -319,3 +319,18 @@ def test_dynamic_files_have_no_pair_that_overflows(weights, tmp_path) -> None:
     values = {t.name: numpy_helper.to_array(t) for t in file.initializer}
     for name in lstm.input[1:3]:  # (directions, inputs, 4 * size)
         assert np.abs(pairs_of(values[name][0].T)).max() <= 128
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_single_correction_counts(step) -> None:
+    """Of one sign alone, and of one weight among many."""
+    quantizer = WeightQuantizer(INT8, 0, 4)
+    weight = torch.randn(4, 8)
+    quantizer.pack_(PairPacking(), weight)
+    quantizer.enabled = True
+    plain, before = quantizer.integers(weight), quantizer(weight)
+    place = divmod(int(plain.abs().argmin()), 8)
+    quantizer.correction[place] = step
+    changed = quantizer.integers(weight).int() - plain.int()
+    assert (changed[place].item(), int(changed.abs().sum())) == (step, 1)
+    assert torch.equal((quantizer(weight) != before).nonzero().squeeze(), torch.tensor(place))
