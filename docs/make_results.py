@@ -284,13 +284,76 @@ def runs() -> str:
 """
 
 
+def machines() -> str:
+    """The same files on other machines."""
+    found = load("machines")
+    names = list(dict.fromkeys(name for row in found["rows"].values() for name in row["cells"]))
+    exact, rows = [name for name in names if not name.startswith("OpenVINO")], []
+    kinds = {name: [row for title, row in found["rows"].items() if kind(title)] for name, kind in FILE_KINDS.items()}
+    for name in exact:
+        cells = []
+        for group in kinds.values():
+            here = [row["cells"][name] for row in group if name in row["cells"] and "failed" not in row["cells"][name]]
+            integers, classes = ([cell[key] for cell in here if cell.get(key) is not None] for key in ("integers", "classes"))
+            cells.append(f"{share(min(integers))} / {share(min(classes))} ({len(here)})" if integers else "-")
+        rows.append((name, *cells))
+    proved = [row for group in list(kinds.values())[:2] for row in group]
+    simulated = sum(all("whatever the inputs" in text for text in row["simulated"].values()) for row in proved)
+    inside = {
+        title: row["cells"][n]
+        for title, row in found["rows"].items()
+        for n in names
+        if n.startswith("OpenVINO") and n in row["cells"]
+    }
+    inside = {title: cell["db"] for title, cell in inside.items() if title.endswith("OPENVINO") and "db" in cell}
+    openvino = (
+        f" Inside OpenVINO, `OPENVINO` files keep at least {min(inside.values()):.0f} dB to the file as written ({len(inside)} files)."
+        if inside
+        else ""
+    )
+    return f"""\
+## The same files on other machines
+
+Integers / classes in percent that are those of exact sums, the least over the files (their number); networks, samples and every cell:
+{source("machines")}
+
+{table(("machine", *kinds), rows)}
+
+* {simulated} of {len(proved)} files for `X86`, `ARM`, `OPENVINO` and dynamic ones are proved from their weights alone to give the same sums on
+  VNNI, AMX, AVX2, AVX512, NEON and WASM.{openvino}
+"""
+
+
+def share(fraction: float) -> str:
+    """A percentage that is 100 only where all are equal."""
+    return "100" if fraction == 1 else f"{min(100 * fraction, 99.9999):.6g}" if fraction > 0.999 else f"{100 * fraction:.1f}"
+
+
+#: Columns of the table of machines -> which files are meant.
+FILE_KINDS: dict[str, Callable[[str], bool]] = {
+    "static": lambda title: "dynamic" not in title and "saturates" not in title,
+    "dynamic": lambda title: "dynamic" in title,
+    "weights that may overflow": lambda title: "saturates" in title,
+}
+
+
 def old_runtimes() -> str:
     """Files in older releases of ONNX Runtime."""
+    rows = load("old_runtimes")["rows"]
+    releases = list(rows[0]["errors"])
+    least = {row["model"]: row for row in rows}  # the second of each model is of the lowest opset
+    everywhere = [name for name, row in least.items() if None not in row["errors"].values()]
+    others = [
+        f"{name} {next(release for release, error in row['errors'].items() if error is not None)}"
+        for name, row in least.items()
+        if name not in everywhere and any(error is not None for error in row["errors"].values())
+    ]
+    errors = [error for name in everywhere for error in least[name]["errors"].values()]
     return f"""\
 ## Older runtimes
 
-* Files written with `opset="lowest"`, of a float network, its static int8 form, a float text model and its dynamic int8 form, load and agree in
-  ten releases of ONNX Runtime back to 1.15.1; int4 weights need 1.19 or, as MatMulNBits, 1.17. {source("old_runtimes")}
+* Files written with `opset="lowest"` load and run in {len(releases)} releases of ONNX Runtime, {releases[0]} to {releases[-1]}: {", ".join(everywhere)} (at
+  most {max(errors):.1g} steps from the installed release). Later releases are needed by {", ".join(others)}. {source("old_runtimes")}
 """
 
 

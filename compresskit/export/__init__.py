@@ -1,5 +1,6 @@
 """ONNX files: write one, verify it against its model, audit which operators run in integers, benchmark files."""
 
+from compresskit.export.bundle import bundle
 from compresskit.export.check.audit import Audit, audit
 from compresskit.export.check.benchmark import Timing, benchmark
 from compresskit.export.check.levels import LevelVerification, verify_levels
@@ -17,6 +18,7 @@ __all__ = [
     "annotate",
     "audit",
     "benchmark",
+    "bundle",
     "compressed_bytes",
     "export_onnx",
     "read_metadata",

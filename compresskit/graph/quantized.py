@@ -49,6 +49,11 @@ class QuantizedModule(nn.Module, ABC):
     def in_onnxruntime(self) -> bool:
         """Whether ONNX Runtime runs its file with its own kernels, so that the file is rewritten for its fusions."""
 
+    @property
+    @abstractmethod
+    def runtime(self) -> str:
+        """Package of the runtime that executes its file: "onnxruntime", "openvino" or "tensorrt"."""
+
     @abstractmethod
     def deployed(self) -> nn.Module:
         """A copy in ONNX's terms: integers stored, QuantizeLinear and DequantizeLinear instead of simulated rounding."""

@@ -92,6 +92,11 @@ class Quantized(QuantizedModule):
         return self.target.onnxruntime
 
     @property
+    def runtime(self) -> str:
+        """Package of the runtime that executes its file: "onnxruntime", "openvino" or "tensorrt"."""
+        return self.target.runtime
+
+    @property
     def prepared_for(self) -> Target:
         """The target by whose operators its graph was rewritten; see `prepare_graph`."""
         return self.target

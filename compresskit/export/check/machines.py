@@ -99,7 +99,8 @@ class MachineCheck:
         if not any(entry.key == KEY for entry in proto.metadata_props):
             raise ExportError(
                 f"{path}: verify_onnx(machines=...) takes files that export_onnx wrote, this one was made by"
-                f" {proto.producer_name or 'an unknown tool'}; export the model with export_onnx, or leave machines out"
+                f" {proto.producer_name or 'an unknown tool'}: which kernels run it, and how they pair its weights, is not known;"
+                " export the model with export_onnx, or leave machines out"
             )
         with tempfile.TemporaryDirectory() as folder:
             self.graph = _optimized(path, Path(folder))

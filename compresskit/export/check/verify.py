@@ -15,7 +15,7 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size, call, call_checked
 from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.export.check.machines import MachineAgreement, MachineCheck, machines_named
+from compresskit.export.check.runtimes import OtherRuntime, RuntimeRun
 from compresskit.export.files import read_proto
 from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
@@ -84,6 +85,8 @@ class Verification:
         plain, optimized: agreement of the file as it is written, and with all optimizations of ONNX Runtime.
         reason: why the file does not pass; empty where it passes.
         machines: whether other machines compute the same integers, for those that were asked for.
+        runtime, elsewhere: where a quantized model's target is another runtime than ONNX Runtime: whether that executed the file,
+            and how far it agrees, None where it did not.
     """
 
     samples: int
@@ -92,6 +95,8 @@ class Verification:
     optimized: Agreement
     reason: str = ""
     machines: tuple[MachineAgreement, ...] = ()
+    runtime: RuntimeRun | None = None
+    elsewhere: Agreement | None = None
 
     @property
     def passed(self) -> bool:
@@ -101,15 +106,21 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
         record = asdict(self) | {"passed": self.passed}
-        for name in ("plain", "optimized"):  # JSON has no infinity
+        for name in ("plain", "optimized", "elsewhere"):  # JSON has no infinity
+            if record[name] is None:
+                continue
             record[name] = {k: v if v is None or np.isfinite(v) else None for k, v in record[name].items()}
         return record
 
     def __str__(self) -> str:
         lines = [f"{'agrees' if self.passed else 'DISAGREES'} with its model on {self.samples} samples {self.reason}".rstrip()]
-        for name, level in (("as written", self.plain), ("optimized", self.optimized)):
+        levels = {"as written": self.plain, "optimized": self.optimized}
+        if self.runtime and self.elsewhere:
+            levels[f"{self.runtime.name} {self.runtime.version}"] = self.elsewhere
+        for name, level in levels.items():
             top = "" if level.agreement is None else f"same class {level.agreement:.2%}, "
             lines.append(f"  {name:<10}  {top}within a step {level.within_one:.2%}, largest error {level.largest:.3g} steps")
+        lines += [f"  {self.runtime.note}"] if self.runtime and self.runtime.note else []
         lines += [f"  {each.machine:<10}  {each}" for each in self.machines]
         return "\n".join(lines)
 
@@ -146,8 +157,9 @@ def verify_onnx(
     if inside:
         model, batches = _batches_inside(model, batches, inside)
     parts = quantized_parts(model).values()
+    other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
     quantized, weight_only = bool(parts), all(part.exact for part in parts)  # quantizers switched off leave rounded weights
-    outputs: list[list[list[np.ndarray]]] = [[], [], []]
+    outputs: list[list[list[np.ndarray]]] = [[], [], [], []]
     unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first, random = 0, None, False
     with torch.no_grad(), mode(model, training=False):
@@ -158,22 +170,36 @@ def verify_onnx(
             first = inputs if first is None else first
             if quantized and not weight_only:
                 unrounded.append(_unrounded(model, inputs))
-            for store, run in zip(outputs[1:], sessions, strict=True):
+            for store, run in zip(outputs[1:], sessions, strict=False):
                 store.append(_run(run, inputs, path))
+            if other and other.compiled:
+                outputs[3].append(other.run(sessions[0], inputs))
             others.add(inputs)
             samples += batch_size(inputs)
     if first is None:
         raise DataError("verify_onnx: no batch was given")
-    wanted, written, fast = map(_concatenated_outputs, outputs)
-    heads = len({batch[0].shape[1:] for batch in outputs[0]})
-    exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded and not random else None
-    plain, optimized = (compare(wanted, got, exact, heads=heads) for got in (written, fast))
-    reason = _reason_to_reject(plain, optimized, quantized, steps_allowed(least_precise_dtype(model)), weight_only=weight_only)
+    levels = _agreements(outputs, [] if random else unrounded, other)
+    reason = _reason_to_reject(levels, quantized, steps_allowed(least_precise_dtype(model)), weight_only=weight_only)
     reason += "" if not reason else RANDOM if random else _place(path, model, first)
-    reason = reason or _machine_that_differs(others.result())
-    return Verification(
-        samples=samples, quantized=quantized, plain=plain, optimized=optimized, reason=reason, machines=others.result()
-    )
+    reason, run = reason or _machine_that_differs(others.result()), other.record if other else None
+    return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
+
+
+def _verification(levels: dict[str, Agreement], run: RuntimeRun | None, **known: Any) -> Verification:
+    """The record. run: of the runtime that the file was written for, where that is another."""
+    elsewhere = levels.get(f"in {run.name}") if run else None
+    return Verification(plain=levels["as written"], optimized=levels["optimized"], runtime=run, elsewhere=elsewhere, **known)
+
+
+def _agreements(
+    outputs: list[list[list[np.ndarray]]], unrounded: list[list[np.ndarray]], other: OtherRuntime | None
+) -> dict[str, Agreement]:
+    """How far each execution of a file agrees. outputs: of the model, the file as written, optimized, elsewhere."""
+    wanted, written, fast, foreign = map(_concatenated_outputs, outputs)
+    heads = len({batch[0].shape[1:] for batch in outputs[0]})
+    exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded else None
+    executed = {"as written": written, "optimized": fast} | ({f"in {other.record.name}": foreign} if other and foreign else {})
+    return {name: compare(wanted, got, exact, heads=heads) for name, got in executed.items()}
 
 
 def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
@@ -318,9 +344,10 @@ def steps_allowed(dtype: torch.dtype) -> float:
     return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
 
 
-def _reason_to_reject(plain: Agreement, optimized: Agreement, quantized: bool, allowed: float, *, weight_only: bool) -> str:
+def _reason_to_reject(levels: Mapping[str, Agreement], quantized: bool, allowed: float, *, weight_only: bool) -> str:
     within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
-    for name, level, integers in (("as written", plain, quantized and not weight_only), ("optimized", optimized, quantized)):
+    for name, level in levels.items():
+        integers = quantized and not (weight_only and name == "as written")
         if not integers and level.largest > allowed:
             return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"
         if not integers or _is_within_noise(level):

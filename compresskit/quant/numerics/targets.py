@@ -60,6 +60,7 @@ class Target:
         onnxruntime: whether ONNX Runtime runs the file with its own kernels; the file is then written so that its fusions take no
             layer back to float.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
+        runtime: Python package of the runtime; `verify_onnx` executes the file in "openvino", too, where it is installed.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
     """
@@ -73,6 +74,7 @@ class Target:
     opset: int = 20
     onnxruntime: bool = True
     tuned: bool = False
+    runtime: str = "onnxruntime"
 
     def __post_init__(self) -> None:
         a, w = self.activations, self.weights
@@ -139,6 +141,7 @@ TENSORRT = Target(
     zero_points=False,
     opset=19,
     onnxruntime=False,
+    runtime="tensorrt",
 )
 
 #: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of
@@ -148,6 +151,7 @@ TENSORRT = Target(
 OPENVINO = Target(
     name="OPENVINO",
     onnxruntime=False,
+    runtime="openvino",
     operators={**_ONNX_RUNTIME, "conv": Support(output=False, whole=True), "add": Support(output=False, fuses=True)}
     | {kind: Support(output=False) for kind in ("mul", "avg_pool", "mean")},
     saturates=True,

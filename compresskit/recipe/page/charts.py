@@ -142,6 +142,9 @@ def draw(
         marks = marks if len(marks) <= MOST_MARKED or not lines else []
         drawn.append(DrawnSeries(one.name, i % COLOURS, DASHES[i % len(DASHES)], path, marks, labels))
     best = [] if lines or lower_is_better is None else pareto_points(every, lower_is_better=lower_is_better)
+    if len(best) == 1 < len(every):
+        label = next(label for one in series for label, point in zip(one.labels, one.points, strict=True) if point == best[0])
+        remark = f"{label} is better in both than all others. {remark}".strip()
     return Chart(
         title=title,
         description=_in_words(x_name, y_name, series, lines=lines),

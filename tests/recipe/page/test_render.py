@@ -138,6 +138,9 @@ def test_the_pareto_line_needs_to_know_which_metric_is_better() -> None:
     assert 'class="pareto"' in page_of_runs([two])
     two.rows[1] = row("2-qat", metric=0.25, bytes=1024, latency_ms=0.5)  # better in all: no line to draw
     assert 'class="pareto"' not in page_of_runs([two])
+    assert page_of_runs([two]).count("2-qat is better in both than all others.") == 2
+    two.metric = "metric"  # of a lambda
+    assert page_of_runs([two]).count("2-qat is better in both than all others.") == 2
 
 
 def test_the_sentence_says_what_is_not_verified() -> None:

@@ -1,0 +1,70 @@
+"""Run a file in the runtime that it was written for, where that is not ONNX Runtime and is installed here."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compresskit.base.errors import ExportError
+from compresskit.base.task import Inputs
+from compresskit.measure import numpy_inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeRun:
+    """Whether the runtime of the file's target executed it.
+
+    name: of the runtime. version: of the one that ran the file; empty where none did, and `note` says why and what to install.
+    """
+
+    name: str
+    version: str = ""
+    note: str = ""
+
+
+class OtherRuntime:
+    """A file in OpenVINO, in fp32 where it does not compute in integers; nothing for other runtimes, and where it is missing.
+
+    Raises ExportError where the runtime cannot load or run the file.
+    """
+
+    def __init__(self, path: str | Path, name: str) -> None:
+        self.path, self.compiled = path, None
+        if name != "openvino":
+            self.record = RuntimeRun(name=name, note=f"{name} is not run here: verify the file where it is deployed")
+            return
+        try:
+            openvino: Any = importlib.import_module("openvino")
+        except ImportError:
+            self.record = RuntimeRun(
+                name=name, note="openvino is not installed, the file was not run in it: pip install openvino"
+            )
+            return
+        self.record = RuntimeRun(name=name, version=str(openvino.__version__))
+        with _Named(f"{path}: OpenVINO {openvino.__version__} cannot load it"):
+            self.compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def run(self, session: Any, inputs: Inputs) -> list[np.ndarray]:
+        """All outputs for a batch. session: of ONNX Runtime, whose inputs have the same names."""
+        assert self.compiled is not None
+        with _Named(f"{self.path}: OpenVINO {self.record.version} cannot run it"):
+            found = self.compiled(numpy_inputs(session, inputs))
+            return [np.atleast_1d(found[k]) for k in range(len(session.get_outputs()))]
+
+
+class _Named:
+    """Turns an error of the runtime, whose classes are its own, into an ExportError that names the file."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise ExportError(f"{self.where}: {str(error).strip().splitlines()[-1]}") from error
