@@ -117,5 +117,5 @@ def test_a_part_of_a_model_and_a_stage_take_the_setting() -> None:
     whole = quantize_static(inner, [x], inside="0", effort="balanced")
     assert isinstance(whole[0], Quantized)
     assert whole[0].origin.remedies
-    staged = ck.StaticQuant(effort="balanced", samples=32)(build(networks.Chain), images_task())
+    staged = ck.StaticQuant(effort="balanced", samples=32)(build(networks.Chain), images_task(ck))
     assert staged.origin.remedies
