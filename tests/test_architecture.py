@@ -23,7 +23,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LAYERS = [
     {"base"},
     {"graph"},
-    {"mixed", "measure"},
+    {"mixed", "measure", "metrics"},
     {"train"},
     {"export"},
     {"distill"},
@@ -39,7 +39,7 @@ QUANT_LAYERS = [
     {"model"},
     {"calibration"},
     {"build"},
-    {"calibrated"},
+    {"calibrated", "effort"},
     {"latency_search", "static", "dynamic", "weight_only"},
     {"accuracy_target"},
     {"qat", "serialize"},

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Dynamic, parameter_name
+from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.sensitive_ends import sensitive_ends
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
@@ -40,6 +40,7 @@ def build_quantized(
     strict: bool = False,
     trainable: bool = False,
     smooth: Inputs | None = None,
+    adjust: Callable[[Captured], object] | None = None,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
 
@@ -51,6 +52,8 @@ def build_quantized(
         trainable: keep what `Quantized.unfold_batchnorm_` needs.
         smooth: inputs by which `smooth_` evens out channels; the sensitive first and last layers then stay float, too
             (`sensitive_ends`). None leaves the weights as they are.
+        adjust: changes weights of the captured graph in place, such that it still computes the same, before quantizers are
+            placed.
 
     Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer could not.
     """
@@ -59,6 +62,8 @@ def build_quantized(
         origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth]))
         floating = {**sensitive_ends(captured.module.graph), **(floating or {})}
     origin = replace(origin, floating=dict(floating or {}))
+    if adjust is not None:
+        adjust(captured)
     placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")

@@ -80,15 +80,26 @@ def module_to_quantize(
     return module, example, data
 
 
+def module_inputs(model: nn.Module, inputs: Inputs, inside: str) -> Inputs:
+    """Return what a submodule receives when the whole model runs on a batch."""
+    with torch.no_grad(), mode(model, training=False):
+        return inputs_inside(model, inputs, inside)[1]
+
+
+def in_place_of(model: nn.Module, quantized: Quantized, inside: str | None) -> nn.Module:
+    """Return the quantized module, or, where `inside` is given, a copy of the whole model with it in its place."""
+    if not inside:
+        return quantized
+    whole = copy_model(model)
+    whole.set_submodule(inside, quantized)
+    return whole
+
+
 def calibrate_inside(model: nn.Module, quantized: Quantized, batches: Iterable[Inputs], inside: str | None) -> nn.Module:
     """Calibrate a quantized module on batches of the whole model.
 
     Returns the quantized module, or, where `inside` is given, a copy of the whole model with it in its place.
     """
-    if not inside:
-        quantized.calibrate_(batches)
-        return quantized
-    whole = copy_model(model)
-    whole.set_submodule(inside, quantized)
-    quantized.calibrate_(batches, through=whole)
+    whole = in_place_of(model, quantized, inside)
+    quantized.calibrate_(batches, through=whole if inside else None)
     return whole

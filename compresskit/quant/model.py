@@ -165,6 +165,11 @@ class Quantized(QuantizedModule):
         self.observe_(False)
         for quantizer in self.activation_quantizers():
             quantizer.freeze_range_(checked=True)
+        self.fit_weight_scales_()
+        self.enable_()
+
+    def fit_weight_scales_(self) -> None:
+        """Fit the scales of weights to the present ranges of activations: undo nudges, and make room for the biases."""
         for node in self.body.graph.nodes:
             rounding = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(rounding, WeightQuantizer):
@@ -172,7 +177,6 @@ class Quantized(QuantizedModule):
                 rounding.forget_correction_()
             if isinstance(rounding, BiasQuantizer):
                 rounding.make_room_(get_tensor(self.body, node.args[0].target))
-        self.enable_()
 
     def _split_batch(self, inputs: Inputs) -> list[Inputs]:
         """A batch in parts small enough that the allocator hands the same memory out again and again.

@@ -22,6 +22,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
+from compresskit.quant.passes.prepare_graph import Remedy
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
 #: Types of inputs that a record may name; names from a file are only looked up here.
@@ -75,7 +76,11 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         quantized = build_dynamic(
             model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
         )
-    quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)))
+    try:
+        remedies = tuple(Remedy(**remedy) for remedy in origin.get("remedies", ()))
+    except TypeError as error:
+        raise CheckpointError(f"not the record of a quantized model: {error}") from None
+    quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)), remedies=remedies)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Unpack, overload
 
@@ -12,17 +13,22 @@ from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
+from compresskit.graph.capture import Captured
 from compresskit.quant.build import build_quantized
 from compresskit.quant.calibrated import (
     CalibratedOptions,
     CalibratedSettings,
     calibrate_inside,
     check_samples,
+    in_place_of,
+    module_inputs,
     module_to_quantize,
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
+from compresskit.quant.effort.improve import Effort, quantize_with_effort
 from compresskit.quant.latency_search import faster_in_float
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 
@@ -31,6 +37,7 @@ class StaticOptions(CalibratedOptions, total=False):
 
     choose: Literal["rules", "measure"]
     smooth: bool
+    effort: Effort
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +46,15 @@ class StaticSettings(CalibratedSettings):
 
     choose: Literal["rules", "measure"] = "rules"
     smooth: bool = True
+    effort: Effort = "fast"
 
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         super().check(where)
         if self.choose not in ("rules", "measure"):
             raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
+        if self.effort not in ("fast", "balanced", "best"):
+            raise SettingError(f'{where}(effort=...): wanted "fast", "balanced" or "best", got {self.effort!r}')
 
 
 @overload
@@ -75,6 +85,11 @@ def quantize_static(
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.
+        effort: "fast" (the default) takes the ranges that the observer finds. "balanced" tries remedies on one half of the
+            calibration data (even out channels, choose ranges activation by activation, correct biases) and keeps each only where
+            the outputs on the other half come closer to the float model's. "best" also trains weights, biases and scales, with
+            the rounding in place, to imitate the float model. None of them needs labels; a line of the log for each, and
+            `origin.remedies` of the result, say what it bought.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay
@@ -94,21 +109,35 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
     target, skip, dynamic = settings.target, settings.skip, settings.dynamic
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     measured = faster_in_float(module, example, target, skip=skip, dynamic=dynamic) if settings.choose == "measure" else {}
-    quantized = build_quantized(
-        module,
-        example,
-        target,
-        settings.observer,
-        skip=skip,
-        floating=measured,
-        dynamic=dynamic,
-        strict=settings.strict,
-        smooth=example if settings.smooth else None,
-    )
-    result = calibrate_inside(model, quantized, data, settings.inside)
-    warn_of_constants(quantized, where)
-    nudge_scales_(quantized.body)
-    quantized.balance_weights_()
+
+    def build(*, observer: Callable[[], Observer] | None = None, adjust: Callable[[Captured], object] | None = None) -> Quantized:
+        return build_quantized(
+            module,
+            example,
+            target,
+            observer or settings.observer,
+            skip=skip,
+            floating=measured,
+            dynamic=dynamic,
+            strict=settings.strict,
+            smooth=example if settings.smooth else None,
+            adjust=adjust,
+        )
+
+    if settings.effort == "fast":
+        quantized = build()
+        result = calibrate_inside(model, quantized, data, settings.inside)
+        warn_of_constants(quantized, where)
+        nudge_scales_(quantized.body)
+        quantized.balance_weights_()
+    else:
+        own = settings.observer is not None
+        inputs = list(data) if settings.inside is None else [module_inputs(model, batch, settings.inside) for batch in data]
+        quantized = quantize_with_effort(
+            module, inputs, build, effort=settings.effort, own_observer=own, where=f'{where}(effort="{settings.effort}")'
+        )
+        warn_of_constants(quantized, where)
+        result = in_place_of(model, quantized, settings.inside)
     quantized.keep_masked_()
     return result
 

@@ -1,0 +1,142 @@
+"""Metrics without labels: how far the predictions of a model agree with those of the float model.
+
+task = Task(val=float_targets(model, batches), metric=agreement("classes"))     the targets are the float model's predictions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.errors import DataError, SettingError
+from compresskit.base.inputs import Batches, each_inputs
+from compresskit.base.settings import check_field_types
+from compresskit.base.task import call_checked, first_tensor
+from compresskit.graph.surgery import mode
+
+Outputs = Literal["classes", "boxes", "psnr", "sqnr"]
+MOST_DECIBELS = 200.0  # of outputs that are equal
+
+
+@dataclass(frozen=True)
+class OutputAgreement:
+    """The metric that `agreement` returns, `(predictions, targets) -> number`; larger is better."""
+
+    outputs: Outputs
+    score: float = 0.5
+    iou: float = 0.5
+    peak: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        if self.outputs not in _MEASURES:
+            raise SettingError(f"agreement(outputs=...): wanted one of {sorted(_MEASURES)}, got {self.outputs!r}")
+        for name in ("score", "iou"):
+            if not 0 < vars(self)[name] < 1:
+                raise SettingError(f"agreement({name}=...): wanted a number between 0 and 1, got {vars(self)[name]}")
+        if not self.peak > 0:
+            raise SettingError(f"agreement(peak=...): wanted a positive number, got {self.peak}")
+
+    def __call__(self, predictions: Tensor, targets: Any) -> float:
+        """Compare predictions with those of the float model, of the same shape."""
+        if not isinstance(targets, Tensor) or targets.shape != predictions.shape or not targets.is_floating_point():
+            got = f"{targets.dtype} {tuple(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+            raise DataError(
+                f'agreement("{self.outputs}"): wanted the float model\'s predictions as targets, {tuple(predictions.shape)}, got'
+                f" {got}; make the data with metrics.float_targets(model, batches)"
+            )
+        return _MEASURES[self.outputs](self, predictions.double(), targets.double())
+
+
+def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: float = 1.0) -> OutputAgreement:
+    """Return a metric that compares predictions with those of the float model, the targets of `float_targets`.
+
+    Args:
+        outputs: what the predictions are:
+            "classes", (N, classes, ...): the fraction whose largest entry is at the same place, in [0, 1];
+            "boxes", (N, boxes, 4 + classes), corners x1, y1, x2, y2 and a score in [0, 1] for each class: the F1, in [0, 1], of
+            boxes above `score`, each matched with one of the float model's of the same picture and class above `iou`;
+            "psnr", (N, ...): the peak signal-to-noise ratio in dB, mean over the samples, of values in 0..`peak`;
+            "sqnr", any shape: the signal-to-noise ratio of all values in dB.
+        score: least score of a box that counts, of its best class.
+        iou: least intersection over union of boxes that match.
+        peak: largest value of a picture.
+
+    Raises SettingError for settings out of range. The metric raises DataError where it does not fit the outputs.
+    """
+    return OutputAgreement(outputs, float(score), float(iou), float(peak))
+
+
+def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any], Tensor] = first_tensor) -> list[Any]:
+    """Return batches whose target is what a float model predicts on them, for `Task(val=..., metric=agreement(...))`.
+
+    Args:
+        model: the float model.
+        batches: an iterable of inputs without labels, or one batch. Inputs by name get the target as `labels`.
+        predict: what of the output is compared, as in `Task(predict=...)`, which must be the same function.
+
+    Raises DataError where the model does not run on a batch.
+    """
+    labelled: list[Any] = []
+    with torch.no_grad(), mode(model, training=False):
+        for inputs in each_inputs(batches, "float_targets"):
+            target = predict(call_checked(model, inputs, "float_targets")).float()
+            labelled.append({**inputs, "labels": target} if isinstance(inputs, dict) else (*inputs, target))
+    return labelled
+
+
+def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+    if predictions.ndim < 2 or predictions.shape[1] < 2:
+        raise DataError(f'agreement("classes"): wanted predictions (N, classes, ...), got {tuple(predictions.shape)}; see "sqnr"')
+    return (predictions.argmax(1) == targets.argmax(1)).double().mean().item()
+
+
+def _psnr(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+    if predictions.ndim < 2:
+        raise DataError(f'agreement("psnr"): wanted pictures (N, ...), got {tuple(predictions.shape)}; see "sqnr"')
+    error = (predictions - targets).square().flatten(1).mean(1)
+    return (10 * (how.peak**2 / error.clamp(min=1e-300)).log10()).clamp(max=MOST_DECIBELS).mean().item()
+
+
+def _sqnr(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+    noise, signal = (predictions - targets).square().sum(), targets.square().sum()
+    return min(MOST_DECIBELS, 10 * (signal.clamp(min=1e-300) / noise.clamp(min=1e-300)).log10().item())
+
+
+def _boxes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+    if predictions.ndim != 3 or predictions.shape[2] < 5:
+        raise DataError(f'agreement("boxes"): wanted predictions (N, boxes, 4 + classes), got {tuple(predictions.shape)}')
+    low, high = (float(bound) for bound in torch.aminmax(targets[..., 4:]))
+    if low < 0 or high > 1:
+        raise DataError(
+            f'agreement("boxes"): wanted scores in 0..1 after the four corners, got {low:.3g}..{high:.3g}; apply softmax or'
+            " sigmoid in Task(predict=...)"
+        )
+    matched = both = 0
+    for found, wanted in zip(predictions, targets, strict=True):
+        found, wanted = (boxes[boxes[:, 4:].amax(1) > how.score] for boxes in (found, wanted))
+        both += len(found) + len(wanted)
+        matched += _matched_boxes(found, wanted, how.iou)
+    return 2 * matched / both if both else 1.0
+
+
+def _matched_boxes(found: Tensor, wanted: Tensor, least: float) -> int:
+    """How many boxes match, the best overlap first, each with one other of its class."""
+    corners = torch.maximum(found[:, None, :2], wanted[None, :, :2]), torch.minimum(found[:, None, 2:4], wanted[None, :, 2:4])
+    inside = (corners[1] - corners[0]).clamp(min=0).prod(2)
+    areas = [(boxes[:, 2:4] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (found, wanted)]
+    overlap = inside / (areas[0][:, None] + areas[1][None] - inside).clamp(min=1e-300)
+    overlap[found[:, None, 4:].argmax(2) != wanted[None, :, 4:].argmax(2)] = 0
+    count = 0
+    while overlap.numel() and float(overlap.max()) > least:
+        row, column = divmod(int(overlap.argmax()), overlap.shape[1])
+        overlap[row], overlap[:, column] = 0, 0
+        count += 1
+    return count
+
+
+_MEASURES = {"classes": _classes, "boxes": _boxes, "psnr": _psnr, "sqnr": _sqnr}

@@ -1,0 +1,162 @@
+"""Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
+
+fit, judge = halves of the calibration data
+balance channels -> choose ranges -> correct biases -> (best) imitate the float model
+    each made by `fit`; kept where the outputs on `judge` are closer to the float model's
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, Protocol
+
+from torch import nn
+
+from compresskit.base.task import Inputs
+from compresskit.graph.capture import Captured
+from compresskit.quant.effort.balance import balance_channels_
+from compresskit.quant.effort.biases import correct_biases_
+from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
+from compresskit.quant.effort.samples import OutputError, halves, joined_samples
+from compresskit.quant.effort.tuning import imitate_float_
+from compresskit.quant.model import CALIBRATION_BYTES, Quantized
+from compresskit.quant.passes.prepare_graph import Remedy
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
+
+log = logging.getLogger(__name__)
+
+Effort = Literal["fast", "balanced", "best"]
+LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
+PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
+STRENGTHS = (1.0, 0.5)  # of the balancing of channels
+TUNING_STEPS = 500
+TUNING_ROWS = 8
+
+
+class Build(Protocol):
+    """Builds the quantized model, still to be calibrated."""
+
+    def __call__(
+        self, *, observer: Callable[[], SeveralRanges] | None = None, adjust: Callable[[Captured], object] | None = None
+    ) -> Quantized:
+        """observer: None for the user's or the default one. adjust: as in `build_quantized`."""
+
+
+def quantize_with_effort(
+    module: nn.Module, batches: Sequence[Inputs], build: Build, *, effort: Effort, own_observer: bool, where: str
+) -> Quantized:
+    """Return the best model that the remedies of an effort level reach, calibrated.
+
+    Args:
+        module: the float model. batches: its calibration inputs.
+        build: makes the quantized model.
+        effort: "balanced" or "best".
+        own_observer: whether the user chose the observer; ranges are then not chosen.
+        where: what messages begin with.
+
+    Raises DataError where half of the calibration data is too little.
+    """
+    fit, judge = halves(batches, where)
+    trials = _Trials(module, fit, judge, build)
+    trials.start()
+    for strength in STRENGTHS:
+        name = f"balance channels, strength {strength:g}"
+        if trials.try_rebuilt(name, partial(_balanced, batches=fit, strength=strength)):
+            break
+    if not own_observer:
+        trials.try_ranges()
+    trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
+    if effort == "best":
+        learn_from = trials.error_on(fit)
+        trials.try_changed(
+            "imitate the float model", lambda q: imitate_float_(q, learn_from, steps=TUNING_STEPS, batch=TUNING_ROWS)
+        )
+    return trials.result(batches)
+
+
+def _balanced(captured: Captured, batches: Sequence[Inputs], strength: float, counts: list[int]) -> None:
+    counts.append(balance_channels_(captured.module, batches, strength=strength))
+
+
+class _Trials:
+    """The model so far, its signal-to-noise ratio on the data to judge by, and what each remedy did."""
+
+    def __init__(self, module: nn.Module, fit: list[Inputs], judge: list[Inputs], build: Build) -> None:
+        self.module, self.fit, self.judge, self.build = module, fit, judge, build
+        self.remedies: list[Remedy] = []
+        self.adjust: Callable[[Captured], object] | None = None
+        self.moved = 0
+
+    def start(self) -> None:
+        """Make the model without remedies."""
+        self.model = self._calibrated(self.build(), self.fit)
+        self.rows = max(1, CALIBRATION_BYTES // self.model.row_bytes)
+        self.error = self.error_on(self.judge)
+        self.quality = self.error.decibels(self.model)
+
+    def error_on(self, batches: Sequence[Inputs]) -> OutputError:
+        """The error of the outputs on some data."""
+        return OutputError(self.module, batches, self.rows)
+
+    def try_rebuilt(self, name: str, adjust: Callable[..., None]) -> bool:
+        """Try a change of the float graph; returns whether it paid."""
+        began, counts = time.perf_counter(), list[int]()
+        adjusted = partial(adjust, counts=counts)
+        candidate = self._calibrated(self.build(adjust=adjusted), self.fit)
+        kept = self._judged(name, candidate, began)
+        if kept:
+            self.adjust, self.moved = adjusted, sum(counts)
+        return kept
+
+    def try_ranges(self) -> None:
+        """Try ranges that are chosen activation by activation."""
+        began = time.perf_counter()
+        formats = self.model.target.activations
+        observer = partial(SeveralRanges, min(8, formats.bits), symmetric=formats.symmetric)
+        candidate = self._calibrated(self.build(observer=observer, adjust=self.adjust), self.fit, finish=False)
+        choose_ranges_(candidate, joined_samples(self.fit, PROBE_SAMPLES))
+        self._finish(candidate)
+        self._judged("choose ranges", candidate, began)
+
+    def try_changed(self, name: str, change: Callable[[Quantized], object]) -> None:
+        """Try a change of a copy of the model so far."""
+        began, candidate = time.perf_counter(), copy.deepcopy(self.model)
+        change(candidate)
+        nudge_scales_(candidate.body)
+        self._judged(name, candidate, began)
+
+    def result(self, batches: Sequence[Inputs]) -> Quantized:
+        """The model so far, with its remedies; where none paid, calibrated on all data."""
+        if not any(remedy.kept for remedy in self.remedies):
+            self.model = self._calibrated(self.build(), batches)
+        origin = self.model.origin
+        self.model.origin = replace(origin, remedies=tuple(self.remedies), smoothed=origin.smoothed + self.moved)
+        return self.model
+
+    def _judged(self, name: str, candidate: Quantized, began: float) -> bool:
+        """Keep a candidate where it pays, and say what it bought."""
+        quality = self.error.decibels(candidate)
+        kept = quality > self.quality + LEAST_DECIBELS
+        remedy = Remedy(name=name, before=self.quality, after=quality, kept=kept, seconds=time.perf_counter() - began)
+        self.remedies.append(remedy)
+        log.info("%s", remedy)
+        if kept:
+            self.model, self.quality = candidate, quality
+        return kept
+
+    def _calibrated(self, quantized: Quantized, batches: Sequence[Inputs], *, finish: bool = True) -> Quantized:
+        quantized.eval()
+        quantized.calibrate_(batches)
+        if finish:
+            self._finish(quantized)
+        return quantized
+
+    @staticmethod
+    def _finish(quantized: Quantized) -> None:
+        nudge_scales_(quantized.body)
+        quantized.balance_weights_()

@@ -1,0 +1,115 @@
+"""Halves of calibration data, and the error of a quantized model's outputs on one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.errors import DataError
+from compresskit.base.task import Inputs, batch_size, call, shapes_of
+from compresskit.graph.surgery import mode
+
+LEAST_SAMPLES = 8  # of each half
+
+
+def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[Inputs]]:
+    """Split calibration data into a half to choose by and a half to judge by: the rows of each batch, or every other batch.
+
+    Raises DataError, which begins with `where`, where a half has fewer than `LEAST_SAMPLES` samples.
+    """
+    parts: tuple[list[Inputs], list[Inputs]] = ([], [])
+    turn = 0
+    for inputs in batches:
+        rows = row_count(inputs)
+        if rows is None or rows < 2:
+            parts[turn % 2].append(inputs)
+            turn += 1
+        else:
+            middle = (rows + (turn % 2)) // 2 if rows % 2 else rows // 2
+            turn += rows % 2
+            parts[0].append(take_rows(inputs, slice(0, middle)))
+            parts[1].append(take_rows(inputs, slice(middle, rows)))
+    counts = [sum(map(batch_size, part)) for part in parts]
+    if min(counts) < LEAST_SAMPLES:
+        raise DataError(
+            f"{where}: wanted at least {2 * LEAST_SAMPLES} calibration samples, {LEAST_SAMPLES} to choose by and {LEAST_SAMPLES}"
+            f' others to judge by, got {sum(counts)}, {counts[0]} and {counts[1]}; give more, or effort="fast"'
+        )
+    return parts
+
+
+def row_count(inputs: Inputs) -> int | None:
+    """The number of samples where every tensor has one row for each of them."""
+    sizes = {v.shape[0] if v.ndim else 0 for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)}
+    size = sizes.pop() if len(sizes) == 1 else 0
+    return size or None
+
+
+def take_rows(inputs: Inputs, rows: slice | Tensor) -> Inputs:
+    """Some rows of every tensor of the inputs."""
+    taken: Inputs = pytree.tree_map(lambda v: v[rows] if isinstance(v, Tensor) else v, inputs)
+    return taken
+
+
+def in_chunks(batches: Sequence[Inputs], rows: int) -> Iterator[Inputs]:
+    """The batches in parts of at most `rows` rows, where they have rows."""
+    for inputs in batches:
+        count = row_count(inputs)
+        if count is None or count <= rows:
+            yield inputs
+        else:
+            yield from (take_rows(inputs, slice(start, start + rows)) for start in range(0, count, rows))
+
+
+def joined_samples(batches: Sequence[Inputs], count: int) -> Inputs:
+    """One batch of at most `count` samples, from the batches of the same shapes as the first; the first where it has no rows."""
+    first = batches[0]
+    if row_count(first) is None:
+        return first
+    shapes = [shape[1:] for shape in shapes_of(first)]
+    alike = [b for b in batches if row_count(b) is not None and [shape[1:] for shape in shapes_of(b)] == shapes]
+    joined: Inputs = pytree.tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *alike)
+    return take_rows(joined, slice(0, count))
+
+
+def float_leaves(output: Any) -> list[Tensor]:
+    """The floating point tensors in the output of a model."""
+    return [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+class OutputError:
+    """The error of a model's outputs against those of the float model, on fixed data; the float outputs are kept.
+
+    batches: the data, in parts small enough for memory.
+    outputs: of the float model for each part.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Inputs], rows: int) -> None:
+        self.batches = list(in_chunks(batches, rows))
+        with torch.no_grad(), mode(model, training=False):
+            self.outputs = [[v.clone() for v in float_leaves(call(model, inputs))] for inputs in self.batches]
+
+    def of(self, model: nn.Module) -> list[float]:
+        """Relative error of each output of a model: power of the difference / power of the float output."""
+        power: list[list[float]] = [[0.0, 0.0] for _ in self.outputs[0]]
+        with torch.no_grad(), mode(model, training=False):
+            for inputs, wanted in zip(self.batches, self.outputs, strict=True):
+                for total, a, b in zip(power, wanted, float_leaves(call(model, inputs)), strict=True):
+                    total[0] += float(a.double().square().sum())
+                    total[1] += float((a.double() - b.double()).square().sum())
+        return [noise / max(signal, 1e-300) for signal, noise in power]
+
+    def decibels(self, model: nn.Module) -> float:
+        """Signal-to-noise ratio of the outputs in dB, the mean of all outputs; larger is better."""
+        return decibels(self.of(model))
+
+
+def decibels(errors: Sequence[float]) -> float:
+    """Mean signal-to-noise ratio in dB of relative errors; one that is 0 counts as 1e-12, and one that is not finite as 1e12."""
+    finite = [error if math.isfinite(error) else 1e12 for error in errors]
+    return -sum(10 * math.log10(max(error, 1e-12)) for error in finite) / max(1, len(finite))

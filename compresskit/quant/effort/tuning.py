@@ -1,0 +1,89 @@
+"""Label-free tuning: train weights, biases and scales of a quantized model so that its outputs are those of the float model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.progress import progress_bar
+from compresskit.base.task import call
+from compresskit.graph.masks import masks_of
+from compresskit.graph.surgery import mode
+from compresskit.quant.effort.samples import OutputError, float_leaves, row_count, take_rows
+from compresskit.quant.model import Quantized
+
+WEIGHT_RATE = 0.05  # learning rate of a weight, in steps of its grid
+SCALE_RATE = 1e-3  # of a scale, as a fraction of it
+
+
+def imitate_float_(quantized: Quantized, error: OutputError, *, steps: int, batch: int, seed: int = 0) -> None:
+    """Minimise the squared error of the outputs, each relative to what it is at first, with Adam and the rounding in place.
+
+    Args:
+        quantized: a calibrated model. Zeros of pruning masks stay.
+        error: the float model's outputs on the data to learn from.
+        steps: optimizer steps; the learning rate falls as a cosine.
+        batch: rows of a step.
+        seed: of the choice of rows.
+    """
+    weights = [1 / max(value, 1e-12) for value in error.of(quantized)]
+    powers = [sum(float(o[i].double().square().mean()) for o in error.outputs) / len(error.outputs) for i in range(len(weights))]
+    groups = _groups(quantized)
+    zeros = _zeros(quantized)
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(seed)
+    with mode(quantized, training=False), torch.enable_grad():
+        for step in progress_bar(range(steps), desc="imitate the float model"):
+            part = int(torch.randint(len(error.batches), (), generator=generator))
+            count = row_count(error.batches[part])
+            rows = torch.randperm(count or 0, generator=generator)[:batch]
+            whole = count is None or len(rows) == count
+            inputs = error.batches[part] if whole else take_rows(error.batches[part], rows)
+            outputs = float_leaves(call(quantized, inputs))
+            wanted = error.outputs[part] if whole else [v[rows] for v in error.outputs[part]]
+            losses = [
+                w * (a - b).square().mean() / max(p, 1e-30)
+                for a, b, w, p in zip(outputs, wanted, weights, powers, strict=True)
+                if a.requires_grad
+            ]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            with torch.no_grad():
+                for parameter, zero in zeros:
+                    parameter.masked_fill_(zero, 0)
+    for activation in quantized.activation_quantizers():
+        if isinstance(activation.scale, nn.Parameter):
+            activation.learn_(on=False)
+
+
+def _groups(quantized: Quantized) -> list[dict[str, object]]:
+    """Parameters with a learning rate each: weights in steps of their grid, other parameters relative to their size, scales."""
+    for activation in quantized.activation_quantizers():
+        activation.learn_()
+    groups: list[dict[str, object]] = []
+    seen = set[int]()
+    steps = {weight.data_ptr(): rounding.qparams(weight)[0].detach() for rounding, weight in quantized.rounded_weights()}
+    for parameter in quantized.parameters():
+        step = steps.get(parameter.data_ptr())
+        if step is not None:
+            groups.append({"params": [parameter], "lr": WEIGHT_RATE * float(step.mean())})
+            seen.add(id(parameter))
+    for activation in quantized.activation_quantizers():
+        if isinstance(activation.scale, nn.Parameter):
+            groups.append({"params": [activation.scale], "lr": SCALE_RATE * float(activation.scale.detach())})
+            seen.add(id(activation.scale))
+    others = [p for p in quantized.parameters() if id(p) not in seen and p.is_floating_point()]
+    return groups + [{"params": [p], "lr": SCALE_RATE * (float(p.detach().abs().mean()) or 1e-3)} for p in others]
+
+
+def _zeros(quantized: Quantized) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of a masked model and where they are zero."""
+    if masks_of(quantized.body) is None:
+        return []
+    return [(p, p.detach() == 0) for p in quantized.parameters() if p.ndim > 1]

@@ -1,0 +1,83 @@
+"""Balancing channels changes no output in float, through depthwise layers, sums and concatenation, and helps uneven channels."""
+
+from __future__ import annotations
+
+import networks
+import oracles
+import pytest
+import torch
+from networks import build, image
+from torch import nn
+
+from compresskit.graph.capture import capture
+from compresskit.graph.surgery import copy_model
+from compresskit.quant import X86
+from compresskit.quant.build import build_quantized
+from compresskit.quant.effort.balance import balance_channels_
+
+
+class Uneven(nn.Module):
+    """A depthwise layer, a sum of two layers, a concatenation, PReLU and a linear head, with channels of very different size."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.depth = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.b, self.c, self.d = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+        self.slope, self.join, self.head = nn.PReLU(8), nn.Conv2d(12, 6, 1), nn.Linear(6, 5)
+        with torch.no_grad():
+            self.a.weight.mul_(torch.logspace(-1, 0.5, 8).view(-1, 1, 1, 1))
+            self.depth.weight.mul_(torch.logspace(1, -0.5, 8).view(-1, 1, 1, 1))
+
+    def forward(self, x):
+        x = torch.relu(self.depth(torch.relu(self.a(x))))
+        x = torch.relu(self.b(x) + self.c(x))
+        x = torch.relu(self.join(torch.cat([self.slope(x), self.d(x)], 1)))
+        return self.head(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def separable() -> nn.Module:
+    """A convolution whose channels differ by a factor of 16, a depthwise layer that makes up for it, and one that reads both."""
+    size = torch.logspace(-0.9, 0.3, 8).view(-1, 1, 1, 1)
+    first, depth = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+    with torch.no_grad():
+        first.weight.mul_(size)
+        depth.weight.div_(size)
+    return nn.Sequential(first, nn.ReLU(), depth, nn.ReLU(), nn.Conv2d(8, 6, 1))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_the_float_model_computes_the_same(strength: float) -> None:
+    model, x = build(Uneven), image(8)
+    captured = capture(copy_model(model), x)
+    assert balance_channels_(captured.module, [x], strength=strength) >= 25
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_depthwise_layer_reads_has_one_range() -> None:
+    model, x = build(separable), image(8)
+    captured = capture(copy_model(model), x)
+    balance_channels_(captured.module, [x])
+    with torch.no_grad():
+        weight = captured.module.get_parameter("0.weight")
+        highest = torch.relu(nn.functional.conv2d(x[0], weight, padding=1)).amax((0, 2, 3))
+    torch.testing.assert_close(highest, highest.max().expand_as(highest), rtol=1e-3, atol=0)
+
+
+def test_uneven_channels_are_rounded_less() -> None:
+    model, x = build(separable), image(32)
+    with torch.no_grad():
+        wanted, found = model(*x), []
+        for adjust in (None, lambda captured: balance_channels_(captured.module, [x])):
+            quantized = build_quantized(model, x, X86, None, adjust=adjust)
+            quantized.calibrate_([x])
+            found.append(oracles.sqnr(wanted, quantized(*x)))
+    assert found[1] > found[0] + 1
+
+
+def test_a_layer_that_is_called_twice_stays() -> None:
+    model, x = build(networks.Twice), image(4)
+    captured = capture(copy_model(model), x)
+    balance_channels_(captured.module, [x])
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)

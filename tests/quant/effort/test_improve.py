@@ -1,0 +1,121 @@
+"""Effort levels of static quantization: each remedy by itself, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+
+import networks
+import oracles
+import pytest
+import torch
+from networks import build, image, images_task
+
+import compresskit as ck
+from compresskit.base.errors import DataError, SettingError
+from compresskit.quant import X86, Quantized, correct_bias_, quantize_static
+from compresskit.quant.build import build_quantized
+from compresskit.quant.effort import improve
+from compresskit.quant.effort.biases import correct_biases_
+from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
+from compresskit.quant.effort.samples import OutputError, halves, joined_samples
+from compresskit.quant.effort.tuning import imitate_float_
+
+W3 = replace(X86, name="W3", weights=replace(X86.weights, bits=3))
+
+
+def test_halves_share_the_rows_of_every_batch() -> None:
+    fit, judge = halves([(torch.arange(9),), (torch.arange(9, 20),), (torch.arange(20, 21),)], "here")
+    rows = [torch.cat([b[0] for b in part]).tolist() for part in (fit, judge)]
+    assert sorted(rows[0] + rows[1]) == list(range(21))
+    assert min(map(len, rows)) >= 9
+
+
+def test_samples_of_one_shape_are_joined() -> None:
+    batches = [(torch.zeros(3, 4), 7), (torch.zeros(2, 5), 7), (torch.ones(4, 4), 7)]
+    joined = joined_samples(batches, 6)
+    assert joined[1] == 7
+    assert joined[0].sum(1).tolist() == [0, 0, 0, 4, 4, 4]
+    scalar = (torch.zeros(3, 4), torch.zeros(()))
+    assert joined_samples([scalar, scalar], 2) is scalar
+
+
+@pytest.mark.parametrize("effort", ["balanced", "best"])
+def test_too_little_data_says_how_many_are_needed(effort) -> None:
+    with pytest.raises(
+        DataError, match=rf'quantize_static\(effort="{effort}"\): wanted at least 16 calibration samples.* got 10'
+    ):
+        quantize_static(build(networks.Chain), [image(10)], effort=effort)
+
+
+def test_an_unknown_effort_is_refused() -> None:
+    with pytest.raises(SettingError, match=r'StaticQuant\(effort=...\): wanted "fast", "balanced" or "best", got "most"|most'):
+        ck.StaticQuant(effort="most")
+
+
+def test_ranges_leave_out_an_outlier() -> None:
+    model, x = build(networks.Chain), image(16)
+    x[0][0, 0, 0, 0] = 300.0
+    quantized = build_quantized(model, x, X86, SeveralRanges)
+    quantized.calibrate_([x])
+    error = OutputError(model, [tuple(v[1:] for v in x)], 16)
+    before = error.decibels(quantized)
+    assert choose_ranges_(quantized, tuple(v[1:] for v in x)) >= 1
+    assert error.decibels(quantized) > before + 0.3
+
+
+def test_biases_in_one_pass_are_those_of_a_pass_for_each_layer() -> None:
+    model, x = build(networks.Residual), image(16)
+    one, many = (quantize_static(model, [x], target=W3) for _ in range(2))
+    assert correct_biases_(one, x) == correct_bias_(many, [x]) == 5
+    biases = [dict(q.body.named_parameters()) for q in (one, many)]
+    for name, value in biases[0].items():
+        torch.testing.assert_close(value, biases[1][name], rtol=0, atol=2e-2 * float(value.detach().abs().max()), msg=name)
+
+
+def test_tuning_brings_the_outputs_closer_and_keeps_scales_frozen() -> None:
+    model, x = build(networks.Residual), image(32)
+    quantized = quantize_static(model, [x], target=W3)
+    error = OutputError(model, [x], 16)
+    before = error.decibels(quantized)
+    imitate_float_(quantized, error, steps=30, batch=16)
+    assert error.decibels(quantized) > before + 1
+    assert not any(True for q in quantized.activation_quantizers() for _ in q.parameters())
+
+
+@pytest.mark.parametrize("effort", ["balanced", "best"])
+def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(improve, "TUNING_STEPS", 15)
+    model, x = build(networks.Residual), image(64)
+    with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.improve"):
+        quantized = quantize_static(model, [x], target=W3, effort=effort)
+    remedies = quantized.origin.remedies
+    names = [remedy.name.split(",")[0] for remedy in remedies]
+    assert {"balance channels", "choose ranges", "correct biases"} <= set(names)
+    assert ("imitate the float model" in names) == (effort == "best")
+    assert [record.getMessage() for record in caplog.records] == [str(remedy) for remedy in remedies]
+    for earlier, later in itertools.pairwise(remedies):
+        assert later.before == (earlier.after if earlier.kept else earlier.before)
+        assert not earlier.kept or earlier.after > earlier.before
+    fresh = image(64)
+    with torch.no_grad():
+        wanted = model(*fresh)
+        fast = oracles.sqnr(wanted, quantize_static(model, [x], target=W3)(*fresh))
+        assert oracles.sqnr(wanted, quantized(*fresh)) > fast
+    ck.save(quantized, tmp_path / "saved")
+    loaded = ck.load(build(networks.Residual), tmp_path / "saved")
+    assert isinstance(loaded, Quantized)
+    assert loaded.origin.remedies == remedies
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(*fresh), quantized(*fresh), rtol=0, atol=0)
+
+
+def test_a_part_of_a_model_and_a_stage_take_the_setting() -> None:
+    model, x = build(networks.Residual), image(32)
+    inner = torch.nn.Sequential(model)
+    whole = quantize_static(inner, [x], inside="0", effort="balanced")
+    assert isinstance(whole[0], Quantized)
+    assert whole[0].origin.remedies
+    staged = ck.StaticQuant(effort="balanced", samples=32)(build(networks.Chain), images_task())
+    assert staged.origin.remedies
