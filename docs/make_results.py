@@ -367,6 +367,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     distillation,
     mixed,
     runs,
+    machines,
     old_runtimes,
 )
 
