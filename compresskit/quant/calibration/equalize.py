@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.inputs import Batches, first_and_all
@@ -14,6 +14,7 @@ from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor
 from compresskit.quant.numerics.operators import CONVS
+from compresskit.quant.passes.channel_scaling import channelwise
 
 #: Operators f with f(s x) = s f(x) for s > 0 and each channel.
 SCALE_EQUIVARIANT = frozenset(
@@ -116,13 +117,9 @@ def _equalize_pair_(model: nn.Module, pair: _LayerPair) -> float:
         for name in pair.norm[:2]:
             get_tensor(model, name).div_(s)
     else:
-        weight.div_(_along(s, weight, 0))
+        weight.div_(channelwise(s, weight, 0))
         if pair.bias is not None:
             get_tensor(model, pair.bias).div_(s)
     many = reader.shape[0] // len(s) if pair.depthwise else 1
-    reader.mul_(_along(s.repeat_interleave(many), reader, 0 if pair.depthwise else 1))
+    reader.mul_(channelwise(s.repeat_interleave(many), reader, 0 if pair.depthwise else 1))
     return float(s.log().abs().max())
-
-
-def _along(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)])

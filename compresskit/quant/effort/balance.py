@@ -22,6 +22,7 @@ from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS
+from compresskit.quant.passes.channel_scaling import channelwise
 
 #: Operators f on each channel with f(s x) = s f(x) for s > 0. A PReLU has a slope for each channel, or one for all.
 _HOMOGENEOUS = frozenset(
@@ -165,7 +166,7 @@ def balance_channels_(module: fx.GraphModule, batches: Sequence[Inputs], *, stre
         for layer in model.layers:
             weight = get_tensor(module, layer.weight)
             made, read = (_factors(model, factors, node) for node in (layer.node, layer.node.args[0]))
-            weight.div_(_channelwise(made, weight, 0)).mul_(_channelwise(read, weight, 0 if layer.depthwise else 1))
+            weight.div_(channelwise(made, weight, 0)).mul_(channelwise(read, weight, 0 if layer.depthwise else 1))
             if layer.bias is not None:
                 get_tensor(module, layer.bias).div_(made)
     return sum(factor != 1 for factor in factors.values())
@@ -212,7 +213,3 @@ def _ranges(model: _Model, batches: Sequence[Inputs], free: set[int]) -> dict[in
             if root in free:
                 ranges[root] = max(ranges.get(root, 0.0), value)
     return ranges
-
-
-def _channelwise(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)])

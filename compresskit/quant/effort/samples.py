@@ -30,7 +30,7 @@ def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[In
             parts[turn % 2].append(inputs)
             turn += 1
         else:
-            middle = (rows + (turn % 2)) // 2 if rows % 2 else rows // 2
+            middle = (rows + turn % 2) // 2
             turn += rows % 2
             parts[0].append(take_rows(inputs, slice(0, middle)))
             parts[1].append(take_rows(inputs, slice(middle, rows)))

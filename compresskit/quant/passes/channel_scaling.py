@@ -157,5 +157,10 @@ def divide_(module: torch.nn.Module, link: ScalingLink, factor: Tensor) -> None:
             _scale_(get_tensor(module, name), factor, dim)
 
 
+def channelwise(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """A vector in the shape that broadcasts along one dimension of a tensor."""
+    return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)])
+
+
 def _scale_(tensor: Tensor, factor: Tensor, dim: int) -> None:
-    tensor.mul_(factor.to(tensor).view([-1 if d == dim else 1 for d in range(tensor.ndim)]))
+    tensor.mul_(channelwise(factor.to(tensor), tensor, dim))
