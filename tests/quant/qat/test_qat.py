@@ -374,7 +374,7 @@ def test_a_part_is_trained_inside_the_whole(tmp_path) -> None:
     with pytest.raises(ck.ModelError, match="inside="):
         ck.QAT(epochs=1)(model, task)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    trained = ck.QAT(epochs=3, inside="body", dynamic=(0, 2, 3))(model, task)
+    trained = ck.QAT(epochs=1, inside="body", dynamic=(0, 2, 3))(model, task)
     assert isinstance(trained, Branching)
     assert isinstance(trained.body, ck.quant.Quantized)
     assert not conv_bn_layers(trained.body.body)
