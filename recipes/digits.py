@@ -1,7 +1,7 @@
 """Train, distil, prune and quantize a network for handwritten digits, and export a verified int8 ONNX file.
 
-The data is part of scikit-learn (1,797 images of 8x8 pixels): nothing is downloaded. Takes a minute or two on two cores. The first
-training is in bf16 with fp32 masters; an x86 processor without AVX512 has no bf16 and trains in fp32.
+The data is part of scikit-learn (1,797 images of 8x8 pixels): nothing is downloaded. Takes a minute or two on two cores.
+The first training is in bf16 with fp32 masters; an x86 processor without AVX512 has no bf16 and trains in fp32.
 """
 
 from __future__ import annotations
