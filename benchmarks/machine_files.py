@@ -155,6 +155,7 @@ def sources(data: Path, checkpoints: Path, samples: int) -> dict[str, tuple[tupl
     found |= {name: (STATIC, False, images(name)) for name in IMAGES}
     found["minilm"] = ((X86,), True, text(Minilm, 30522, 32))
     found["lstm"] = ((X86,), True, text(Lstm, 10000, 32))
+    found["lstm_one_word"] = ((X86,), True, text(Lstm, 10000, 1))  # no state is rounded
     return found
 
 

@@ -378,7 +378,7 @@ def single_operators(rows: dict[str, Any], columns: list[str]) -> list[str]:
     measured = [c for c in columns if any("one by one" in entry["cells"].get(c, {}) for entry in rows.values())]
     lines = [
         "One operator at a time, each given the integers of exact sums: how many integers differ that integer kernels compute /",
-        "that are rounded from float values, and how far at most such a value lies from the middle between two integers, in steps.",
+        "that are rounded from float values, and how far at most such a value lies from the middle of two integers, in steps.",
         "An LSTM is one operator, whose float arithmetic and roundings of the state alternate inside.",
         "",
         f"| file | of kernels / rounded | {' | '.join(measured)} |",

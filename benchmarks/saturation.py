@@ -39,7 +39,7 @@ from vision import CifarResNet, cifar10  # noqa: E402
 import compresskit as ck  # noqa: E402
 from compresskit.quant import X86, Target  # noqa: E402
 
-DRAWS = 3
+DRAWS = 3  # of calibration images
 TARGETS = {"x86": X86, "overflow": UNGUARDED}
 
 
@@ -167,6 +167,7 @@ def write(result: dict[str, Any], out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=NETWORKS)
+    parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--samples", type=int, default=10000)
@@ -186,7 +187,7 @@ def main() -> None:
     else:
         for name in args.networks:
             result["networks"][name] = []
-            for seed in range(1, DRAWS + 1):
+            for seed in range(1, args.draws + 1):
                 result["networks"][name].append(random_network(name, seed))
                 print(name, result["networks"][name][-1], flush=True)
                 write(result, args.out)
