@@ -39,6 +39,20 @@ def test_audit_prints_operators_and_metadata(files, capsys) -> None:
     assert record["about"]["model"] == "Residual"
 
 
+def test_audit_profiles_layers_beside_another_file(files, capsys) -> None:
+    assert main(["audit", files[1], "--profile", "--against", files[0], "--seconds", "0.05"]) == 0
+    text = capsys.readouterr().out
+    assert "layer" in text
+    assert "outside of kernels" in text
+    assert main(["audit", files[1], "--profile", "--seconds", "0.05", "--threads", "2", "--json"]) == 0
+    profile = json.loads(capsys.readouterr().out)[files[1]]["profile"]
+    assert profile["threads"] == 2
+    total = sum(layer["this"]["milliseconds"] for layer in profile["layers"]) + profile["outside"]
+    assert total == pytest.approx(profile["milliseconds"])
+    assert main(["audit", files[1], "--against", files[0]]) == 2
+    assert capsys.readouterr().err == "compresskit: audit: --against is for --profile; write that, too\n"
+
+
 def test_bench_prints_latencies_and_ratios(files, capsys) -> None:
     assert main(["bench", *files, "--batch", "4", "--json"]) == 0
     timings = json.loads(capsys.readouterr().out)
@@ -115,6 +129,8 @@ def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
         (["audit", str(tmp_path)], "a folder; wanted an ONNX file"),
         (["bench", files[0], "--threads", "-1"], "wanted threads >= 1, got -1"),
         (["bench", files[0], "--threads", "0"], "wanted threads >= 1, got 0"),
+        (["audit", files[0], "--profile", "--threads", "0"], "wanted threads >= 1 and seconds > 0, got 0"),
+        (["audit", str(tmp_path / "bad.onnx"), "--profile"], "cannot load it"),
         (["verify", files[0], "--inputs", str(tmp_path / "shape.npz")], "index: 1 Got: 5 Expected: 3"),
         (["bench", files[0], "--inputs", str(tmp_path / "shape.npz")], "f.onnx: ONNX Runtime cannot run it: Got invalid dimens"),
     ):
@@ -179,6 +195,8 @@ def test_bench_asks_for_the_sizes_that_vary(capsys, tmp_path) -> None:
     assert error.startswith(f"compresskit: bench: {path} takes any size of input (")
     assert error.endswith("; say which: --size N, or --inputs FILE.npz\n")
     assert error.count("\n") == 1
+    assert main(["audit", path, "--profile"]) == 2
+    assert capsys.readouterr().err.endswith("; say which: --size N, or --inputs FILE.npz\n")
     assert main(["bench", path, "--size", "8", "--seconds", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["milliseconds"] > 0
     np.savez(tmp_path / "x.npz", input=np.zeros((1, 3, 8, 8), np.float32))

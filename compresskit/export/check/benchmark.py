@@ -80,6 +80,13 @@ def free_dimensions(path: str | Path) -> dict[str, tuple[int | str, ...]]:
     return {name: shape for name, shape in entries if any(isinstance(size, str) for size in shape[1:])}
 
 
+def ask_for_sizes(path: str | Path, size: int | None, where: str, remedy: str) -> None:
+    """Raise SettingError where a file takes any size and none is given: times of a size that nobody asked for say nothing."""
+    if size is None and (free := free_dimensions(path)):
+        shapes = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in free.items())
+        raise SettingError(f"{where}: {path} takes any size of {shapes}; {remedy}")
+
+
 def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[str, torch.Tensor]:
     """Random inputs for a file, by name: seeded normal numbers, and zeros for integer inputs.
 
