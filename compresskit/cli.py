@@ -21,6 +21,7 @@ from compresskit.export.check.benchmark import ask_for_sizes, benchmark, random_
 from compresskit.export.check.contents import inspect_onnx
 from compresskit.export.check.environment import environment, packages
 from compresskit.export.check.levels import verify_levels
+from compresskit.export.check.runtimes import OPENVINO_REMEDY, installed_openvino
 from compresskit.export.files import read_metadata
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print JSON")
         if name != "inspect":
             _add_input_options(command, name)
+    says = "onnxruntime or openvino, may be given twice (default: both where openvino is installed)"
+    commands.choices["bench"].add_argument("--runtime", action="append", metavar="NAME", help=says)
     audited = commands.choices["audit"]
     audited.add_argument("--profile", action="store_true", help="also time each layer")
     audited.add_argument("--against", metavar="FILE", help="with --profile: a file to compare with, usually of the float model")
@@ -152,11 +155,23 @@ def _bench_command(options: argparse.Namespace) -> int:
     if inputs is None:
         ask_for_sizes(options.files[0], options.size, "bench", SAY_WHICH)
     size = 1 if options.size is None else options.size  # nothing varies but the batch
-    timings = benchmark(options.files, inputs, batch=options.batch, size=size, threads=options.threads, seconds=options.seconds)
+    timings = benchmark(
+        options.files,
+        inputs,
+        batch=options.batch,
+        size=size,
+        threads=options.threads,
+        seconds=options.seconds,
+        runtimes=options.runtime,
+    )
     width = max(map(len, options.files))
-    rows = [f"{'file':<{width}}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
-    rows += [f"{t.path:<{width}}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings]
-    _print(options, [asdict(t) for t in timings], "\n".join(rows))
+    lines = [f"{'file':<{width}}  {'runtime':<11}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
+    lines += [
+        f"{t.path:<{width}}  {t.runtime:<11}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings
+    ]
+    if options.runtime is None and installed_openvino() is None:
+        lines.append(f"openvino is not installed, no file was timed in it: {OPENVINO_REMEDY}")
+    _print(options, [asdict(t) for t in timings], "\n".join(lines))
     return 0
 
 
