@@ -33,7 +33,7 @@ NUMPY_TYPES = {
 }
 
 
-RUNTIMES = ("onnxruntime", "openvino")  # that files are timed in
+TIMED_RUNTIMES = ("onnxruntime", "openvino")  # that files are timed in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ def benchmark(
 
 def _runtimes_to_time(runtimes: Sequence[str] | None) -> Sequence[str]:
     if runtimes is None:
-        return RUNTIMES if installed_openvino() else RUNTIMES[:1]
-    if isinstance(runtimes, str) or not runtimes or not set(runtimes) <= set(RUNTIMES):
-        raise SettingError(f"bench: wanted runtimes among {RUNTIMES}, got {runtimes!r}")
+        return TIMED_RUNTIMES if installed_openvino() else TIMED_RUNTIMES[:1]
+    if isinstance(runtimes, str) or not runtimes or not set(runtimes) <= set(TIMED_RUNTIMES):
+        raise SettingError(f"bench: wanted runtimes among {TIMED_RUNTIMES}, got {runtimes!r}")
     return runtimes
 
 
