@@ -282,6 +282,19 @@ def one_by_one(cut: Cut, wanted: list[np.ndarray], got: list[np.ndarray] | str) 
     return found
 
 
+def operators(here: Machine, made: list[File], folder: Path) -> tuple[list[Job], list[list[np.ndarray]]]:
+    """The jobs that run operators one at a time, and what `Cut.wanted` of each file computes."""
+    cuts = [(file.cut, file.inputs[:CUT]) for file in made if file.cut]
+    found = here.run([Job(cut.wanted, inputs, CUT) for cut, inputs in cuts], folder)
+    values = [each for each in found if not isinstance(each, str)]
+    assert len(values) == len(found), found
+    jobs = []
+    for (cut, inputs), each in zip(cuts, values, strict=True):
+        given = {f"{name}.given": value for name, value in zip(cut.given, each, strict=False)}
+        jobs.append(Job(cut.file, inputs, CUT, given=given))
+    return jobs, values
+
+
 def rows(made: list[File], others: list[Machine], args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Run the files of a network on every machine; enter the cells into `found`."""
     folder = args.folder / "run"
@@ -297,13 +310,8 @@ def rows(made: list[File], others: list[Machine], args: argparse.Namespace, foun
     wanted = here.run(jobs(1, lambda file: file.exact), folder / "exact")
     fewer = here.run(jobs(1, lambda file: file.exact, slow=True), folder / "fewer")
     written = here.run(jobs(0, lambda file: file.path, plain=True), folder / "written")
-    cuts = [file for file in made if file.cut]
-    single = here.run([Job(f.cut.wanted, f.inputs[:CUT], CUT) for f in cuts], folder / "single")
-    assert not any(isinstance(each, str) for each in (*wanted, *written, *fewer, *single)), (wanted, written, fewer, single)
-    steps = [
-        Job(f.cut.file, f.inputs[:CUT], CUT, given={f"{name}.given": v for name, v in zip(f.cut.given, values, strict=False)})
-        for f, values in zip(cuts, single, strict=True)
-    ]
+    steps, single = operators(here, made, folder / "single")
+    assert not any(isinstance(each, str) for each in (*wanted, *written, *fewer)), (wanted, written, fewer)
     for machine in others:
         openvino = machine.name.startswith("OpenVINO")
         got = machine.run(jobs(0, lambda file: file.path, plain=openvino, slow=machine.slow), folder / "other")
@@ -315,7 +323,7 @@ def rows(made: list[File], others: list[Machine], args: argparse.Namespace, foun
             row |= {"opset": file.opset, "oldest": file.oldest}
             samples = min(len(file.inputs), args.emulated) if machine.slow else len(file.inputs)
             cell = compared(reference[k], got[k], samples, 1 if openvino else 0.01) | {"samples": samples}
-            if file.watched and not openvino:
+            if file.cut and not openvino:
                 row["integers"] = sum(np.size(values) for values in wanted[place])
                 cell["integers"] = equal(reference[place], got[place])
                 cell["one by one"] = one_by_one(file.cut, single[place - len(made)], apart[place - len(made)])
@@ -376,6 +384,8 @@ def page(result: dict[str, Any]) -> str:
 def single_operators(rows: dict[str, Any], columns: list[str]) -> list[str]:
     """The second table: what operators compute from equal integers."""
     measured = [c for c in columns if any("one by one" in entry["cells"].get(c, {}) for entry in rows.values())]
+    if not measured:
+        return []
     lines = [
         "One operator at a time, each given the integers of exact sums: how many integers differ that integer kernels compute /",
         "that are rounded from float values, and how far at most such a value lies from the middle of two integers, in steps.",
