@@ -16,16 +16,18 @@ import torch
 from compresskit.base.errors import CompressError, DataError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
-from compresskit.export.check.audit import audit
-from compresskit.export.check.benchmark import benchmark, free_dimensions, random_inputs
+from compresskit.export.check.audit import Audit, audit
+from compresskit.export.check.benchmark import ask_for_sizes, benchmark, random_inputs
 from compresskit.export.check.contents import inspect_onnx
 from compresskit.export.check.environment import environment, packages
 from compresskit.export.check.levels import verify_levels
+from compresskit.export.check.runtimes import OPENVINO_REMEDY, installed_openvino
 from compresskit.export.files import read_metadata
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
 
+SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
 LONGEST_ENTRY = 80  # characters of an entry of the metadata that `audit` prints
 
 
@@ -53,15 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("files", nargs="+", metavar="FILE", help="ONNX file")
         command.add_argument("--json", action="store_true", help="print JSON")
-        if name in ("verify", "bench"):
-            command.add_argument("--inputs", help="npz file with an array for each input; random numbers where not given")
-            rows = 8 if name == "verify" else 1
-            command.add_argument("--batch", type=int, default=rows, help="rows of random inputs (default %(default)s)")
-            usual = 64 if name == "verify" else None  # the latency of a size that nobody asked for says nothing
-            says = "other dimensions that vary" + (" (default %(default)s)" if usual else "")
-            command.add_argument("--size", type=int, default=usual, help=says)
-    commands.choices["bench"].add_argument("--threads", type=int, default=1, help="threads of ONNX Runtime")
-    commands.choices["bench"].add_argument("--seconds", type=float, default=1.0, help="time for each file")
+        if name != "inspect":
+            _add_input_options(command, name)
+    says = "onnxruntime or openvino, may be given twice (default: both where openvino is installed)"
+    commands.choices["bench"].add_argument("--runtime", action="append", metavar="NAME", help=says)
+    audited = commands.choices["audit"]
+    audited.add_argument("--profile", action="store_true", help="also time each layer")
+    audited.add_argument("--against", metavar="FILE", help="with --profile: a file to compare with, usually of the float model")
     report = commands.add_parser("report", help="the table of a run, or a page or a CSV file of one or several")
     report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run, finished or not")
     report.add_argument("-o", "--output", metavar="FILE", help="write a page (.html) or a table (.csv) of all runs")
@@ -74,6 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CompressError as error:
         sys.stderr.write(f"compresskit: {error}\n")
         return 2
+
+
+def _add_input_options(command: argparse.ArgumentParser, name: str) -> None:
+    """What a file is run on, and for how long. Those of `audit` are only for --profile, and None tells that none was given."""
+    command.add_argument("--inputs", help="npz file with an array for each input; random numbers where not given")
+    rows = {"verify": 8, "bench": 1, "audit": None}[name]
+    command.add_argument("--batch", type=int, default=rows, help=f"rows of random inputs (default {rows or 1})")
+    usual = 64 if name == "verify" else None  # the latency of a size that nobody asked for says nothing
+    says = "other dimensions that vary" + (" (default %(default)s)" if usual else "")
+    command.add_argument("--size", type=int, default=usual, help=says)
+    if name != "verify":
+        once = 1 if name == "bench" else None
+        command.add_argument("--threads", type=int, default=once, help="threads of the runtime (default 1)")
+        command.add_argument("--seconds", type=float, default=once, help="time for each file (default 1)")
 
 
 def _print(options: argparse.Namespace, record: Any, text: str) -> None:
@@ -109,12 +123,25 @@ def _verify_command(options: argparse.Namespace) -> int:
 def _audit_command(options: argparse.Namespace) -> int:
     records, texts = {}, []
     for path in options.files:
-        result, metadata = audit(path), read_metadata(path)
+        result, metadata = _audit_of(path, options), read_metadata(path)
         records[path] = asdict(result) | {"share": result.integer_fraction, "about": metadata}
         entries = [f"  {key:<24} {_shortened(value)}" for key, value in metadata.items() if value]
         texts.append("\n".join([f"{path}: {result}", *entries]))
     _print(options, records, "\n".join(texts))
     return 0
+
+
+def _audit_of(path: str, options: argparse.Namespace) -> Audit:
+    names = ("against", "inputs", "batch", "threads", "seconds")
+    given = {name: value for name in names if (value := vars(options)[name]) is not None}
+    if not options.profile:
+        if given:
+            raise SettingError(f"audit: --{next(iter(given))} is for --profile; write that, too")
+        return audit(path, size=options.size)
+    options.batch = options.batch or 1
+    if (inputs := _inputs(path, options)) is None:
+        ask_for_sizes(path, options.size, "audit --profile", SAY_WHICH)
+    return audit(path, profile=True, size=options.size, **{**given, "inputs": inputs})
 
 
 def _shortened(value: Any) -> str:
@@ -125,15 +152,26 @@ def _shortened(value: Any) -> str:
 
 def _bench_command(options: argparse.Namespace) -> int:
     inputs = _inputs(options.files[0], options)
-    if inputs is None and options.size is None and (free := free_dimensions(options.files[0])):
-        shapes = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in free.items())
-        raise SettingError(f"bench: {options.files[0]} takes any size of {shapes}; say which: --size N, or --inputs FILE.npz")
+    if inputs is None:
+        ask_for_sizes(options.files[0], options.size, "bench", SAY_WHICH)
     size = 1 if options.size is None else options.size  # nothing varies but the batch
-    timings = benchmark(options.files, inputs, batch=options.batch, size=size, threads=options.threads, seconds=options.seconds)
+    timings = benchmark(
+        options.files,
+        inputs,
+        batch=options.batch,
+        size=size,
+        threads=options.threads,
+        seconds=options.seconds,
+        runtimes=options.runtime,
+    )
     width = max(map(len, options.files))
-    rows = [f"{'file':<{width}}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
-    rows += [f"{t.path:<{width}}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings]
-    _print(options, [asdict(t) for t in timings], "\n".join(rows))
+    lines = [f"{'file':<{width}}  {'runtime':<11}  {'KiB':>10}  {'median ms':>10}  {'ratio':>6}"]
+    lines += [
+        f"{t.path:<{width}}  {t.runtime:<11}  {t.bytes / 1024:>10.1f}  {t.milliseconds:>10.3f}  {t.ratio:>6.3f}" for t in timings
+    ]
+    if options.runtime is None and installed_openvino() is None:
+        lines.append(f"openvino is not installed, no file was timed in it: {OPENVINO_REMEDY}")
+    _print(options, [asdict(t) for t in timings], "\n".join(lines))
     return 0
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -221,22 +222,30 @@ def latency(
         raise SettingError(f"latency: wanted rounds >= 1 and seconds > 0, got {rounds} and {seconds}")
     if threads < 1:
         raise SettingError(f"latency: wanted threads >= 1, got {threads}")
-    sessions = [session(path, threads=threads) for path in paths]
-    feeds = [numpy_inputs(s, inputs) for s in sessions]
+    runs = []
+    for path in paths:
+        runner = session(path, threads=threads)
+        feed = numpy_inputs(runner, inputs)
+        run_session(runner, feed, path)
+        runs.append(partial(runner.run, None, feed))
+    return time_in_turn(runs, seconds=seconds, rounds=rounds)
+
+
+def time_in_turn(runs: Sequence[Callable[[], object]], *, seconds: float, rounds: int = 15) -> list[float]:
+    """Return the median milliseconds of each of several functions, called in turn as `latency` explains."""
     repeats = []
-    for path, s, feed in zip(paths, sessions, feeds, strict=True):
-        run_session(s, feed, path)
+    for run in runs:
         for _ in range(2):
-            s.run(None, feed)
+            run()
         begin = time.perf_counter()
-        s.run(None, feed)
+        run()
         repeats.append(max(1, round(seconds / rounds / (time.perf_counter() - begin))))
-    times: list[list[float]] = [[] for _ in sessions]
-    order = list(range(len(sessions)))
+    times: list[list[float]] = [[] for _ in runs]
+    order = list(range(len(runs)))
     for turn in range(rounds):
         for i in order if turn % 2 == 0 else reversed(order):
             begin = time.perf_counter()
             for _ in range(repeats[i]):
-                sessions[i].run(None, feeds[i])
+                runs[i]()
             times[i].append((time.perf_counter() - begin) / repeats[i] * 1000)
     return [statistics.median(t) for t in times]

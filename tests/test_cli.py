@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import networks
 import numpy as np
@@ -39,17 +40,37 @@ def test_audit_prints_operators_and_metadata(files, capsys) -> None:
     assert record["about"]["model"] == "Residual"
 
 
-def test_bench_prints_latencies_and_ratios(files, capsys) -> None:
+def test_audit_profiles_layers_beside_another_file(files, capsys) -> None:
+    assert main(["audit", files[1], "--profile", "--against", files[0], "--seconds", "0.05"]) == 0
+    text = capsys.readouterr().out
+    assert "layer" in text
+    assert "outside of kernels" in text
+    assert main(["audit", files[1], "--profile", "--seconds", "0.05", "--threads", "2", "--json"]) == 0
+    profile = json.loads(capsys.readouterr().out)[files[1]]["profile"]
+    assert profile["threads"] == 2
+    total = sum(layer["this"]["milliseconds"] for layer in profile["layers"]) + profile["outside"]
+    assert total == pytest.approx(profile["milliseconds"])
+    assert main(["audit", files[1], "--against", files[0]]) == 2
+    assert capsys.readouterr().err == "compresskit: audit: --against is for --profile; write that, too\n"
+
+
+def test_bench_prints_latencies_and_ratios(files, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
     assert main(["bench", *files, "--batch", "4", "--json"]) == 0
     timings = json.loads(capsys.readouterr().out)
     assert [t["path"] for t in timings] == list(files)
     assert all(t["milliseconds"] > 0 and t["bytes"] > 1000 for t in timings)
     assert timings[0]["ratio"] == 1
     assert main(["bench", files[0], "--seconds", "0.1"]) == 0
-    head, row = capsys.readouterr().out.splitlines()
-    assert head.split() == ["file", "KiB", "median", "ms", "ratio"]
-    assert row.split()[0] == files[0]
+    head, row, note = capsys.readouterr().out.splitlines()
+    assert head.split() == ["file", "runtime", "KiB", "median", "ms", "ratio"]
+    assert row.split()[:2] == [files[0], "onnxruntime"]
     assert row.split()[-1] == "1.000"
+    assert note == "openvino is not installed, no file was timed in it: pip install openvino"
+    assert main(["bench", files[0], "--seconds", "0.1", "--runtime", "onnxruntime"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["bench", files[0], "--runtime", "openvino"]) == 2
+    assert capsys.readouterr().err == "compresskit: bench: openvino is not installed; pip install openvino\n"
 
 
 def test_verify_compares_optimization_levels_and_files(files, capsys, tmp_path) -> None:
@@ -113,8 +134,11 @@ def test_unreadable_files_end_with_exit_code_2(files, capsys, tmp_path) -> None:
         (["bench", files[0], "--inputs", "nothere.npz"], "compresskit: no such file: nothere.npz\n"),
         (["report", str(tmp_path / "nothere")], f"no such file: {tmp_path / 'nothere'}; wanted the folder of a run"),
         (["audit", str(tmp_path)], "a folder; wanted an ONNX file"),
-        (["bench", files[0], "--threads", "-1"], "wanted threads >= 1, got -1"),
-        (["bench", files[0], "--threads", "0"], "wanted threads >= 1, got 0"),
+        (["bench", files[0], "--threads", "-1"], "wanted threads >= 1 and seconds > 0, got -1"),
+        (["bench", files[0], "--threads", "0"], "wanted threads >= 1 and seconds > 0, got 0"),
+        (["bench", files[0], "--runtime", "tflite"], "bench: wanted runtimes among ('onnxruntime', 'openvino'), got ['tflite']"),
+        (["audit", files[0], "--profile", "--threads", "0"], "wanted threads >= 1 and seconds > 0, got 0"),
+        (["audit", str(tmp_path / "bad.onnx"), "--profile"], "cannot load it"),
         (["verify", files[0], "--inputs", str(tmp_path / "shape.npz")], "index: 1 Got: 5 Expected: 3"),
         (["bench", files[0], "--inputs", str(tmp_path / "shape.npz")], "f.onnx: ONNX Runtime cannot run it: Got invalid dimens"),
     ):
@@ -179,6 +203,8 @@ def test_bench_asks_for_the_sizes_that_vary(capsys, tmp_path) -> None:
     assert error.startswith(f"compresskit: bench: {path} takes any size of input (")
     assert error.endswith("; say which: --size N, or --inputs FILE.npz\n")
     assert error.count("\n") == 1
+    assert main(["audit", path, "--profile"]) == 2
+    assert capsys.readouterr().err.endswith("; say which: --size N, or --inputs FILE.npz\n")
     assert main(["bench", path, "--size", "8", "--seconds", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["milliseconds"] > 0
     np.savez(tmp_path / "x.npz", input=np.zeros((1, 3, 8, 8), np.float32))

@@ -3,6 +3,7 @@
 from compresskit.export.bundle import bundle
 from compresskit.export.check.audit import Audit, audit
 from compresskit.export.check.benchmark import Timing, benchmark
+from compresskit.export.check.layer_profile import Profile
 from compresskit.export.check.levels import LevelVerification, verify_levels
 from compresskit.export.check.verify import Agreement, Verification, verify_onnx
 from compresskit.export.files import annotate, read_metadata
@@ -13,6 +14,7 @@ __all__ = [
     "Agreement",
     "Audit",
     "LevelVerification",
+    "Profile",
     "Timing",
     "Verification",
     "annotate",

@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compresskit.base.errors import ExportError
-from compresskit.export.files import read_proto
-from compresskit.measure import runtime_message, runtime_path
-
-#: ONNX Runtime's integer kernels, and the operator that each replaces.
-INTEGER_KERNELS = {
-    "QLinearConv": "Conv",
-    "ConvInteger": "Conv",
-    "QGemm": "Gemm",
-    "QLinearMatMul": "MatMul",
-    "MatMulInteger": "MatMul",
-    "MatMulIntegerToFloat": "MatMul",
-    "DynamicQuantizeMatMul": "MatMul",
-    "QLinearAdd": "Add",
-    "QLinearMul": "Mul",
-    "QLinearConcat": "Concat",
-    "QLinearAveragePool": "AveragePool",
-    "QLinearGlobalAveragePool": "GlobalAveragePool",
-    "QLinearSigmoid": "Sigmoid",
-    "QLinearLeakyRelu": "LeakyRelu",
-    "QLinearSoftmax": "Softmax",
-    "DynamicQuantizeLSTM": "LSTM",
-}
-#: Operators that run on any type; they count as integer where their input is 8 bits wide.
-ANY_TYPE = frozenset(
-    "MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize DepthToSpace SpaceToDepth"
-    " Identity Tile".split()
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import AnyInputs
+from compresskit.export.check.benchmark import ask_for_sizes, random_inputs
+from compresskit.export.check.layer_profile import Profile, profile_layers
+from compresskit.export.check.optimized_graph import (
+    ANY_TYPE,
+    FUSED,
+    INTEGER_KERNELS,
+    all_nodes,
+    constant_shapes,
+    fix_dimensions_,
+    narrow_values,
+    node_macs,
+    optimized_model,
+    value_shapes,
 )
-#: Index of the weight among the inputs, for float and integer kernels.
-WEIGHT = {
-    "DynamicQuantizeMatMul": 1,
-    "Conv": 1,
-    "FusedConv": 1,
-    "Gemm": 1,
-    "FusedGemm": 1,
-    "MatMul": 1,
-    "FusedMatMul": 1,
-    "ConvTranspose": 1,
-}
-WEIGHT |= {"QLinearConv": 3, "QGemm": 3, "QLinearMatMul": 3, "MatMulIntegerToFloat": 1, "ConvInteger": 1, "MatMulInteger": 1}
-RECURRENT_OPERATORS = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
-FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm", "FusedMatMul": "MatMul", "MatMulNBits": "MatMul"}
+from compresskit.export.files import read_proto
+
 #: Newest opset and IR version that a release of onnxruntime reads -> the release. From 1.15 on that was tried
 #: (benchmarks/old_runtimes.md), before that it is by its own table. `_kernel_release` has kernels that came later.
 RUNTIMES = {
@@ -84,6 +57,7 @@ class Audit:
         opset: version of the standard operators.
         oldest_runtime: the oldest release of onnxruntime that reads the file, "1.15"; "" where the file is newer than all
             that we know.
+        profile: where the time goes, layer by layer; None where it was not asked for.
     """
 
     operators: dict[str, tuple[int, int]]
@@ -93,6 +67,7 @@ class Audit:
     conversions: int
     opset: int
     oldest_runtime: str
+    profile: Profile | None = None
 
     @property
     def integer_fraction(self) -> float:
@@ -107,28 +82,53 @@ class Audit:
         if self.floating:
             more = f" and {len(self.floating) - SHOWN} more" if len(self.floating) > SHOWN else ""
             lines.append(f"  layers in float: {', '.join(self.floating[:SHOWN])}{more}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([str(self.profile)] if self.profile else [])])
 
 
-def audit(path: str | Path, *, size: int = 64) -> Audit:
-    """Count the operators of a file that ONNX Runtime runs in integers, after all its fusions.
+def audit(
+    path: str | Path,
+    *,
+    size: int | None = None,
+    profile: bool = False,
+    against: str | Path | None = None,
+    inputs: AnyInputs | None = None,
+    batch: int = 1,
+    threads: int = 1,
+    seconds: float = 1.0,
+) -> Audit:
+    """Count the operators of a file that ONNX Runtime runs in integers, after all its fusions; with `profile`, time its layers.
 
     Args:
         path: of the file.
-        size: of input dimensions that vary, except the batch, for counting MACs. The batch is the first dimension of the first
-            input; of an `If`, the operators of both branches count.
+        size: of input dimensions that vary, except the batch; for counting MACs 64 where it is None. The batch is the first
+            dimension of the first input; of an `If`, the operators of both branches count.
+        profile: also run the file and sum the times of its kernels by layer.
+        against: a second file, usually of the float model, profiled in turn, which shows the layers that are no faster, and why.
+            Layers are matched by the names of their weights, else by order and size.
+        inputs: what is run; random numbers of `batch` rows and `size` where it is None.
+        threads: of ONNX Runtime. seconds: time to profile each file.
 
-    Raises ExportError where the file does not load.
+    Raises ExportError where a file does not load or run; SettingError for a setting out of range, or where a dimension besides
+    the batch varies and neither `inputs` nor `size` says how large it is.
     """
+    if against is not None and not profile:
+        raise SettingError("audit(against=...): a second file is compared by its times; write profile=True, too")
+    counted = _count_operators(path, 64 if size is None else size)
+    if not profile:
+        return counted
+    return replace(counted, profile=_profile(path, against, inputs, batch, size, threads, seconds))
+
+
+def _count_operators(path: str | Path, size: int) -> Audit:
     import onnx  # heavy, and only auditing needs it
 
     proto = read_proto(path)
     optimized = optimized_model(path)
-    rows, names = _fix_dimensions_(proto.graph, size)
-    _fix_dimensions_(optimized.graph, size, names)
-    shapes = _value_shapes(proto) | _value_shapes(optimized)
-    nodes, weights = list(_all_nodes(optimized.graph)), _constant_shapes(optimized.graph)
-    narrow = _narrow_values(optimized.graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
+    rows, names = fix_dimensions_(proto.graph, size)
+    fix_dimensions_(optimized.graph, size, names)
+    shapes = value_shapes(proto) | value_shapes(optimized)
+    nodes, weights = list(all_nodes(optimized.graph)), constant_shapes(optimized.graph)
+    narrow = narrow_values(optimized.graph, (onnx.TensorProto.UINT8, onnx.TensorProto.INT8))
     done: Counter[str] = Counter()
     every: Counter[str] = Counter()
     floating, macs_integer, macs, conversions = [], 0, 0, 0
@@ -140,7 +140,7 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
         integer = node.op_type in INTEGER_KERNELS or (kind in ANY_TYPE and node.input[0] in narrow)
         every[kind] += 1
         done[kind] += integer
-        cost = _node_macs(node, weights, shapes, size) // rows
+        cost = node_macs(node, weights, shapes, size) // rows
         macs += cost
         macs_integer += cost if integer else 0
         if cost and not integer:
@@ -156,6 +156,22 @@ def audit(path: str | Path, *, size: int = 64) -> Audit:
     )
 
 
+def _profile(
+    path: str | Path,
+    against: str | Path | None,
+    inputs: AnyInputs | None,
+    batch: int,
+    size: int | None,
+    threads: int,
+    seconds: float,
+) -> Profile:
+    """Profile a file on what the user gave, or on random inputs."""
+    if inputs is None:
+        ask_for_sizes(path, size, "audit(profile=True)", "give inputs=, or size=")
+        inputs = random_inputs(path, batch=batch, size=size or 1)
+    return profile_layers(path, inputs, against=against, threads=threads, seconds=seconds)
+
+
 def _opset(proto: Any) -> int:
     """Version of the standard operators of a file."""
     return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
@@ -164,7 +180,7 @@ def _opset(proto: Any) -> int:
 def _oldest_runtime(proto: Any) -> str:
     """The oldest release of onnxruntime that knows the opset, the IR version and the kernels of a file."""
     readers = [release for (opset, ir), release in RUNTIMES.items() if opset >= _opset(proto) and ir >= proto.ir_version]
-    needed = [release for node in _all_nodes(proto.graph) if (release := _kernel_release(node)) is not None]
+    needed = [release for node in all_nodes(proto.graph) if (release := _kernel_release(node)) is not None]
     return "{}.{}".format(*max([min(readers), *needed])) if readers else ""
 
 
@@ -173,125 +189,3 @@ def _kernel_release(node: Any) -> tuple[int, int] | None:
     if node.op_type == "DequantizeLinear" and any(a.name == "block_size" and a.i for a in node.attribute):
         return (1, 19)
     return {"MatMulNBits": (1, 17), "GatherBlockQuantized": (1, 23)}.get(node.op_type)
-
-
-def _all_nodes(graph: Any) -> Iterator[Any]:
-    """Every operator of a graph, those inside its operators (If, Loop) included."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(inner)
-
-
-def _all_graphs(graph: Any) -> Iterator[Any]:
-    """The graph and those inside its operators."""
-    yield graph
-    for node in _all_nodes(graph):
-        for attribute in node.attribute:
-            yield from (inner for inner in (attribute.g, *attribute.graphs) if inner.node)
-
-
-def optimized_model(path: str | Path) -> Any:
-    """A file after ONNX Runtime's fusions, before it chooses memory layouts for this machine."""
-    import onnx
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    with tempfile.TemporaryDirectory() as folder:
-        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        # Weights in another file: a file past 2 GB could not be written otherwise, and only the shapes of the weights are read.
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
-        try:
-            ort.InferenceSession(runtime_path(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise ExportError(f"{path}: ONNX Runtime cannot load it: {runtime_message(error)}") from error
-        return onnx.load(options.optimized_model_filepath, load_external_data=False)
-
-
-def _narrow_values(graph: Any, types: tuple[int, ...]) -> set[str]:
-    """Names of values that are 8 bits wide."""
-    names = {v.name for g in _all_graphs(graph) for v in g.value_info if v.type.tensor_type.elem_type in types}
-    for node in _all_nodes(graph):
-        integer = node.op_type == "QuantizeLinear" or node.op_type.startswith("QLinear")
-        if integer or (node.op_type in ANY_TYPE and node.input[0] in names):
-            names.update(node.output)
-    return names
-
-
-def _fix_dimensions_(graph: Any, size: int, names: Mapping[str, int] | None = None) -> tuple[int, dict[str, int]]:
-    """Set the dimensions of the inputs that vary to numbers: 1 for the first of each, `size` for others, or what `names` says.
-
-    Other values get the numbers of dimensions with the same name, and lose the dimensions that are computed from them.
-
-    Returns:
-        The first dimension of the first input, and a number for the name of each dimension.
-    """
-    stored = {tensor.name for tensor in graph.initializer}
-    inputs = [v for v in graph.input if v.name not in stored]
-    numbers = dict(names or {})
-    for value in inputs:
-        for i, d in enumerate(value.type.tensor_type.shape.dim):
-            if not d.HasField("dim_value"):
-                d.dim_value = numbers.setdefault(d.dim_param, size if i else 1) if d.dim_param else size if i else 1
-    for inner in _all_graphs(graph):
-        for value in (*inner.value_info, *inner.output):
-            for d in value.type.tensor_type.shape.dim:
-                if d.dim_param in numbers:
-                    d.dim_value = numbers[d.dim_param]
-                elif not d.HasField("dim_value"):
-                    d.Clear()
-    first = [d.dim_value for value in inputs[:1] for d in value.type.tensor_type.shape.dim]
-    return max(first[0], 1) if first else 1, numbers
-
-
-def _value_shapes(model: Any) -> dict[str, list[int]]:
-    """Value name -> shape, where every size is known."""
-    import onnx
-
-    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    values = (v for inner in _all_graphs(graph) for v in (*inner.value_info, *inner.output, *inner.input))
-    kinds = ((v.name, v.type.tensor_type) for v in values if v.type.tensor_type.HasField("shape"))
-    return {name: [d.dim_value for d in kind.shape.dim] for name, kind in kinds if all(d.dim_value for d in kind.shape.dim)}
-
-
-def _constant_shapes(graph: Any) -> dict[str, list[int]]:
-    """Shapes of all constants, also behind DequantizeLinear, Cast and Transpose."""
-    shapes = {i.name: list(i.dims) for inner in _all_graphs(graph) for i in inner.initializer}
-    for node in _all_nodes(graph):
-        shape = shapes.get(node.input[0]) if node.input else None
-        if shape is None:
-            continue
-        if node.op_type in ("DequantizeLinear", "Cast", "Identity"):
-            shapes[node.output[0]] = shape
-        elif node.op_type == "Transpose":
-            order = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(shape)))[::-1])
-            shapes[node.output[0]] = [shape[i] for i in order]
-    return shapes
-
-
-def _node_macs(node: Any, weights: dict[str, list[int]], shapes: dict[str, list[int]], size: int) -> int:
-    """Multiply-accumulates for the whole batch of a convolution or matrix product by a constant, else 0."""
-    if node.op_type == "MatMulNBits":  # weights in integers, products in float; stored packed
-        sizes = {a.name: a.i for a in node.attribute}
-        return sizes["K"] * sizes["N"] * _row_count(node, shapes)
-    if node.op_type in RECURRENT_OPERATORS:  # every matrix once for each step
-        steps, batch = (shapes.get(node.input[0]) or [size, 1])[:2]
-        return steps * batch * sum(math.prod(weights.get(name, [0])) for name in node.input[1:3])
-    place = WEIGHT.get(node.op_type)
-    weight = None if place is None or len(node.input) <= place else weights.get(node.input[place])
-    if weight is None:
-        return 0
-    if "Conv" in node.op_type:
-        read = node.op_type == "ConvTranspose"  # it multiplies each value that it reads, others each that they write
-        out = shapes.get(node.input[0] if read else node.output[0], [0])
-        return math.prod(weight) * out[0] * math.prod(out[2:])
-    return math.prod(weight[-2:]) * _row_count(node, shapes)
-
-
-def _row_count(node: Any, shapes: dict[str, list[int]]) -> int:
-    """Number of rows that a matrix product takes or, with a batch of matrices, gives; 0 where no shape is known."""
-    out = shapes.get(node.output[0]) or shapes.get(node.input[0]) or [0, 0]
-    return math.prod(out[:-1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import torch
 
 from compresskit.base.errors import ExportError, SettingError
 from compresskit.base.task import Inputs
+from compresskit.export.check.runtimes import installed_openvino, openvino_run
 from compresskit.export.files import file_bytes, read_proto
-from compresskit.measure import latency, session
+from compresskit.measure import numpy_inputs, run_session, session, time_in_turn
+
+log = logging.getLogger(__name__)
 
 #: Input types by the name that ONNX Runtime gives them.
 NUMPY_TYPES = {
@@ -28,14 +33,21 @@ NUMPY_TYPES = {
 }
 
 
+TIMED_RUNTIMES = ("onnxruntime", "openvino")  # that files are timed in
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Latency of one file. milliseconds: median. ratio: to the first file. bytes: of the file with its external data."""
+    """Latency of one file in one runtime.
+
+    milliseconds: median. ratio: to the first file in the first runtime. bytes: of the file with its external data.
+    """
 
     path: str
     milliseconds: float
     ratio: float
     bytes: int
+    runtime: str = "onnxruntime"
 
 
 def benchmark(
@@ -46,26 +58,66 @@ def benchmark(
     size: int = 64,
     threads: int = 1,
     seconds: float = 1.0,
+    runtimes: Sequence[str] | None = None,
 ) -> list[Timing]:
-    """Median milliseconds of each file in ONNX Runtime, all files run in turn so that they see the same machine.
+    """Median milliseconds of each file in each runtime, all run in turn so that they see the same machine.
 
     Args:
         paths: of ONNX files that take the same inputs.
         inputs: a tuple or a dict; random numbers if None, see `random_inputs`.
         batch, size: of random inputs: rows, and the size of other dimensions that vary.
-        threads: of ONNX Runtime.
-        seconds: time to measure each file.
+        threads: of each runtime.
+        seconds: time to measure each file in each runtime.
+        runtimes: some of "onnxruntime" and "openvino"; None for ONNX Runtime and, where it is installed, OpenVINO. In OpenVINO
+            values in float are fp32.
 
-    Raises ExportError where a file does not load.
+    Returns the timings of all files in the first runtime, then in the next. Where `runtimes` is None, a file that OpenVINO cannot
+    run is left out there, with a warning in the log.
+    Raises ExportError where a file does not load or run, or a runtime that is named is not installed; SettingError for a setting
+    out of range.
     """
+    chosen = _runtimes_to_time(runtimes)
+    if threads < 1 or seconds <= 0:
+        raise SettingError(f"bench: wanted threads >= 1 and seconds > 0, got {threads} and {seconds}")
     for path in paths:
         open_session(path)
     inputs = random_inputs(paths[0], batch=batch, size=size) if inputs is None else inputs
-    times = latency(paths, inputs, threads=threads, seconds=seconds)
+    runs: dict[tuple[str, str | Path], Callable[[], object]] = {}
+    for runtime in chosen:
+        for path in paths:
+            try:
+                runs[runtime, path] = _RUNS[runtime](path, inputs, threads)
+            except ExportError as error:
+                if runtimes is not None or runtime == "onnxruntime":
+                    raise
+                log.warning("%s", error)
+    times = time_in_turn(list(runs.values()), seconds=seconds)
     return [
-        Timing(path=str(path), milliseconds=t, ratio=t / times[0], bytes=file_bytes(path))
-        for path, t in zip(paths, times, strict=True)
+        Timing(path=str(path), milliseconds=t, ratio=t / times[0], bytes=file_bytes(path), runtime=runtime)
+        for (runtime, path), t in zip(runs, times, strict=True)
     ]
+
+
+def _runtimes_to_time(runtimes: Sequence[str] | None) -> Sequence[str]:
+    if runtimes is None:
+        return TIMED_RUNTIMES if installed_openvino() else TIMED_RUNTIMES[:1]
+    if isinstance(runtimes, str) or not runtimes or not set(runtimes) <= set(TIMED_RUNTIMES):
+        raise SettingError(f"bench: wanted runtimes among {TIMED_RUNTIMES}, got {runtimes!r}")
+    return runtimes
+
+
+def _onnxruntime_run(path: str | Path, inputs: Inputs, threads: int) -> Callable[[], object]:
+    runner = session(path, threads=threads)
+    feed = numpy_inputs(runner, inputs)
+    run_session(runner, feed, path)
+    return partial(runner.run, None, feed)
+
+
+def _openvino_run(path: str | Path, inputs: Inputs, threads: int) -> Callable[[], object]:
+    return openvino_run(path, numpy_inputs(session(path), inputs), threads)
+
+
+_RUNS = {"onnxruntime": _onnxruntime_run, "openvino": _openvino_run}
 
 
 def open_session(path: str | Path, *, optimize: bool | str = True) -> Any:
@@ -78,6 +130,13 @@ def free_dimensions(path: str | Path) -> dict[str, tuple[int | str, ...]]:
     """Inputs of a file with a dimension besides the first that varies: name -> dimensions, "?" for one without a name."""
     entries = ((entry.name, tuple(s if s is not None else "?" for s in entry.shape)) for entry in open_session(path).get_inputs())
     return {name: shape for name, shape in entries if any(isinstance(size, str) for size in shape[1:])}
+
+
+def ask_for_sizes(path: str | Path, size: int | None, where: str, remedy: str) -> None:
+    """Raise SettingError where a file takes any size and none is given: times of a size that nobody asked for say nothing."""
+    if size is None and (free := free_dimensions(path)):
+        shapes = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in free.items())
+        raise SettingError(f"{where}: {path} takes any size of {shapes}; {remedy}")
 
 
 def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[str, torch.Tensor]:

@@ -1,9 +1,11 @@
-"""Run a file in the runtime that it was written for, where that is not ONNX Runtime and is installed here."""
+"""Run a file in another runtime than ONNX Runtime, where that is installed here."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 from compresskit.base.errors import ExportError
 from compresskit.base.task import Inputs
 from compresskit.measure import numpy_inputs
+
+OPENVINO_REMEDY = "pip install openvino"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +41,13 @@ class OtherRuntime:
         if name != "openvino":
             self.record = RuntimeRun(name=name, note=f"{name} is not run here: verify the file where it is deployed")
             return
-        try:
-            openvino: Any = importlib.import_module("openvino")
-        except ImportError:
-            self.record = RuntimeRun(
-                name=name, note="openvino is not installed, the file was not run in it: pip install openvino"
-            )
+        openvino = installed_openvino()
+        if openvino is None:
+            note = f"openvino is not installed, the file was not run in it: {OPENVINO_REMEDY}"
+            self.record = RuntimeRun(name=name, note=note)
             return
         self.record = RuntimeRun(name=name, version=str(openvino.__version__))
-        with _Named(f"{path}: OpenVINO {openvino.__version__} cannot load it"):
-            self.compiled = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        self.compiled = _compiled(openvino, path, {})
 
     def run(self, session: Any, inputs: Inputs) -> list[np.ndarray]:
         """All outputs for a batch. session: of ONNX Runtime, whose inputs have the same names."""
@@ -54,6 +55,35 @@ class OtherRuntime:
         with _Named(f"{self.path}: OpenVINO {self.record.version} cannot run it"):
             found = self.compiled(numpy_inputs(session, inputs))
             return [np.atleast_1d(found[k]) for k in range(len(session.get_outputs()))]
+
+
+def installed_openvino() -> Any:
+    """The package openvino; None where it is not installed."""
+    try:
+        return importlib.import_module("openvino")
+    except ImportError:
+        return None
+
+
+def _compiled(openvino: Any, path: str | Path, settings: dict[str, Any]) -> Any:
+    """A file for this processor, in fp32 where it does not compute in integers."""
+    with _Named(f"{path}: OpenVINO {openvino.__version__} cannot load it"):
+        return openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32", **settings})
+
+
+def openvino_run(path: str | Path, feed: Mapping[str, np.ndarray], threads: int) -> Callable[[], object]:
+    """A function that runs a file in OpenVINO once, as fast as it can one request after another.
+
+    Raises ExportError where OpenVINO is not installed, or cannot load or run the file.
+    """
+    if (openvino := installed_openvino()) is None:
+        raise ExportError(f"bench: openvino is not installed; {OPENVINO_REMEDY}")
+    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
+    request = _compiled(openvino, path, settings).create_infer_request()
+    run = partial(request.infer, dict(feed), share_inputs=True, share_outputs=True)
+    with _Named(f"{path}: OpenVINO {openvino.__version__} cannot run it"):
+        run()
+    return run
 
 
 class _Named:

@@ -14,7 +14,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.export.check.audit import optimized_model
+from compresskit.export.check.optimized_graph import optimized_model
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import X86_NO_VNNI, Scheme, diagnose, quantize_dynamic
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant

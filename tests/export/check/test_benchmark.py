@@ -1,0 +1,69 @@
+"""Timing files in the runtimes that are installed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import SimpleNamespace
+
+import networks
+import pytest
+from networks import build, image
+
+import compresskit as ck
+from compresskit.base.errors import ExportError, SettingError
+from compresskit.export import benchmark
+
+
+class Core:
+    """OpenVINO's interface, which takes 2 ms; it cannot load files that are called q."""
+
+    settings: dict = {}  # noqa: RUF012 - what the last file was compiled with
+
+    def compile_model(self, path, device, settings):
+        if path.endswith("q.onnx"):
+            raise RuntimeError("Check failed\nno translation of QLinearFoo")
+        Core.settings = settings
+
+        def infer(feed, share_inputs, share_outputs):
+            assert {name: value.shape[0] for name, value in feed.items()} == {"x": 3}
+            time.sleep(0.002)
+
+        return SimpleNamespace(create_infer_request=lambda: SimpleNamespace(infer=infer))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Core=Core, __version__="2026.4"))
+    path = ck.export_onnx(build(networks.Chain), tmp_path / "f.onnx", image(2))
+    (tmp_path / "q.onnx").write_bytes(path.read_bytes())
+    return [path, tmp_path / "q.onnx"]
+
+
+def test_files_are_timed_in_openvino_too_where_it_is_installed(files, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        timings = benchmark(files, batch=3, threads=2, seconds=0.05)
+    assert [(t.runtime, t.path) for t in timings] == [
+        ("onnxruntime", str(files[0])),
+        ("onnxruntime", str(files[1])),
+        ("openvino", str(files[0])),
+    ]
+    assert timings[2].milliseconds >= 2
+    assert timings[2].ratio == timings[2].milliseconds / timings[0].milliseconds
+    assert f"{files[1]}: OpenVINO 2026.4 cannot load it: no translation of QLinearFoo" in caplog.text
+    assert Core.settings["INFERENCE_NUM_THREADS"] == 2
+    assert Core.settings["INFERENCE_PRECISION_HINT"] == "f32"
+
+
+def test_a_runtime_that_is_named_must_run_the_files(files, monkeypatch) -> None:
+    assert [t.runtime for t in benchmark(files[:1], batch=3, seconds=0.02, runtimes=["openvino"])] == ["openvino"]
+    assert [t.runtime for t in benchmark(files[:1], seconds=0.02, runtimes=["onnxruntime"])] == ["onnxruntime"]
+    with pytest.raises(ExportError, match=r"q\.onnx: OpenVINO 2026\.4 cannot load it"):
+        benchmark(files, batch=3, seconds=0.02, runtimes=["openvino"])
+    with pytest.raises(SettingError, match=r"wanted runtimes among \('onnxruntime', 'openvino'\), got 'openvino'"):
+        benchmark(files, runtimes="openvino")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(ExportError, match=r"bench: openvino is not installed; pip install openvino"):
+        benchmark(files, runtimes=["openvino"])
+    assert {t.runtime for t in benchmark(files, seconds=0.02)} == {"onnxruntime"}
