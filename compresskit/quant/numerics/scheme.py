@@ -172,7 +172,7 @@ class _RoundToGrid(torch.autograd.Function):
         if rounded is None:
             y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
             y.round_()
-            y.clamp_(low, high)  # type: ignore[call-overload]  # either two numbers or two tensors
+            y.clamp_(low, high)  # type: ignore[arg-type]  # two numbers, or two tensors
             y.mul_(scale)
         else:
             y = rounded * scale
