@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import torch
 import torchvision
 from quantize_cifar import MEAN, STD, trained
@@ -25,12 +26,21 @@ from compresskit.quant import ARM, OPENVINO, X86, Target
 UNGUARDED = replace(X86, name="X86, saturates=False", saturates=False)
 STATIC = (X86, ARM, OPENVINO)
 IMAGES = {"mobilenet_v2": 128, "mobilenet_v3_large": 128, "efficientnet_b0": 128, "vit_b_16": 64}  # pixels
+#: Types of tensors: of a session, of a file.
+ELEMENTS = {
+    "tensor(uint8)": onnx.TensorProto.UINT8,
+    "tensor(int8)": onnx.TensorProto.INT8,
+    "tensor(int32)": onnx.TensorProto.INT32,
+    "tensor(float)": onnx.TensorProto.FLOAT,
+}
 #: Operators of ONNX Runtime whose first output is an integer tensor.
 INTEGER_OPERATORS = frozenset(
     """QuantizeLinear DynamicQuantizeLinear QLinearConv QLinearAdd QLinearMul QLinearConcat QLinearAveragePool QLinearReduceMean
     QLinearGlobalAveragePool QLinearLeakyRelu QLinearSigmoid QLinearMatMul MatMulInteger ConvInteger""".split()
 )
 
+#: Operators that round a float tensor.
+ROUNDINGS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
 #: Operators with products -> places of their weights and of the zero points of those.
 WEIGHTS = {
     "QLinearConv": ((3, 5),),
@@ -45,11 +55,28 @@ WEIGHTS = {
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A file whose every operator reads integers that are given: what one rounds otherwise, the next does not see.
+
+    wanted: the exact file, whose outputs are `given`, then for each of `rounded` its float input and its scale.
+    file: the fused file, whose inputs are its own and each of `given` with ".given", and whose outputs are `integers`.
+    rounded: those of `integers` that are rounded from float tensors; the others come from integer kernels.
+    """
+
+    wanted: Path
+    file: Path
+    given: tuple[str, ...]
+    integers: tuple[str, ...]
+    rounded: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class File:
     """An exported file and what it is run on.
 
     inputs: (samples, ...), of its only input. batch: samples in one run. exact: the same file after ONNX Runtime's fusions, with
-    exact sums. watched: the fused file and the exact one with their integer tensors as outputs; none where they have none.
+    exact sums. watched: the fused file and the exact one with their integer tensors as outputs; none where they have none. cut:
+    one operator at a time, likewise.
     verified, machines: what `verify_onnx(machines="all")` says.
     """
 
@@ -60,6 +87,7 @@ class File:
     batch: int
     exact: Path
     watched: tuple[Path, ...]
+    cut: Cut | None
     verified: bool
     machines: dict[str, str]
     opset: int
@@ -127,6 +155,7 @@ def sources(data: Path, checkpoints: Path, samples: int) -> dict[str, tuple[tupl
     found |= {name: (STATIC, False, images(name)) for name in IMAGES}
     found["minilm"] = ((X86,), True, text(Minilm, 30522, 32))
     found["lstm"] = ((X86,), True, text(Lstm, 10000, 32))
+    found["lstm_one_word"] = ((X86,), True, text(Lstm, 10000, 1))  # no state is rounded
     return found
 
 
@@ -145,33 +174,66 @@ def files(source: tuple[tuple[Target, ...], bool, Build], name: str, folder: Pat
         ck.export_onnx(quantized, path, (calibration[:2],), opset="lowest")
         proof = ck.verify_onnx(path, quantized, [(x,) for x in inputs[:200].split(batch)], machines="all")
         said, proofs = ck.audit(path), {each.machine: str(each) for each in proof.machines}
-        exact, pair = variants(path, dynamic)
+        exact, pair, cut = variants(path, dynamic)
         label, oldest = f"{target.name}{', dynamic' * dynamic}", str(said.oldest_runtime)
-        made.append(File(name, label, path, inputs, batch, exact, pair, proof.passed, proofs, said.opset, oldest))
+        made.append(File(name, label, path, inputs, batch, exact, pair, cut, proof.passed, proofs, said.opset, oldest))
         print(name, label, proof, flush=True)
     return made
 
 
-def variants(path: Path, dynamic: bool) -> tuple[Path, tuple[Path, ...]]:
-    """Write the file as ONNX Runtime fuses it, with exact sums; then both forms with their integer tensors as outputs."""
-    import onnxruntime as ort
-
-    options, fused = ort.SessionOptions(), path.with_suffix(".fused.onnx")
-    levels = ort.GraphOptimizationLevel  # further fusions of a dynamic file hide its integers
+def variants(path: Path, dynamic: bool) -> tuple[Path, tuple[Path, ...], Cut | None]:
+    """Write the file as ONNX Runtime fuses it, with exact sums; both forms with their integer tensors as outputs; and cut."""
+    options, fused = quiet(), path.with_suffix(".fused.onnx")
+    levels = onnxruntime.GraphOptimizationLevel  # further fusions of a dynamic file hide its integers
     options.graph_optimization_level = levels.ORT_ENABLE_BASIC if dynamic else levels.ORT_ENABLE_EXTENDED
     options.optimized_model_filepath = str(fused)
-    options.log_severity_level = 4
-    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     proto = onnx.load(fused)
     names = [
         n.output[0] for n in proto.graph.node if n.op_type in INTEGER_OPERATORS or (n.op_type == "QGemm" and len(n.input) > 7)
     ]
     outputs, watched = list(proto.graph.output), (path.with_suffix(".watched.onnx"), path.with_suffix(".exact_watched.onnx"))
-    wanted = [onnx.ValueInfoProto(name=name) for name in names]
-    _save(proto, wanted, watched[0])
+    _save(proto, _values(names), watched[0])
     _make_exact_(proto.graph)
-    _save(proto, wanted, watched[1])
-    return _save(proto, outputs, path.with_suffix(".exact.onnx")), watched if names else ()
+    _save(proto, _values(names), watched[1])
+    exact = _save(proto, outputs, path.with_suffix(".exact.onnx"))
+    return (exact, watched, _cut(fused, exact, names)) if names else (exact, (), None)
+
+
+def quiet() -> Any:
+    """Options of a session that says nothing of constants that it removes."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return options
+
+
+def _values(names: list[str]) -> list[Any]:
+    return [onnx.ValueInfoProto(name=name) for name in names]
+
+
+def _cut(fused: Path, exact: Path, integers: list[str]) -> Cut:
+    """Write both files of a `Cut`."""
+    proto = onnx.load(exact)
+    nodes = [node for node in proto.graph.node if node.output[0] in integers]
+    given = [name for node in nodes for name in node.output if name]
+    rounded = [node for node in nodes if node.op_type in ROUNDINGS]
+    scales = [node.output[1] if node.op_type == "DynamicQuantizeLinear" else node.input[1] for node in rounded]
+    sources = [name for node, scale in zip(rounded, scales, strict=True) for name in (node.input[0], scale)]
+    made = {name for node in proto.graph.node for name in node.output}
+    for k, name in enumerate(sources):  # a constant, an input or a tensor that is an output already cannot be one again
+        if name not in made or name in given or name in sources[:k]:
+            sources[k] = f"{name}.output.{k}"
+            proto.graph.node.append(onnx.helper.make_node("Identity", [name], [sources[k]]))
+    wanted = _save(proto, _values([*given, *sources]), exact.with_suffix(".wanted.onnx"))
+    session = onnxruntime.InferenceSession(str(wanted), quiet(), providers=["CPUExecutionProvider"])
+    proto = onnx.load(fused)
+    for output in session.get_outputs()[: len(given)]:
+        kind = ELEMENTS[output.type]
+        proto.graph.input.append(onnx.helper.make_tensor_value_info(f"{output.name}.given", kind, None))
+    for node in proto.graph.node:
+        node.input[:] = [f"{name}.given" if name in given else name for name in node.input]
+    file = _save(proto, _values(integers), fused.with_suffix(".cut.onnx"))
+    return Cut(wanted, file, tuple(given), tuple(integers), tuple(node.output[0] for node in rounded))
 
 
 def _save(proto: Any, outputs: list[Any], path: Path) -> Path:

@@ -17,6 +17,11 @@ simulated        `verify_onnx(machines="all")`
 --openvino       a Python with openvino, in fp32 where it does not compute in integers. Its kernels are others: it is compared
                  with the file as written, run by ONNX Runtime without fusions
 
+one by one       the file cut into its operators, each of which is given the integers of exact sums. Where an integer kernel
+                 differs, it computes otherwise; where only rounded float values do, the machine's float arithmetic differs in the
+                 last bits (the order of a sum, `exp`, `tanh`) and the value lies near the middle between two integers. Run as a
+                 whole, each such step makes others differ: in a network without float operators there are none
+
 *integers*: of all integer tensors of the file as ONNX Runtime fuses it, values that are equal (dynamic files: without the fusions
 that hide them). *classes*: samples whose largest output is the same. *outputs*: values within a hundredth of a step, 1/255 of
 their range (OpenVINO: a step). CIFAR-10's networks are trained, the others have random weights and BatchNorm statistics of
@@ -45,7 +50,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "recipes")]
-from machine_files import UNGUARDED, File, files, sources  # noqa: E402
+from machine_files import UNGUARDED, Cut, File, files, sources  # noqa: E402
 
 from compresskit.measure import latency  # noqa: E402
 from compresskit.quant import X86  # noqa: E402
@@ -53,6 +58,7 @@ from compresskit.quant import X86  # noqa: E402
 CPUS = ("Haswell-v4", "SandyBridge", "Nehalem")
 WATCHED = 100  # samples of which integer tensors are kept
 WATCHED_EMULATED = 16
+CUT = 8  # samples, in one batch, of which operators are run one by one
 
 PYTHON = """
 import onnxruntime
@@ -63,13 +69,13 @@ def opened(job):
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(job["file"], options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    return lambda part: session.run(None, {name: part})
+    return lambda part, given: session.run(None, {name: part} | given)
 """
 OPENVINO = """
 import openvino
 def opened(job):
     compiled = openvino.Core().compile_model(job["file"], "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda part: list(compiled([part]).to_tuple())
+    return lambda part, given: list(compiled([part]).to_tuple())
 """
 JOBS = """
 import json, os, sys, numpy as np
@@ -77,12 +83,13 @@ for job in json.load(open(sys.argv[1])):
     os.makedirs(job["out"])
     try:
         run, x = opened(job), np.fromfile(job["inputs"], job["dtype"]).reshape(job["shape"])
+        given = {t["name"]: np.fromfile(t["file"], t["dtype"]).reshape(t["shape"]) for t in job["given"]}
         for i in range(0, len(x), job["batch"]):
-            found = run(x[i : i + job["batch"]])
+            found = run(x[i : i + job["batch"]], given)
             for k, values in enumerate(found):
                 with open(job["out"] + "/" + str(k) + ".bin", "ab") as file:
                     file.write(np.ascontiguousarray(values).tobytes())
-        done = [str(v.dtype) for v in found]
+        done = [[str(v.dtype), v.shape] for v in found]
     except Exception as error:
         done = str(error).strip().splitlines()[-1][:200]
     json.dump(done, open(job["out"] + "/done.json", "w"))
@@ -94,15 +101,18 @@ const ort = require(jobs[0].web + "/node_modules/onnxruntime-web");
 ort.env.wasm.numThreads = 1; ort.env.logLevel = "error";
 async function run(job) {
   const session = await ort.InferenceSession.create(fs.readFileSync(job.file), {executionProviders: ["wasm"]});
-  const raw = fs.readFileSync(job.inputs), wide = job.dtype === "int64", shape = job.shape;
-  const all = new (wide ? BigInt64Array : Float32Array)(raw.buffer.slice(raw.byteOffset, raw.byteOffset + raw.length));
+  const arrays = {int64: BigInt64Array, float32: Float32Array, uint8: Uint8Array, int8: Int8Array, int32: Int32Array};
+  const read = (file, dtype) => { const raw = fs.readFileSync(file);
+    return new arrays[dtype](raw.buffer.slice(raw.byteOffset, raw.byteOffset + raw.length)); };
+  const all = read(job.inputs, job.dtype), shape = job.shape, given = {};
+  job.given.forEach(t => { given[t.name] = new ort.Tensor(t.dtype, read(t.file, t.dtype), t.shape); });
   const size = shape.slice(1).reduce((a, b) => a * b, 1), names = session.outputNames;
   let types = [];
   for (let i = 0; i < shape[0]; i += job.batch) {
     const count = Math.min(job.batch, shape[0] - i), part = all.slice(i * size, (i + count) * size);
-    const x = new ort.Tensor(wide ? "int64" : "float32", part, [count, ...shape.slice(1)]);
-    const found = await session.run({[session.inputNames[0]]: x});
-    types = names.map(n => found[n].type);
+    const x = new ort.Tensor(job.dtype, part, [count, ...shape.slice(1)]);
+    const found = await session.run({[session.inputNames[0]]: x, ...given});
+    types = names.map(n => [found[n].type, found[n].dims]);
     names.forEach((n, k) => { const v = found[n].data;
       fs.appendFileSync(job.out + "/" + k + ".bin", Buffer.from(v.buffer, v.byteOffset, v.byteLength)); });
   }
@@ -122,12 +132,13 @@ async function run(job) {
 
 @dataclass(frozen=True)
 class Job:
-    """One file, run on inputs (samples, ...) in batches. plain: without fusions of ONNX Runtime."""
+    """One file, run on inputs (samples, ...) in batches. plain: without fusions of ONNX Runtime. given: further inputs."""
 
     file: Path
     inputs: torch.Tensor
     batch: int
     plain: bool = False
+    given: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ class Machine:
     web: str = ""
 
     def run(self, jobs: list[Job], folder: Path) -> list[list[np.ndarray] | str]:
-        """For each job, in one process, all outputs over all its inputs as flat arrays, or why there are none."""
+        """For each job, in one process, all outputs over all its inputs, or why there are none; of one batch with shapes."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         told: list[dict[str, Any]] = []
@@ -154,7 +165,9 @@ class Machine:
             values = job.inputs.numpy()
             values.tofile(folder / f"{k}.bin")
             paths = {"file": str(job.file), "inputs": str(folder / f"{k}.bin"), "out": str(folder / f"out{k}"), "web": self.web}
-            told.append(paths | {"dtype": str(values.dtype), "shape": values.shape, "batch": job.batch, "plain": job.plain})
+            given = [_saved(folder / f"{k}.{i}.bin", name, tensor) for i, (name, tensor) in enumerate(job.given.items())]
+            shape = {"dtype": str(values.dtype), "shape": values.shape, "batch": job.batch}
+            told.append(paths | shape | {"plain": job.plain, "given": given})
         (folder / "jobs.json").write_text(json.dumps(told))
         script = folder / f"run{self.suffix}"
         script.write_text(self.script)
@@ -166,15 +179,25 @@ class Machine:
             check=False,
         )
         lines = [line for line in done.stderr.splitlines() if line.strip() and "warning" not in line]
-        return [_written(Path(job["out"]), f"exit {done.returncode}: {' '.join(lines[-1:])[:160]}") for job in told]
+        return [_written(job, f"exit {done.returncode}: {' '.join(lines[-1:])[:160]}") for job in told]
 
 
-def _written(out: Path, otherwise: str) -> list[np.ndarray] | str:
+def _saved(path: Path, name: str, tensor: np.ndarray) -> dict[str, Any]:
+    tensor.tofile(path)
+    return {"name": name, "file": str(path), "dtype": str(tensor.dtype), "shape": tensor.shape}
+
+
+def _written(job: dict[str, Any], otherwise: str) -> list[np.ndarray] | str:
     """What a job wrote."""
+    out = Path(job["out"])
     if not (out / "done.json").exists():
         return otherwise
     done = json.loads((out / "done.json").read_text())
-    return done if isinstance(done, str) else [np.memmap(out / f"{k}.bin", kind, "r") for k, kind in enumerate(done)]
+    if isinstance(done, str):
+        return done
+    whole = job["batch"] >= job["shape"][0]
+    found = [np.fromfile(out / f"{k}.bin", kind) for k, (kind, _) in enumerate(done)]
+    return [values.reshape(shape) if whole else values for values, (_, shape) in zip(found, done, strict=True)]
 
 
 def machines(args: argparse.Namespace) -> tuple[list[Machine], list[str]]:
@@ -238,6 +261,40 @@ def equal(wanted: list[np.ndarray] | str, got: list[np.ndarray] | str) -> float 
     return float(sum(int((a == b).sum()) for a, b in zip(wanted, got, strict=True)) / sum(a.size for a in wanted))
 
 
+def one_by_one(cut: Cut, wanted: list[np.ndarray], got: list[np.ndarray] | str) -> dict[str, Any]:
+    """What operators compute from equal integers: how many integers there are and how many differ, of kernels and of roundings.
+
+    tie: the largest distance, in steps, between a float value that was rounded otherwise and the middle of two integers.
+    """
+    if isinstance(got, str):
+        return {"failed": got}
+    tensors = dict(zip(cut.given, wanted, strict=False))
+    floats = {name: wanted[len(cut.given) + 2 * k : len(cut.given) + 2 * k + 2] for k, name in enumerate(cut.rounded)}
+    found: dict[str, Any] = {"kernels": [0, 0], "roundings": [0, 0], "tie": 0.0}
+    for name, values in zip(cut.integers, got, strict=True):
+        differ = tensors[name] != values
+        kind = found["roundings" if name in floats else "kernels"]
+        kind[0] += int(differ.sum())
+        kind[1] += differ.size
+        if name in floats and differ.any():
+            steps = floats[name][0][differ].astype(np.float64) / float(floats[name][1].flat[0])
+            found["tie"] = max(found["tie"], float(np.abs(steps - np.floor(steps) - 0.5).max()))
+    return found
+
+
+def operators(here: Machine, made: list[File], folder: Path) -> tuple[list[Job], list[list[np.ndarray]]]:
+    """The jobs that run operators one at a time, and what `Cut.wanted` of each file computes."""
+    cuts = [(file.cut, file.inputs[:CUT]) for file in made if file.cut]
+    found = here.run([Job(cut.wanted, inputs, CUT) for cut, inputs in cuts], folder)
+    values = [each for each in found if not isinstance(each, str)]
+    assert len(values) == len(found), found
+    jobs = []
+    for (cut, inputs), each in zip(cuts, values, strict=True):
+        given = {f"{name}.given": value for name, value in zip(cut.given, each, strict=False)}
+        jobs.append(Job(cut.file, inputs, CUT, given=given))
+    return jobs, values
+
+
 def rows(made: list[File], others: list[Machine], args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Run the files of a network on every machine; enter the cells into `found`."""
     folder = args.folder / "run"
@@ -253,10 +310,12 @@ def rows(made: list[File], others: list[Machine], args: argparse.Namespace, foun
     wanted = here.run(jobs(1, lambda file: file.exact), folder / "exact")
     fewer = here.run(jobs(1, lambda file: file.exact, slow=True), folder / "fewer")
     written = here.run(jobs(0, lambda file: file.path, plain=True), folder / "written")
+    steps, single = operators(here, made, folder / "single")
     assert not any(isinstance(each, str) for each in (*wanted, *written, *fewer)), (wanted, written, fewer)
     for machine in others:
         openvino = machine.name.startswith("OpenVINO")
         got = machine.run(jobs(0, lambda file: file.path, plain=openvino, slow=machine.slow), folder / "other")
+        apart = [] if openvino else machine.run(steps, folder / "apart")
         reference, place = written if openvino else fewer if machine.slow else wanted, len(made)
         for k, file in enumerate(made):
             row = found.setdefault(f"{file.name}, {file.target}", {"cells": {}})
@@ -264,9 +323,10 @@ def rows(made: list[File], others: list[Machine], args: argparse.Namespace, foun
             row |= {"opset": file.opset, "oldest": file.oldest}
             samples = min(len(file.inputs), args.emulated) if machine.slow else len(file.inputs)
             cell = compared(reference[k], got[k], samples, 1 if openvino else 0.01) | {"samples": samples}
-            if file.watched and not openvino:
+            if file.cut and not openvino:
                 row["integers"] = sum(np.size(values) for values in wanted[place])
                 cell["integers"] = equal(reference[place], got[place])
+                cell["one by one"] = one_by_one(file.cut, single[place - len(made)], apart[place - len(made)])
                 place += 1
             if not (openvino and file.target == "ARM"):
                 row["cells"][machine.name] = cell
@@ -312,13 +372,45 @@ def page(result: dict[str, Any]) -> str:
                 some = f" of {cell['samples']}" if cell["samples"] < entry["samples"] else ""
                 cells.append(f"{percent(first)} / {percent(cell['classes'])}{some}")
         lines.append(f"| {name} | {entry['samples']} | {simulation(entry)} | {' | '.join(cells)} |")
-    lines += ["", *(f"Left out: {text}." for text in result["missing"])]
+    lines += ["", *(f"Left out: {text}." for text in result["missing"]), *single_operators(result["rows"], columns)]
     for name, times in result.get("latency", {}).items():
         ratio = times["X86"] / times[UNGUARDED.name]
         lines.append(
             f"{name} on this CPU, batch 1: {times['X86'] / times['fp32']:.3f} of fp32, {ratio:.3f} of weights that may overflow."
         )
     return "\n".join([*lines, "", f"{result['versions']}, {result['cpu']}", ""])
+
+
+def single_operators(rows: dict[str, Any], columns: list[str]) -> list[str]:
+    """The second table: what operators compute from equal integers."""
+    measured = [c for c in columns if any("one by one" in entry["cells"].get(c, {}) for entry in rows.values())]
+    if not measured:
+        return []
+    lines = [
+        "One operator at a time, each given the integers of exact sums: how many integers differ that integer kernels compute /",
+        "that are rounded from float values, and how far at most such a value lies from the middle of two integers, in steps.",
+        "An LSTM is one operator, whose float arithmetic and roundings of the state alternate inside.",
+        "",
+        f"| file | of kernels / rounded | {' | '.join(measured)} |",
+        f"|---|--:|{'--:|' * len(measured)}",
+    ]
+    for name, entry in rows.items():
+        found = {
+            column: entry["cells"][column]["one by one"] for column in measured if "one by one" in entry["cells"].get(column, {})
+        }
+        counts = [cell for cell in found.values() if cell and "failed" not in cell]
+        if counts:
+            cells = [difference(cell) for cell in found.values()]
+            lines.append(f"| {name} | {counts[0]['kernels'][1]:,} / {counts[0]['roundings'][1]:,} | {' | '.join(cells)} |")
+    return ["", *lines, ""]
+
+
+def difference(cell: dict[str, Any] | None) -> str:
+    """Integers that differ when each operator gets equal ones."""
+    if cell is None or "failed" in cell:
+        return "" if cell is None else "not read"
+    tie = f", {cell['tie']:.0e}" if cell["roundings"][0] else ""
+    return f"{cell['kernels'][0]} / {cell['roundings'][0]}{tie}"
 
 
 def times(name: str, args: argparse.Namespace) -> dict[str, float]:

@@ -334,3 +334,36 @@ def test_a_single_correction_counts(step) -> None:
     changed = quantizer.integers(weight).int() - plain.int()
     assert (changed[place].item(), int(changed.abs().sum())) == (step, 1)
     assert torch.equal((quantizer(weight) != before).nonzero().squeeze(), torch.tensor(place))
+
+
+def everything_but_values(path) -> tuple[bytes, dict[str, bytes]]:
+    """A file without the contents of its weights, biases and scales; and those contents."""
+    file = onnx.load(path)
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in file.graph.initializer}
+    for tensor in file.graph.initializer:
+        zeros = numpy_helper.from_array(np.zeros_like(values[tensor.name]), tensor.name)
+        tensor.CopyFrom(zeros)
+    return file.SerializeToString(deterministic=True), {name: value.tobytes() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_weights_that_fit_change_nothing_of_a_file_but_values(dynamic, tmp_path) -> None:
+    """The same operators, attributes, shapes and types in the same order, as written and as ONNX Runtime fuses them: integer
+    kernels do not branch on values, so a file is as fast as one whose weights may overflow."""
+    torch.manual_seed(0)
+    model = (Tied() if dynamic else Uniform()).eval()
+    x = (torch.randint(0, 40, (3, 5)),) if dynamic else (torch.randn(4, 3, 32, 32),)
+    quantize = quantize_dynamic if dynamic else quantize_static
+    files: dict[str, list[tuple[bytes, dict[str, bytes]]]] = {"as written": [], "fused": []}
+    for target in (X86, UNGUARDED):
+        path = ck.export_onnx(quantize(model, x, target=target), tmp_path / "q.onnx", x)
+        options = ort.SessionOptions()
+        options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "fused.onnx"), 4
+        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        files["as written"].append(everything_but_values(path))
+        files["fused"].append(everything_but_values(tmp_path / "fused.onnx"))
+    for guarded, plain in files.values():
+        assert guarded[0] == plain[0]
+        differ = {name for name, value in guarded[1].items() if value != plain[1][name]}
+        assert differ
+        assert differ < set(guarded[1])
