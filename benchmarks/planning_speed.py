@@ -4,9 +4,9 @@
 
 PATH is another checkout of this project, such as `git worktree add PATH de15f68`. Each checkout has a worker process, and the two
 are asked for the same case in turn, so that whatever else the machine does slows both. The ratio is the median of the ratios of
-neighbours, the seconds are medians. "same" says whether both gave the same: the plan, the integers of the weights and the ranges,
-the bytes of the file, the weights after the steps. What comes before the measured call (making the network, quantizing what is
-exported or trained) is not timed.
+neighbours, the seconds are medians, of processor time (the machine may do other work). "same" says whether both gave the same:
+the plan, the integers of the weights and the ranges, the bytes of the file, the weights after the steps. What comes before the
+measured call (making the network, quantizing what is exported or trained) is not timed.
 
 Writes `planning_speed.json` and `planning_speed.md` beside this file. `--only` measures some cases and keeps the rows of the
 others.
@@ -135,9 +135,9 @@ def plan_case(name: str) -> Case:
     model, x = network(name)
 
     def run() -> tuple[float, Any]:
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan = ck.prune.plan_channels(model, x, **budget())
-        return time.perf_counter() - begin, plan.to_json()
+        return time.process_time() - begin, plan.to_json()
 
     return run
 
@@ -158,9 +158,9 @@ def prune_case(name: str) -> Case:
 
     def run() -> tuple[float, Any]:
         given = copy.deepcopy(model)
-        begin = time.perf_counter()
+        begin = time.process_time()
         pruned = ck.Prune(**budget())(given, task)
-        return time.perf_counter() - begin, [v for v in pruned.state_dict().values() if v.is_floating_point()]
+        return time.process_time() - begin, [v for v in pruned.state_dict().values() if v.is_floating_point()]
 
     return run
 
@@ -182,9 +182,9 @@ def quantize_case(name: str) -> Case:
     data = batches(x)
 
     def run() -> tuple[float, Any]:
-        begin = time.perf_counter()
+        begin = time.process_time()
         quantized = ck.quant.quantize_static(model, data)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         return seconds, [v for _, v in sorted(quantized.deployed().state_dict().items())]
 
     return run
@@ -199,9 +199,9 @@ def export_case(name: str) -> Case:
     folder = Path(tempfile.mkdtemp())
 
     def run() -> tuple[float, Any]:
-        begin = time.perf_counter()
+        begin = time.process_time()
         file = ck.export_onnx(quantized, folder / "model.onnx", (x,))
-        return time.perf_counter() - begin, Path(file).read_bytes()
+        return time.process_time() - begin, Path(file).read_bytes()
 
     return run
 
@@ -228,10 +228,10 @@ def qat_case(name: str, *, held: bool = False) -> Case:
             optimizer.step()
 
         step()
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(6):
             step()
-        return time.perf_counter() - begin, list(trained.parameters())
+        return time.process_time() - begin, list(trained.parameters())
 
     return run
 
@@ -251,12 +251,39 @@ def optimizer_case(_: str) -> Case:
 
     def run() -> tuple[float, Any]:
         parameters = list(model.parameters())
-        begin = time.perf_counter()
+        begin = time.process_time()
         for _ in range(200):
             for p, grad in zip(parameters, grads, strict=True):
                 p.grad = grad
             run_.step()
-        return time.perf_counter() - begin, parameters
+        return time.process_time() - begin, parameters
+
+    return run
+
+
+def train_case(name: str) -> Case:
+    """Training steps with fp32 masters of bf16 weights, AdamW: forward, backward, step."""
+    import torch
+    from torch import nn
+
+    from compresskit import mixed
+
+    torch.manual_seed(0)
+    if name == "64 layers":
+        model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(64)))
+        x, steps = torch.randn(32, 64), 30
+    else:
+        model, x = network(name)
+        x, steps = batches(x)[0][0], 4
+    run_ = mixed.prepare(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-3), mixed.MASTER_BF16)
+
+    def run() -> tuple[float, Any]:
+        begin = time.process_time()
+        for _ in range(steps):
+            loss = run_(x).float().square().mean()
+            run_.backward(loss)
+            run_.step()
+        return time.process_time() - begin, list(model.parameters())
 
     return run
 
@@ -269,6 +296,7 @@ GROUPS: dict[str, tuple[Callable[[str], Case], tuple[str, ...]]] = {
     "qat": (qat_case, ("resnet18", "resnet20", "mobilenet_v2", "vit")),
     "qat-held": (partial(qat_case, held=True), ("resnet20",)),
     "optimizer": (optimizer_case, ("64 tensors",)),
+    "train": (train_case, ("64 layers", "resnet20")),
 }
 BIG: dict[str, tuple[str, ...]] = {"plan": ("vit_b_16",), "prune": ("vit_b_16",)}
 

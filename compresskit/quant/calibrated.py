@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer, check_observer
-from compresskit.quant.numerics.targets import X86, Target, check_target
+from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target, check_target
 
 
 class CalibratedOptions(TypedDict, total=False):
@@ -29,6 +29,8 @@ class CalibratedOptions(TypedDict, total=False):
     target: Target
     observer: Callable[[], Observer] | None
     skip: tuple[str, ...]
+    choose: Literal["rules", "measure"]
+    deployment: Deployment
     dynamic: Dynamic
     strict: bool
 
@@ -40,6 +42,8 @@ class CalibratedSettings:
     target: where the model will run.
     observer: makes one range observer for each activation; None for the default of the method.
     skip: dotted names of modules that stay float, or names of values that are not rounded.
+    choose: "rules" places operators by the target's rules; "measure" then by their times on this machine.
+    deployment: threads and batch that "measure" measures for.
     dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
     strict: raise where a layer with weights would stay float that no other setting leaves float.
     inside: dotted name of the one submodule that is quantized; None for the whole model.
@@ -48,6 +52,8 @@ class CalibratedSettings:
     target: Target = X86
     observer: Callable[[], Observer] | None = None
     skip: tuple[str, ...] = ()
+    choose: Literal["rules", "measure"] = "rules"
+    deployment: Deployment = DEFAULT_DEPLOYMENT
     dynamic: Dynamic = (0,)
     strict: bool = False
     inside: str | None = None
@@ -56,6 +62,12 @@ class CalibratedSettings:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         check_target(self.target, where)
         check_observer(self.observer, where)
+        if self.choose not in ("rules", "measure"):
+            raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
+        if not isinstance(self.deployment, Deployment):
+            raise SettingError(f"{where}(deployment=...): wanted Deployment(threads=, batch=), got {self.deployment!r}")
+        if self.choose == "rules" and self.deployment != DEFAULT_DEPLOYMENT:
+            raise SettingError(f'{where}(deployment=...): only a measured choice depends on it; write choose="measure", too')
 
 
 def check_samples(samples: int, where: str) -> None:

@@ -22,7 +22,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
-from compresskit.quant.passes.prepare_graph import Remedy
+from compresskit.quant.passes.prepare_graph import MeasuredPlacement, Remedy
 from compresskit.quant.weight_only.weight_model import WeightQuantized, rebuild_weights
 
 #: Types of inputs that a record may name; names from a file are only looked up here.
@@ -78,9 +78,10 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         )
     try:
         remedies = tuple(Remedy(**remedy) for remedy in origin.get("remedies", ()))
+        measured = MeasuredPlacement(**origin["measured"]) if "measured" in origin else None
     except TypeError as error:
         raise CheckpointError(f"not the record of a quantized model: {error}") from None
-    quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)), remedies=remedies)
+    quantized.origin = replace(quantized.origin, smoothed=int(origin.get("smoothed", 0)), remedies=remedies, measured=measured)
     if json.loads(json.dumps(quantized.placement.to_json())) != placement:
         raise CheckpointError(
             f"{type(model).__name__}: this torch ({torch.__version__}) captures the model as another graph than the one that was"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Unpack, overload
+from dataclasses import dataclass, replace
+from typing import ClassVar, Unpack, overload
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.effort.improve import Effort, quantize_with_effort
-from compresskit.quant.latency_search import faster_in_float
+from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
@@ -35,7 +35,6 @@ from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 class StaticOptions(CalibratedOptions, total=False):
     """Keyword arguments of `quantize_static`; `StaticSettings` has their defaults."""
 
-    choose: Literal["rules", "measure"]
     smooth: bool
     effort: Effort
 
@@ -44,15 +43,12 @@ class StaticOptions(CalibratedOptions, total=False):
 class StaticSettings(CalibratedSettings):
     """Settings of static quantization; `quantize_static` explains them."""
 
-    choose: Literal["rules", "measure"] = "rules"
     smooth: bool = True
     effort: Effort = "fast"
 
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         super().check(where)
-        if self.choose not in ("rules", "measure"):
-            raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
         if self.effort not in ("fast", "balanced", "best"):
             raise SettingError(f'{where}(effort=...): wanted "fast", "balanced" or "best", got {self.effort!r}')
 
@@ -81,7 +77,9 @@ def quantize_static(
         skip: dotted names of modules that stay float; or names of values, as the placement prints them, that are not rounded, so
             that what reads them stays float, too.
         choose: "rules" (the default) runs in integers what the target's rules say; "measure" then takes back to float what is
-            faster so on this machine, timed in ONNX Runtime (some seconds for each part that is tried).
+            faster so on this machine, timed in ONNX Runtime (some seconds for each part that is tried). A line of the log and
+            `origin.measured` of the result say what it chose and what that took.
+        deployment: threads and batch that "measure" times for; default `Deployment(threads=1, batch=1)`.
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.
@@ -108,21 +106,23 @@ def quantize_static(
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     target, skip, dynamic = settings.target, settings.skip, settings.dynamic
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
-    measured = faster_in_float(module, example, target, skip=skip, dynamic=dynamic) if settings.choose == "measure" else {}
+    choice = measured_choice(module, example, settings)
 
     def build(*, observer: Callable[[], Observer] | None = None, adjust: Callable[[Captured], object] | None = None) -> Quantized:
-        return build_quantized(
+        built = build_quantized(
             module,
             example,
             target,
             observer or settings.observer,
             skip=skip,
-            floating=measured,
+            floating=choice.floating,
             dynamic=dynamic,
             strict=settings.strict,
             smooth=example if settings.smooth else None,
             adjust=adjust,
         )
+        built.origin = replace(built.origin, measured=choice.record)
+        return built
 
     if settings.effort == "fast":
         quantized = build()

@@ -73,13 +73,15 @@ class ProfiledLayer:
     """One layer of the model in a file and, where there is one to compare with, in the other.
 
     name: of the module or node; `INPUTS` for what comes before the first layer. this, other: None where the file has no such
-    layer. cause: why it is not faster than in the other file; "" where it is, or where there is none.
+    layer. cause: why it is not faster than in the other file; "" where it is, or where there is none. place: its number among the
+    layers of the file; None for `INPUTS`, and for a layer that only the other file has.
     """
 
     name: str
     this: LayerTime | None
     other: LayerTime | None = None
     cause: str = ""
+    place: int | None = None
 
     @property
     def lost(self) -> float:
@@ -192,7 +194,7 @@ def profile_layers(
     this, other = files[0], files[-1]
     if against is None:
         names = {BEFORE: INPUTS} | {i: layer.name for i, layer in enumerate(this.layers)}
-        layers = [ProfiledLayer(name=names[i], this=times[0][i]) for i in sorted(times[0])]
+        layers = [ProfiledLayer(name=names[i], this=times[0][i], place=None if i < 0 else i) for i in sorted(times[0])]
     else:
         layers = _side_by_side(this, other, times)
     return Profile(
@@ -221,7 +223,7 @@ def _side_by_side(this: _ProfiledFile, other: _ProfiledFile, times: Sequence[dic
         name = next((layer.name for layer in layers if layer.name != layer.node), layers[0].name)
         own = None if i is None else times[0].get(i)
         their = None if j is None else times[1].get(j)
-        rows.append(ProfiledLayer(name=name, this=own, other=their, cause=slow_cause(layers[-1], own, their)))
+        rows.append(ProfiledLayer(name=name, this=own, other=their, cause=slow_cause(layers[-1], own, their), place=i))
     return [row for row in rows if row.this or row.other]
 
 

@@ -81,15 +81,22 @@ def _changed_attributes(analysis: ChannelAnalysis, removed: Tensor) -> dict[str,
 def _query_scales(analysis: ChannelAnalysis, removed: Tensor) -> dict[str, tuple[float, tuple[int, ...]]]:
     """Factors that make up for 1 / sqrt(width) of widths that shrink: tensor -> (factor, rows)."""
     scales: dict[str, tuple[float, tuple[int, ...]]] = {}
-    for scaling in analysis.propagation.width_scalings if analysis.assumptions.rescaled else ():
+    scalings = analysis.propagation.width_scalings if analysis.assumptions.rescaled else ()
+    made = [axis for axis in analysis.resolved.sets.axes if axis.dim == 0 and axis.role != "in"]
+    if not scalings or not made:
+        return scales
+    labels = torch.cat([axis.labels for axis in made]).clamp(min=0)
+    for scaling in scalings:
         before = scaling.labels.shape[scaling.dim]
         after = _remaining_size(analysis, removed, scaling.labels, scaling.dim)
         if after == before:
             continue
         factor = (after / before) ** (0.25 if scaling.shared else 0.5)
         scaled = torch.zeros(len(analysis.resolved.sets.parent), dtype=torch.bool)
-        scaled[scaling.labels[scaling.labels > 0]] = True
-        for axis in analysis.resolved.sets.axes:
-            if axis.dim == 0 and axis.role != "in" and len(rows := scaled[axis.labels.clamp(min=0)].nonzero().flatten()):
-                scales[analysis.prefix + axis.tensor] = (factor, tuple(rows.tolist()))
+        own = collapse_expanded(scaling.labels)
+        scaled[own[own > 0]] = True
+        parts = scaled[labels].split([len(axis.labels) for axis in made])
+        for axis, part in zip(made, parts, strict=True):
+            if bool(part.any()):
+                scales[analysis.prefix + axis.tensor] = (factor, tuple(part.nonzero().flatten().tolist()))
     return scales

@@ -11,6 +11,7 @@ no memory; the functions at the end of this file create and inspect such tensors
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +42,7 @@ class ChannelSets:
     """
 
     def __init__(self) -> None:
-        self.parent = [0]
+        self.parent = array("q", [0])
         self.locks: dict[int, str] = {}
         self.axes: list[AxisLabels] = []
         self.unions = 0
@@ -50,7 +51,7 @@ class ChannelSets:
     def copy(self) -> ChannelSets:
         """An independent copy of the same state."""
         other = ChannelSets()
-        other.parent, other.locks, other.axes = list(self.parent), dict(self.locks), list(self.axes)
+        other.parent, other.locks, other.axes = self.parent[:], dict(self.locks), list(self.axes)
         return other
 
     def fresh(self, count: int) -> Tensor:
@@ -72,7 +73,7 @@ class ChannelSets:
         """The root label of every entry; 0 for what belongs to no set."""
         unions, count, table = self._table
         if (unions, count) != (self.unions, len(self.parent)):
-            table = torch.tensor(self.parent)
+            table = torch.frombuffer(self.parent, dtype=torch.long).clone()  # a view would keep the array from growing
             while not torch.equal(table, jumped := table[table]):
                 table = jumped
             self._table = (self.unions, len(self.parent), table)

@@ -74,6 +74,10 @@ class ChannelGroup:
         axes = zip(self.indices, self.shapes, strict=True)
         return tuple(sorted((role, dim, len(shape)) for (_, dim, role), shape in axes))
 
+    def unscored(self) -> ChannelGroup:
+        """The same channels, before any was scored or removed."""
+        return ChannelGroup(indices=self.indices, shapes=self.shapes, roots=self.roots, costs=self.costs)
+
     def slices(self, model: nn.Module, prefix: str, evidence: Evidence | None = None) -> Slices:
         """Every weight of a matrix or filter that is removed with each channel, in rows, and what data showed of the channels."""
         evidence = evidence or Evidence()

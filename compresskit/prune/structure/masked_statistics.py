@@ -40,11 +40,13 @@ class ZeroedMasks:
 
 def removed_sets(analysis: ChannelAnalysis, plan: Plan) -> Tensor:
     """Roots of the channel sets that a plan removes, sorted."""
-    roots: set[int] = set()
-    for (tensor, dim), axis in analysis.resolved.axes.items():
-        if indices := plan.remove.get(analysis.prefix + tensor, {}).get(dim):
-            roots.update(analysis.resolved.sets.roots(axis.labels)[list(indices)].tolist())
-    return torch.tensor(sorted(roots - {0}), dtype=torch.long)
+    removed = [
+        axis.labels[list(indices)]
+        for (tensor, dim), axis in analysis.resolved.axes.items()
+        if (indices := plan.remove.get(analysis.prefix + tensor, {}).get(dim))
+    ]
+    roots = analysis.resolved.sets.roots(torch.cat([torch.zeros(1, dtype=torch.long), *removed])).unique()
+    return roots[roots > 0]
 
 
 def zeroed_masks(analysis: ChannelAnalysis, plan: Plan) -> ZeroedMasks:

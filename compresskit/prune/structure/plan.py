@@ -114,9 +114,8 @@ class Plan:
         """The indices of a tensor that stay: dimension -> (kept,) int64."""
         kept = {}
         for dim, removed in self.remove[name].items():
-            mask = torch.ones(self.sizes[name][dim], dtype=torch.bool)
-            mask[list(removed)] = False
-            kept[dim] = mask.nonzero().flatten()
+            gone = set(removed)
+            kept[dim] = torch.tensor([i for i in range(self.sizes[name][dim]) if i not in gone], dtype=torch.long)
         return kept
 
 

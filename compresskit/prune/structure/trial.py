@@ -44,6 +44,7 @@ class TrialRepair:
         heads = frozenset(split.path for split in self.propagation.splits) if whole_heads else frozenset()
         self.assumptions = Assumptions(whole_heads=heads)
         self._macs = 0
+        self._last: ChannelAnalysis | None = None
         self._candidates: dict[str, Iterator[Assumptions]] = {}
         self._repairs = 0
         self._tried_without_rescaling = False
@@ -80,7 +81,12 @@ class TrialRepair:
         return self._analyse()
 
     def _analyse(self) -> ChannelAnalysis:
-        return find_groups(self.propagation, self._macs, ignore=self.ignore, assumptions=self.assumptions)
+        if self._last is not None and _of_channels(self._last.assumptions) == _of_channels(self.assumptions):
+            groups = [group.unscored() for group in self._last.groups]
+            self._last = replace(self._last, groups=groups, assumptions=self.assumptions)
+        else:
+            self._last = find_groups(self.propagation, self._macs, ignore=self.ignore, assumptions=self.assumptions)
+        return self._last
 
     def _refusal(self, failure: Failure) -> ModelError:
         return ModelError(f"{type(self.model).__name__} cannot be pruned safely: {failure.reason}; nothing was changed")
@@ -194,6 +200,11 @@ class TrialRepair:
         half = len(groups) // 2
         halves = groups[:half], groups[half:]
         return [group for part in halves for group in self._failing_groups(part, analysis, failure)] or groups
+
+
+def _of_channels(assumptions: Assumptions) -> Assumptions:
+    """What the channel sets depend on: of the attributes that follow a width, those whose widths are joined."""
+    return replace(assumptions, attributes=assumptions.attributes & assumptions.one_width, rescaled=True)
 
 
 def trial_plan(analysis: ChannelAnalysis) -> Plan:

@@ -77,7 +77,7 @@ def affine(low: Tensor, high: Tensor, scheme: Scheme, *, empty: float = 1.0) -> 
         scale = (high - low) / (scheme.high - scheme.low)
         zero_point = (scheme.low - torch.round(low / scale.clamp(min=_TINY))).clamp(scheme.low, scheme.high).to(torch.int32)
     # A denormal scale makes 1/scale infinite.
-    return torch.where(scale > _TINY, scale, torch.full_like(scale, empty)), zero_point
+    return torch.where(scale > _TINY, scale, empty), zero_point
 
 
 def anchored(low: Tensor, high: Tensor, scheme: Scheme, anchor: float) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,18 @@ def round_to_grid(
     rounded: Tensor | None = None,
 ) -> Tensor:
     """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them)."""
-    low, high = scheme.low - zero_point.to(scale.dtype), scheme.high - zero_point.to(scale.dtype)
+    low, high = _bounds(zero_point, scale, scheme)
     return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded)  # type: ignore[no-any-return]
+
+
+def _bounds(zero_point: Tensor, scale: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor] | tuple[float, float]:
+    """The first and last step of a grid from 0; numbers where they are one for all and cost no wait, since they save a pass."""
+    if scheme.symmetric and zero_point.numel() > 1:
+        return scheme.low, scheme.high
+    if zero_point.numel() == 1 and zero_point.device.type == "cpu" and not torch.compiler.is_compiling():
+        middle = int(zero_point)
+        return scheme.low - middle, scheme.high - middle
+    return scheme.low - zero_point.to(scale.dtype), scheme.high - zero_point.to(scale.dtype)
 
 
 class _RoundToGrid(torch.autograd.Function):
@@ -151,28 +161,35 @@ class _RoundToGrid(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, low: Tensor, high: Tensor, gradient_scale: float, rounded: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        low: Tensor | float,
+        high: Tensor | float,
+        gradient_scale: float,
+        rounded: Tensor | None,
     ) -> Tensor:
         if rounded is None:
             y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
             y.round_()
-            torch.maximum(y, low, out=y)
-            torch.minimum(y, high, out=y)
+            y.clamp_(low, high)  # type: ignore[arg-type]  # two numbers, or two tensors
             y.mul_(scale)
         else:
             y = rounded * scale
         y = y.to(x.dtype)
-        ctx.gradient_scale = gradient_scale
-        ctx.save_for_backward(x, scale, low, high, y if ctx.needs_input_grad[1] else None)
+        ctx.gradient_scale, ctx.bounds = gradient_scale, (low, high)
+        ctx.save_for_backward(x, scale, y if ctx.needs_input_grad[1] else None)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, low, high, y = ctx.saved_tensors
-        bottom, top = (low - 0.5) * scale, (high + 0.5) * scale
+        x, scale, y = ctx.saved_tensors
+        low, high = ctx.bounds
+        step = scale.item() if scale.ndim == 0 and x.device.type == "cpu" else scale
+        bottom, top = (low - 0.5) * step, (high + 0.5) * step
         if scale.ndim == 0 and x.device.type == "cpu":
-            passed = torch.ops.aten.hardtanh_backward(grad, x, bottom.item(), top.item())
+            passed = torch.ops.aten.hardtanh_backward(grad, x, float(bottom), float(top))
         else:
             passed = grad * ((x > bottom) & (x < top))
         if y is None:

@@ -20,8 +20,32 @@ import torch
 from torch import Tensor
 
 from compresskit.base.errors import DataError, SettingError
+from compresskit.base.settings import check_field_types
 from compresskit.export.onnx import OPSETS
 from compresskit.quant.numerics.scheme import Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """How a file will be run, for choices that are measured.
+
+    threads: of the runtime. batch: samples at a time.
+    """
+
+    threads: int = 1
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        for name, value in (("threads", self.threads), ("batch", self.batch)):
+            if value < 1:
+                raise SettingError(f"Deployment({name}=...): wanted a whole number >= 1, got {value}")
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+
+DEFAULT_DEPLOYMENT = Deployment()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,33 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredPlacement:
+    """What `choose="measure"` measured.
+
+    threads, batch: how the files were run. milliseconds: of the file that was chosen. float_milliseconds: of the float model's,
+    timed in turn with it. integer_milliseconds: of the one with everything in integers that the rules allow.
+    floating: operators that it took back to float. files: how many were written and timed. seconds: that the search took.
+    """
+
+    threads: int
+    batch: int
+    milliseconds: float
+    float_milliseconds: float
+    integer_milliseconds: float
+    floating: int
+    files: int
+    seconds: float
+
+    def __str__(self) -> str:
+        back = f"{self.floating} operators stay float" if self.floating else "all stays in integers"
+        return (
+            f"measured placement (batch {self.batch}, threads {self.threads}): {back}, {self.milliseconds:.3f} ms;"
+            f" all in integers {self.integer_milliseconds:.3f} ms, float {self.float_milliseconds:.3f} ms"
+            f" ({self.files} files in {self.seconds:.0f} s)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """What a quantized model was made from: with the class of the float model, enough to build it again from a file.
 
@@ -53,7 +80,7 @@ class Origin:
     float_class: name of the float model's class. structure: shapes and sizes of the float model, see `graph.surgery.structure`.
     skip: modules that the user left float. floating: nodes of the graph that were left float, each with the reason.
     smoothed: how many values `smooth_` and the balancing of channels changed on the way.
-    remedies: what the effort level of static quantization tried.
+    remedies: what the effort level of static quantization tried. measured: what `choose="measure"` found.
     """
 
     float_class: str
@@ -62,10 +89,13 @@ class Origin:
     floating: Mapping[str, str] = field(default_factory=dict)
     smoothed: int = 0
     remedies: tuple[Remedy, ...] = ()
+    measured: MeasuredPlacement | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record."""
-        tried = {"remedies": [asdict(remedy) for remedy in self.remedies]} if self.remedies else {}
+        tried: dict[str, Any] = {"remedies": [asdict(remedy) for remedy in self.remedies]} if self.remedies else {}
+        if self.measured is not None:
+            tried["measured"] = asdict(self.measured)
         return tried | {
             "class": self.float_class,
             "structure": dict(self.structure),

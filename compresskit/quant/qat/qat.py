@@ -32,6 +32,7 @@ from compresskit.quant.calibrated import (
     check_samples,
     module_to_quantize,
 )
+from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
@@ -71,7 +72,7 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
         inside: dotted name of a submodule that alone is quantized; the result is then a copy of the whole model.
         observer: follows the range of each activation during the training; default `MovingAverage(momentum=0.01)`.
         learned: make the scales parameters (LSQ) instead; no observer follows then. Default False.
-        target, skip, dynamic, strict: as in `quantize_static`.
+        target, skip, choose, deployment, dynamic, strict: as in `quantize_static`.
 
     Returns the quantized model in train mode; with `inside`, the whole model.
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
@@ -85,16 +86,19 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
 def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
     """The prepared model, and the quantized part of it."""
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
+    choice = measured_choice(module, example, settings)
     quantized = build_quantized(
         module,
         example,
         settings.target,
         MinMax,
         skip=settings.skip,
+        floating=choice.floating,
         dynamic=settings.dynamic,
         strict=settings.strict,
         trainable=True,
     )
+    quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned)
     renew_stale_statistics_(quantized, example, where)
@@ -126,7 +130,7 @@ def zeros_kept(model: nn.Module) -> Iterator[None]:
 class QAT(QATSettings, Train):
     """Quantize a trained model as `prepare_qat` does, train it, and convert it. Weights that are zero stay zero.
 
-    target, observer, learned, skip, dynamic, strict, inside: as in `prepare_qat`.
+    target, observer, learned, skip, choose, deployment, dynamic, strict, inside: as in `prepare_qat`.
     samples: how many calibration samples the ranges start from, from `Task(calibration=...)` or the training data.
     freeze: fraction of the training after which BatchNorm statistics and ranges are frozen.
     objective: what is minimised. The default is half the task's loss and half the distance to the float model's predictions.

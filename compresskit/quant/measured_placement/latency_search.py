@@ -2,6 +2,8 @@
 
 The rules of a target say which operators are usually faster in integers. Here each part of the quantized graph is also tried in
 float: the ONNX file of every variant is timed beside the others in ONNX Runtime, and the parts that are faster in float stay so.
+Placements that the times of single layers predict (`placement_model`) are tried beside them, and the fastest file wins, all of
+them and the float model's timed in turn.
 """
 
 from __future__ import annotations
@@ -9,26 +11,31 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from compresskit.base.errors import SettingError
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, first_rows
+from compresskit.base.task import Inputs, batch_size
 from compresskit.export import export_onnx
-from compresskit.graph.capture import Captured, Dynamic
+from compresskit.export.check.layer_profile import profile_layers
+from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
-from compresskit.measure import latency
+from compresskit.measure import latency, session
+from compresskit.quant.calibrated import CalibratedSettings
+from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.operators import is_depthwise
-from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.insert import insert_quantizers_
 from compresskit.quant.passes.placement import Placement, place_quantizers
-from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
+from compresskit.quant.passes.prepare_graph import MeasuredPlacement, Origin, prepare_graph
 
 log = logging.getLogger(__name__)
 
@@ -38,45 +45,68 @@ Floating = Mapping[str, str]  # node that stays float -> the reason
 Measure = Callable[[Sequence[Floating]], list[float]]  # milliseconds of the variants with these nodes in float, timed in turn
 
 
-def faster_in_float(
-    model: nn.Module,
-    example: Inputs,
-    target: Target,
-    *,
-    skip: tuple[str, ...] = (),
-    dynamic: Dynamic = (0,),
-    seconds: float = 1.0,
-) -> dict[str, str]:
-    """Find the operators that should stay float on this machine, each with the measured reason.
+@dataclass(frozen=True)
+class MeasuredChoice:
+    """Nodes that stay float, each with the measured reason, and a record of the search; None where none was asked for."""
 
-    Every part (see `candidate_parts`) is timed in float, at batch 1 on one thread, in turn with the whole model in integers.
-    Where nothing would be left in integers, everything stays in integers. Logs a warning where the result is no faster than the
-    file of the float model. Writes to a temporary folder only.
+    floating: dict[str, str]
+    record: MeasuredPlacement | None = None
+
+
+def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSettings, *, seconds: float = 1.0) -> MeasuredChoice:
+    """Find the operators that should stay float on this machine, where the settings ask for that.
+
+    Every part (see `candidate_parts`) is timed in float, for `settings.deployment`, in turn with the whole model in integers. The
+    best of them, all that help together, and the predicted placements are then timed in turn with the file of the float model.
+    Where nothing would be left in integers, everything stays in integers. Logs what was chosen, and a warning where the result is
+    no faster than the file of the float model. Writes to a temporary folder only.
 
     Args:
-        model: a float module. example: inputs that capture it. target, skip, dynamic: as in `quantize_static`.
+        model: a float module. example: inputs that capture it. settings: of the quantization.
         seconds: how long each variant is timed.
 
-    Returns node of the captured graph -> the reason.
+    Raises SettingError where the model cannot take the batch of the deployment.
     """
-    captured, origin, _ = prepare_graph(model, example, target, skip, dynamic)
+    if settings.choose == "rules":
+        return MeasuredChoice({})
+    began = time.perf_counter()
+    target, skip, deployment = settings.target, settings.skip, settings.deployment
+    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic)
     placement = place_quantizers(captured.module.graph, target, skip=skip)
     if not placement.integer:
-        return {}
+        return MeasuredChoice({})
+
+    def runs(floating: Floating) -> bool:
+        return bool(place_quantizers(captured.module.graph, target, skip=skip, floating=floating).integer)
+
     with tempfile.TemporaryDirectory() as folder:
-        variants = _Variants(captured, origin, target, skip, Path(folder), seconds)
-        choice = choose_floating(candidate_parts(captured, placement), variants.measure)
-        if not place_quantizers(captured.module.graph, target, skip=skip, floating=choice.floating).integer:
-            choice = LatencyChoice({}, choice.all_integer_ms, choice.all_integer_ms)
-        float_ms = variants.measure_float()
-    if choice.ms >= MIN_GAIN * float_ms:
+        variants = _Variants(captured, origin, settings, Path(folder), seconds)
+        best = choose_floating(candidate_parts(captured, placement), variants.measure)
+        contenders: list[Floating] = [{}]
+        for floating in (best.floating, *(dict.fromkeys(nodes, "predicted") for nodes in variants.predicted(placement))):
+            if runs(floating) and all(set(floating) != set(other) for other in contenders):
+                contenders.append(floating)
+        *times, float_ms = variants.measure(contenders, beside_float=True)
+    ms, chosen = min(zip(times, contenders, strict=True), key=lambda pair: pair[0])
+    if ms >= MIN_GAIN * times[0]:
+        ms, chosen = times[0], contenders[0]
+    record = MeasuredPlacement(
+        threads=deployment.threads,
+        batch=deployment.batch,
+        milliseconds=ms,
+        float_milliseconds=float_ms,
+        integer_milliseconds=times[0],
+        floating=sum(name in placement.integer for name in chosen),
+        files=len(variants.files) + 1,
+        seconds=time.perf_counter() - began,
+    )
+    log.info("%s: %s", origin.float_class, record)
+    if ms >= MIN_GAIN * float_ms:
         log.warning(
-            "%s: int8 is no faster than float here (%.3f ms against %.3f ms at batch 1, one thread)",
-            origin.float_class,
-            choice.ms,
-            float_ms,
+            "%s: int8 is no faster than float here (%.3f ms against %.3f ms at %s)", origin.float_class, ms, float_ms, deployment
         )
-    return choice.floating
+    told = f"measured: the model takes {ms:.3f} ms with this and {len(chosen) - 1} other operators in float, not {times[0]:.3f}"
+    return MeasuredChoice({name: told if why == "predicted" else why for name, why in chosen.items()}, record)
 
 
 @dataclass(frozen=True)
@@ -115,23 +145,44 @@ def _reasons(parts: Mapping[str, list[str]], faster: list[tuple[float, str]], al
 class _Variants:
     """Writes the ONNX files of variants of one model, each once, and times them in turn."""
 
-    def __init__(
-        self, captured: Captured, origin: Origin, target: Target, skip: tuple[str, ...], folder: Path, seconds: float
-    ) -> None:
-        self.captured, self.origin, self.target, self.skip = captured, origin, target, skip
-        self.folder, self.seconds = folder, seconds
-        self.row = first_rows(captured.example, 1)
+    def __init__(self, captured: Captured, origin: Origin, settings: CalibratedSettings, folder: Path, seconds: float) -> None:
+        self.captured, self.origin, self.target, self.skip = captured, origin, settings.target, settings.skip
+        self.folder, self.seconds, self.deployment = folder, seconds, settings.deployment
         self.files: dict[frozenset[str], Path] = {}
+        self.float_file = export_onnx(captured.module, folder / "float.onnx", captured.example)
+        self.rows = self._rows()
 
-    def measure(self, variants: Sequence[Floating]) -> list[float]:
-        """Milliseconds of the variants whose given nodes stay float."""
+    def _rows(self) -> Inputs:
+        """Inputs of the batch that the deployment wants, repeated from the example where it has fewer."""
+        batch, held = self.deployment.batch, batch_size(self.captured.example)
+        fixed = session(self._file({})).get_inputs()[0].shape[0]
+        if isinstance(fixed, int) and fixed != batch:
+            raise SettingError(
+                f"Deployment(batch={batch}): {self.origin.float_class} takes {fixed} samples at a time, since dynamic= leaves the"
+                f" batch fixed; write batch={fixed}, or let the batch vary"
+            )
+
+        def repeated(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != held:
+                return value
+            return value.repeat(-(-batch // held), *[1] * (value.ndim - 1))[:batch]
+
+        example = self.captured.example
+        if isinstance(example, dict):
+            return {name: repeated(value) for name, value in example.items()}
+        return tuple(repeated(value) for value in example)
+
+    def measure(self, variants: Sequence[Floating], *, beside_float: bool = False) -> list[float]:
+        """Milliseconds of the variants whose given nodes stay float; those of the float model last, where it is asked for."""
         bar = progress_bar(variants, desc="measure placement", unit="part")
-        return latency([self._file(floating) for floating in bar], self.row, seconds=self.seconds)
+        files = [self._file(floating) for floating in bar] + ([self.float_file] if beside_float else [])
+        return latency(files, self.rows, threads=self.deployment.threads, seconds=self.seconds)
 
-    def measure_float(self) -> float:
-        """Milliseconds of the float model."""
-        path = export_onnx(self.captured.module, self.folder / "float.onnx", self.captured.example)
-        return latency([path], self.row, seconds=self.seconds)[0]
+    def predicted(self, placement: Placement) -> list[tuple[str, ...]]:
+        """Operators that should stay float, by the times of the layers."""
+        threads = self.deployment.threads
+        profile = profile_layers(self._file({}), self.rows, against=self.float_file, threads=threads, seconds=self.seconds)
+        return list(predicted_placements(layer_graph(self.captured, placement), profile))
 
     def _file(self, floating: Floating) -> Path:
         nodes = frozenset(floating)

@@ -1,0 +1,1 @@
+"""Placement by measured times: leave in float what is faster in float on this machine."""

@@ -1,0 +1,140 @@
+"""Predict a placement from the measured times of layers: the cheapest division of a graph into integers and float.
+
+The profile of the float file and of the file with everything in integers tells what each layer takes in either. Where a value
+passes from a layer of one kind to one of the other, converting it costs time in proportion to its size. The division with the
+least sum is a minimum cut of the graph of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from compresskit.export.check.layer_profile import INPUTS, Profile
+from compresskit.graph.capture import Captured
+from compresskit.quant.passes.placement import Placement
+
+#: Milliseconds for each value that is converted, where the profile shows no conversion.
+USUAL_CONVERSION = 1e-6
+#: Factors to the measured cost of a conversion: leaving a region also costs changes of the memory layout and fusions.
+CONVERSION_FACTORS = (1.0, 3.0, 10.0)
+BEFORE_LAYERS = -1
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Layers of a captured graph, numbered in its order.
+
+    members: operators that may run in integers, for each layer; those before the first layer belong to none.
+    sizes: (from, to) -> number of values that pass from a layer to another for one sample; from -1 for inputs of the model.
+    """
+
+    members: tuple[tuple[str, ...], ...]
+    sizes: Mapping[tuple[int, int], int]
+
+
+def layer_graph(captured: Captured, placement: Placement) -> LayerGraph:
+    """Number the layers of a prepared graph as `export.check.file_layers` numbers those of its file."""
+    layer_of: dict[fx.Node, int] = {}
+    members: list[list[str]] = []
+    sizes: dict[tuple[int, int], int] = defaultdict(int)
+    passed: set[tuple[fx.Node, int]] = set()
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.shapes:
+            layer_of[node] = BEFORE_LAYERS
+        reads = [(source, layer_of[source]) for source in node.all_input_nodes if source in layer_of]
+        if node.op != "call_function" or not reads:
+            continue
+        cost = placement.costs.get(node.name)
+        if cost is not None and cost.parameters > 0:
+            layer_of[node] = len(members)
+            members.append([])
+        else:
+            layer_of[node] = max(layer for _, layer in reads)
+        here = layer_of[node]
+        if here >= 0 and node.name in placement.integer:
+            members[here].append(node.name)
+        for source, layer in reads:
+            if layer != here and (source, here) not in passed:  # one conversion serves all readers in a layer
+                passed.add((source, here))
+                sizes[layer, here] += math.prod(captured.shapes.get(source.name, (0,))[1:])
+    return LayerGraph(tuple(map(tuple, members)), dict(sizes))
+
+
+def predicted_placements(graph: LayerGraph, profile: Profile) -> Iterator[tuple[str, ...]]:
+    """Operators that should stay float, for each cost of conversions that is assumed; none where the profile does not fit.
+
+    profile: of the file with everything in integers against the float one.
+    """
+    times = {layer.place: layer for layer in profile.layers if layer.place is not None}
+    if not graph.members or max(times, default=0) >= len(graph.members):
+        return
+    integer, floating = ([0.0] * len(graph.members) for _ in range(2))
+    for place, layer in times.items():
+        if layer.this is None or layer.other is None:
+            return  # the files have other layers
+        integer[place] = layer.this.milliseconds - layer.this.conversions
+        floating[place] = layer.other.milliseconds - layer.other.conversions
+    each = _conversion_cost(graph, profile)
+    for factor in CONVERSION_FACTORS:
+        edges = {pair: size * profile.rows * each * factor for pair, size in graph.sizes.items()}
+        kept = cheapest_division(integer, floating, edges, fixed=[i for i, some in enumerate(graph.members) if not some])
+        yield tuple(name for i, some in enumerate(graph.members) if i not in kept for name in some)
+
+
+def _conversion_cost(graph: LayerGraph, profile: Profile) -> float:
+    """Milliseconds for each value that is converted, measured where the inputs become integers."""
+    before = next((layer.this for layer in profile.layers if layer.name == INPUTS), None)
+    read = sum(size for (start, _), size in graph.sizes.items() if start == BEFORE_LAYERS) * profile.rows
+    return before.conversions / read if before is not None and before.conversions and read else USUAL_CONVERSION
+
+
+def cheapest_division(
+    integer: Sequence[float],
+    floating: Sequence[float],
+    edges: Mapping[tuple[int, int], float],
+    fixed: Collection[int] = (),
+) -> frozenset[int]:
+    """The layers that should run in integers: least sum of the layers' times and of the edges between layers of the two kinds.
+
+    Args:
+        integer, floating: time of each layer in integers and in float.
+        edges: (layer, layer) -> time of a conversion where one is in integers and the other is not; layer -1 is float.
+        fixed: layers that can only be float.
+    """
+    source, sink = len(integer), len(integer) + 1
+    room: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for i, (low, high) in enumerate(zip(integer, floating, strict=True)):
+        room[source][i] += high
+        room[i][sink] += math.inf if i in fixed else low
+    for (start, end), cost in edges.items():
+        a, b = (sink if i < 0 else i for i in (start, end))
+        if a != b:
+            room[a][b] += cost
+            room[b][a] += cost
+    while sink in (before := _reached(room, source)):
+        path = [sink]
+        while path[-1] != source:
+            path.append(before[path[-1]])
+        steps = list(zip(path[1:], path, strict=False))
+        flow = min(room[a][b] for a, b in steps)
+        for a, b in steps:
+            room[a][b] -= flow
+            room[b][a] += flow
+    return frozenset(i for i in before if i < len(integer))
+
+
+def _reached(room: Mapping[int, Mapping[int, float]], source: int) -> dict[int, int]:
+    """Every node that flow can still reach -> the node before it, breadth first."""
+    before, waiting = {source: source}, deque([source])
+    while waiting:
+        node = waiting.popleft()
+        for after, left in room[node].items():
+            if left > 1e-12 and after not in before:
+                before[after] = node
+                waiting.append(after)
+    return before
