@@ -167,7 +167,8 @@ def files(source: tuple[tuple[Target, ...], bool, Build], name: str, folder: Pat
     for target in targets:
         quantized: nn.Module
         if dynamic:
-            quantized = ck.quant.quantize_dynamic(model, (calibration,), target=target, dynamic=(0, 1))
+            varying = tuple(d for d in (0, 1) if calibration.shape[d] > 1)
+            quantized = ck.quant.quantize_dynamic(model, (calibration,), target=target, dynamic=varying)
         else:
             quantized = ck.quant.quantize_static(model, [(x,) for x in calibration.split(64)], target=target)
         path = folder / f"{name}.{target.name.split(',')[0]}{'.unguarded' * (target is UNGUARDED)}.onnx"
