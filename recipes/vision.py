@@ -1,4 +1,4 @@
-"""Shared by the image recipes: a loader of images in memory, and the residual networks of He et al. for CIFAR."""
+"""Shared by the image recipes: loaders of images, drawn and real pictures, the residual networks of He et al. for CIFAR."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torchvision.datasets import CIFAR10, ImageFolder
 
@@ -118,3 +119,32 @@ def cifar10(folder: str, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
             pixels, labels = data.data[:limit], torch.tensor(data.targets)[:limit]
         parts[split] = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), labels
     return parts
+
+
+def pictures(count: int, size: int, seed: int, folder: str | None = None) -> Tensor:
+    """Square pictures with values in 0..1, (count, 3, size, size): crops of those in a folder, or drawn where none is given."""
+    generator = torch.Generator().manual_seed(seed)
+    if folder is None:
+        return torch.stack([drawn(size, generator) for _ in range(count)])
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".bmp"))
+    if not paths:
+        raise SystemExit(f"{folder}: no .png, .jpg, .jpeg or .bmp picture in it")
+    crops = []
+    for i in range(count):
+        image = Image.open(paths[i * len(paths) // count if count < len(paths) else i % len(paths)]).convert("RGB")
+        image = image.resize([max(size, side) for side in image.size])
+        left, top = (int(torch.randint(side - size + 1, (), generator=generator)) for side in image.size)
+        crops.append(torch.from_numpy(np.array(image.crop((left, top, left + size, top + size)))).permute(2, 0, 1) / 255)
+    return torch.stack(crops)
+
+
+def drawn(size: int, generator: torch.Generator) -> Tensor:
+    """One picture of waves, rectangles and discs in random colours, (3, size, size) in 0..1."""
+    y, x = torch.meshgrid(torch.linspace(0, 1, size), torch.linspace(0, 1, size), indexing="ij")
+    u = torch.rand(64, generator=generator).tolist()
+    picture = torch.stack([0.5 + 0.25 * torch.sin(12 * (u[i] * x + u[i + 3] * y) + 6 * u[i + 6]) for i in range(3)])
+    for k in range(6):
+        r = u[9 + 8 * k : 17 + 8 * k]
+        inside = (x - r[0]).abs() + (y - r[1]).abs() * r[2] < r[3] / 4 if k % 2 else (x - r[0]) ** 2 + (y - r[1]) ** 2 < r[3] / 20
+        picture = torch.where(inside, torch.tensor(r[4:7]).view(3, 1, 1), picture)
+    return picture

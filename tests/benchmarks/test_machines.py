@@ -42,7 +42,9 @@ def test_an_emulated_cpu_computes_the_same_integers(tmp_path) -> None:
     for target in ("X86", "ARM", "OPENVINO"):
         cell = rows[f"resnet20, {target}"]["cells"]["Haswell-v4, emulated"]
         assert (cell["integers"], cell["classes"]) == (1, 1)
-        assert (cell["one by one"]["kernels"][0], cell["one by one"]["roundings"][0]) == (0, 0)
+        assert cell["one by one"]["kernels"][0] == 0
+        assert cell["one by one"]["roundings"][0] <= (10 if target == "OPENVINO" else 0)  # of additions that stay float
+        assert cell["one by one"]["tie"] < 1e-3
     unguarded = rows["resnet20, X86, saturates=False"]
     assert unguarded["cells"]["Haswell-v4, emulated"]["integers"] < 0.9
     assert "overflow int16" in unguarded["simulated"]["avx2"]

@@ -111,6 +111,24 @@ def test_cifar10_distill(tmp_path, start) -> None:
     check_run(start("cifar10_distill.py", *small, "--out", again, "--teacher", weights, "--soft", 0, "--terms", "at"), again, 2)
 
 
+@pytest.mark.parametrize("name", ["super_resolution.py", "face_detector.py"])
+def test_small_networks(name, tmp_path, start) -> None:
+    """On drawn pictures; then from the weights of that run, on the pictures of a folder."""
+    small = ("--epochs", 1, "--pictures", 32, "--batch-size", 8)
+    check_run(start(name, *small, "--out", tmp_path / "run"), tmp_path / "run", 2)
+    folder = image_folder(tmp_path / "data")
+    again = ("--data", folder, "--from", tmp_path / "run" / "1-train" / "model.safetensors", "--effort", "fast")
+    check_run(start(name, *small, *again, "--out", tmp_path / "again"), tmp_path / "again", 2)
+
+
+def test_a_folder_without_pictures_is_one_message(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(checkout.ROOT / "recipes"))
+    from vision import pictures
+
+    with pytest.raises(SystemExit, match=r"no \.png, \.jpg, \.jpeg or \.bmp picture in it"):
+        pictures(2, 8, 0, str(tmp_path))
+
+
 def sentences(folder) -> None:
     """Files of sentences made here, whose words tell the label."""
     words = [["dull", "bad", "boring"], ["fine", "good", "moving"]]
