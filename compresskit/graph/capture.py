@@ -29,6 +29,7 @@ from compresskit.base.task import Inputs, call, shapes_of
 from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import (
     replace_adaptive_max_pools_,
+    replace_attention_ranks_,
     replace_bounds_,
     replace_chunks_,
     replace_divisors_,
@@ -180,6 +181,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     replace_divisors_(program.graph_module)
     replace_bounds_(program.graph_module)
     replace_adaptive_max_pools_(program.graph_module)
+    replace_attention_ranks_(program.graph_module)
     return program, example
 
 
@@ -358,13 +360,6 @@ def _node_shapes(module: fx.GraphModule, example: Inputs) -> dict[str, tuple[int
 def parameter_name(node: Any) -> str | None:
     """Return the dotted name of the parameter or buffer that a node reads; None for other nodes."""
     return str(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else None
-
-
-def insert_call(replaced: Node, target: Any, *args: Any) -> Node:
-    """Insert a call where the graph's insertion point stands: it belongs to the module of the node that it helps to replace."""
-    new = replaced.graph.call_function(target, args)
-    new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
-    return new
 
 
 def module_path(node: Node) -> str:

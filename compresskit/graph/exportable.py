@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from compresskit.base.errors import ModelError
-from compresskit.graph.normalize import Node, aten, source_line
+from compresskit.graph.normalize import Node, aten, insert_call, source_line
 
 _POOLS = frozenset({aten.avg_pool2d.default, aten.avg_pool3d.default})
 
@@ -87,6 +87,40 @@ def replace_bounds_(module: fx.GraphModule) -> None:
         if {type(bound) for bound in bounds if bound is not None} == {int, float}:
             node.args = (node.args[0], *(float(b) if isinstance(b, int) else b for b in node.args[1:]))
             node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
+    module.recompile()
+
+
+_ATTENTION = aten.scaled_dot_product_attention.default
+
+
+def replace_attention_ranks_(module: fx.GraphModule) -> None:
+    """Give attention of three or of more than four dimensions exactly four: the exporter writes no other.
+
+    Of more than four, the heads before the last are joined with the batch. Left as it is where there is a mask of more than two
+    dimensions, since it need not have all of them.
+    """
+    for node in list(module.graph.nodes):
+        rank = node.args[0].meta["val"].ndim if node.target is _ATTENTION and "val" in node.args[0].meta else 4
+        mask = (*node.args, *[None] * 4)[3] if node.target is _ATTENTION else None
+        inner = node.args[0].meta["val"].shape[1 : rank - 3] if rank > 4 else ()
+        if rank in (2, 4) or (isinstance(mask, fx.Node) and mask.meta["val"].ndim > 2) or not all(type(n) is int for n in inner):
+            continue
+        with module.graph.inserting_before(node):
+            if rank == 3:
+                joined = [insert_call(node, aten.unsqueeze.default, x, 0) for x in node.args[:3]]
+            else:
+                joined = [insert_call(node, aten.flatten.using_ints, x, 0, rank - 4) for x in node.args[:3]]
+            mixed = module.graph.call_function(_ATTENTION, (*joined, *node.args[3:]), dict(node.kwargs))
+            rows = [x.meta["val"] for x in joined]
+            value = node.meta["val"].unsqueeze(0) if rank == 3 else node.meta["val"].flatten(0, rank - 4)
+            mixed.meta = {**node.meta, "val": value.to(rows[0].dtype)}
+            parted = (
+                insert_call(node, aten.squeeze.dim, mixed, 0)
+                if rank == 3
+                else insert_call(node, aten.unflatten.int, mixed, 0, [-1, *inner])
+            )
+        node.replace_all_uses_with(parted)
+        module.graph.erase_node(node)
     module.recompile()
 
 

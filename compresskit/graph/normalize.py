@@ -127,3 +127,10 @@ def source_line(node: Node) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if "/torch/" not in frame[0]]
     return " (at {}:{}: {})".format(*own[-1]) if own else ""
+
+
+def insert_call(replaced: Node, target: Any, *args: Any) -> Node:
+    """Insert a call where the graph's insertion point stands: it belongs to the module of the node that it helps to replace."""
+    new = replaced.graph.call_function(target, args)
+    new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
+    return new

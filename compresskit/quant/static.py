@@ -77,8 +77,8 @@ def quantize_static(
         skip: dotted names of modules that stay float; or names of values, as the placement prints them, that are not rounded, so
             that what reads them stays float, too.
         choose: "rules" (the default) runs in integers what the target's rules say; "measure" then takes back to float what is
-            faster so on this machine, timed in ONNX Runtime (some seconds for each part that is tried). A line of the log and
-            `origin.measured` of the result say what it chose and what that took.
+            faster so on this machine, timed in ONNX Runtime; each part that is tried takes an export and some seconds. A line of
+            the log and `origin.measured` of the result say what it chose and what that took.
         deployment: threads and batch that "measure" times for; default `Deployment(threads=1, batch=1)`.
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer

@@ -85,3 +85,15 @@ def test_a_weight_for_each_sample_is_refused_with_its_line(tmp_path: Path) -> No
     place = r"as many groups as an input has rows \(at .*test_exportable\.py:\d+: return F\.conv2d"
     with pytest.raises(ModelError, match=rf"{place}.*torch\.bmm, or export with dynamic=\(\)"):
         ck.export_onnx(Own(), tmp_path / "f.onnx", example)
+
+
+class Attending(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=0.3) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 8), (4, 2, 3, 5, 8), (4, 2, 3, 2, 5, 8)], ids=["3", "5", "6"])
+def test_attention_of_any_rank_is_written(shape: tuple[int, ...], tmp_path: Path) -> None:
+    model, example = Attending(), tuple(torch.randn(shape) for _ in range(3))
+    path = ck.export_onnx(model, tmp_path / "f.onnx", example)
+    assert ck.verify_onnx(path, model, [tuple(torch.randn(7, *shape[1:]) for _ in range(3))]).passed

@@ -155,9 +155,7 @@ class Profile:
             )
             lines.append("  " + "  ".join(cells).rstrip())
         if not USUAL_SCALE[0] < self.scale < USUAL_SCALE[1]:
-            lines.append(
-                f"  the profiler's times were multiplied by {self.scale:.2f} to sum to the latency: the machine was busy"
-            )
+            lines.append(f"  the profiler's times were multiplied by {self.scale:.2f} to sum to the latency")
         if both:
             worst = [f"{layer.name} {layer.lost:+.3f} ms ({layer.cause})" for layer in self.eating[:WORST]]
             lines.append(f"  eat the gain: {'; '.join(worst)}" if worst else "  every layer is faster than in the other file")
@@ -250,7 +248,7 @@ def slow_cause(layer: FileLayer, this: LayerTime | None, other: LayerTime | None
     if layer.depthwise:
         return "depthwise kernel"
     if 0 < layer.fewest_channels < FEW_CHANNELS:
-        return f"few channels: {layer.fewest_channels}"
+        return f"few {'channels' if layer.kind in ('Conv', 'ConvTranspose') else 'features'}: {layer.fewest_channels}"
     return "integer kernel"
 
 

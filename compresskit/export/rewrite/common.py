@@ -6,6 +6,7 @@
     DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
     PRelu with one slope                   -> LeakyRelu, for which runtimes have an integer kernel
     PRelu with a slope for each channel, all at most 1   -> Max(x, slope * x): the same values, a fifth of the time
+    constants that the exporter lost       -> initializers again
     names of the exporter, metadata        -> dropped
 
 A *move* is an operator that only moves values (Reshape, Transpose, Slice, Pad, Concat, MaxPool, ...). Rounding commutes with it,
@@ -14,6 +15,7 @@ so that it can run on integers, a quarter of the bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -27,6 +29,7 @@ DATA_MOVEMENT = frozenset(
 
 def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = ()) -> None:
     """Apply every rewrite of this module in place, then those of the target."""
+    _register_constants(model.graph)
     integers = any(node.op_type == "QuantizeLinear" for node in model.graph)
     for node in list(model.graph) if integers else ():
         if node.op_type == "ReduceMean":
@@ -47,6 +50,20 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
         rewrite(model)
     _remove_unused(model.graph)
     _drop_exporter_metadata(model)
+
+
+def _register_constants(graph: ir.Graph) -> None:
+    """Make initializers of constants that nodes read and the graph does not hold: onnxscript names the bounds of all clips of one
+    value alike, and of constants of one name a graph keeps the last.
+    """
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.const_value is None or value.producer() is not None or value.is_graph_input():
+                continue
+            if graph.initializers.get(value.name or "") is not value:
+                names = (f"{value.name}_of_{node.name}_{i}" for i in itertools.count(1))
+                value.name = next(name for name in names if name not in graph.initializers)
+                graph.register_initializer(value)
 
 
 def constant(value: ir.Value | None) -> np.ndarray | None:

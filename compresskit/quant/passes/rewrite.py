@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from compresskit.graph.capture import insert_call, parameter_name
+from compresskit.graph.capture import parameter_name
 from compresskit.graph.masks import map_mask_
-from compresskit.graph.normalize import Node, aten
+from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.operators import CONV_OF_RANK, OPERATOR_KINDS, is_depthwise
 from compresskit.quant.numerics.targets import Target

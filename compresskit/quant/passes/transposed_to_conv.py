@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from compresskit.graph.capture import insert_call, parameter_name
+from compresskit.graph.capture import parameter_name
 from compresskit.graph.masks import map_mask_
-from compresskit.graph.normalize import Node, aten
+from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import get_tensor, owner
 from compresskit.graph.transposed_convolution import ConvolutionForm, convolution_form
 from compresskit.quant.numerics.operators import CONV_OF_RANK, TRANSPOSED_CONVS

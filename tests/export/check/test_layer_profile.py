@@ -140,6 +140,7 @@ def test_a_slow_layer_is_told_with_its_cause() -> None:
     assert slow_cause(layer("d", 32, 1, 3, 3, groups=32), slow, plain) == "depthwise kernel"
     assert slow_cause(layer("d", 32, 3, 3, 3), slow, plain) == "few channels: 3"
     assert slow_cause(layer("d", 32, 32, 3, 3), slow, plain) == "integer kernel"
+    assert slow_cause(layer("d", 32, 4, kind="Gemm"), slow, plain) == "few features: 4"
     assert slow_cause(layer("d", 32, 32, 3, 3), plain, slow) == ""
     in_float = LayerTime(milliseconds=2.0, head=2.0, floats={"Conv": 2.0}, operators=("Conv",))
     assert slow_cause(layer("d", 32, 32, 3, 3), in_float, plain) == "in float: Conv"

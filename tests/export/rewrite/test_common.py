@@ -1,4 +1,4 @@
-"""Rewrites for all runtimes: PReLU in operators that runtimes have fast kernels for, with the same values."""
+"""Rewrites for all runtimes: the file computes the same values, in operators that runtimes have fast kernels for."""
 
 from __future__ import annotations
 
@@ -32,3 +32,25 @@ def test_prelu_is_written_in_faster_operators(slopes: torch.Tensor, operators: s
     assert {node.op_type for node in onnx.load(path).graph.node} == operators
     runtime = session(path)
     np.testing.assert_array_equal(runtime.run(None, numpy_inputs(runtime, (x,)))[0], layer(x).detach().numpy())
+
+
+class Clamped(nn.Module):
+    """One value between several bounds, which are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for i, bound in enumerate((0.1, 0.3, 0.5)):
+            self.register_buffer(f"low{i}", torch.tensor(-bound))
+            self.register_buffer(f"high{i}", torch.tensor(bound))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return sum((i + 1) * torch.clamp(x, self.get_buffer(f"low{i}"), self.get_buffer(f"high{i}")) for i in range(3))
+
+
+def test_each_clip_of_a_value_keeps_its_own_bounds(tmp_path: Path) -> None:
+    model = Clamped().eval()
+    path = ck.export_onnx(model, tmp_path / "m.onnx", torch.randn(4, 8))
+    assert sum(node.op_type == "Clip" for node in onnx.load(path).graph.node) == 3
+    assert ck.verify_onnx(path, model, [torch.randn(16, 8)]).passed
