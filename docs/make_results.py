@@ -202,7 +202,7 @@ def families() -> str:
 
 Small variants of published architectures with random weights, {libraries}, each in a process of its own. Not every part was run
 for every family, nor at one commit; a figure is of those for which it was, without those that torch cannot export. int8 files are of target
-`X86_NO_VNNI`. {source("families")}
+`X86`. {source("families")}
 
 * Float files that ONNX Runtime agrees with: {share("export", "verified")}; static int8, other batch sizes: {share("static", "verified")};
   dynamic int8, other batches and lengths: {share("dynamic", "verified")}.
