@@ -46,6 +46,8 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
     for node in list(model.graph):
         if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             _keep_layer_float(model.graph, node)
+        if node.op_type == "AveragePool":
+            _keep_partial_windows_float(model.graph, node)
     for rewrite in rewrites:
         rewrite(model)
     _remove_unused(model.graph)
@@ -172,6 +174,18 @@ def _keep_layer_float(graph: ir.Graph, layer: ir.Node) -> None:
     x, weight = layer.inputs[0], layer.inputs[1]
     if x is None or weight is None or _dequantize_before(x) is None or not weight.is_initializer():
         return
+    _hide_from_fusion(graph, layer, x)
+
+
+def _keep_partial_windows_float(graph: ir.Graph, pool: ir.Node) -> None:
+    """ONNX Runtime's integer kernel divides windows that are cut at the border (`ceil_mode`) by all of their positions."""
+    x = pool.inputs[0]
+    if x is not None and pool.attributes.get_int("ceil_mode", 0) and _dequantize_before(x) is not None:
+        _hide_from_fusion(graph, pool, x)
+
+
+def _hide_from_fusion(graph: ir.Graph, layer: ir.Node, x: ir.Value) -> None:
+    """Put a Clip without bounds before a node, through which ONNX Runtime does not look."""
     clip = ir.Node("", "Clip", [x])
     clip.outputs[0].shape, clip.outputs[0].type = x.shape, x.type
     graph.insert_before(layer, clip)

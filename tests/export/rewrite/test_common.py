@@ -54,3 +54,10 @@ def test_each_clip_of_a_value_keeps_its_own_bounds(tmp_path: Path) -> None:
     path = ck.export_onnx(model, tmp_path / "m.onnx", torch.randn(4, 8))
     assert sum(node.op_type == "Clip" for node in onnx.load(path).graph.node) == 3
     assert ck.verify_onnx(path, model, [torch.randn(16, 8)]).passed
+
+
+def test_windows_that_are_cut_at_the_border_are_averaged_in_float(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.AvgPool2d(3, ceil_mode=True), nn.Conv2d(8, 8, 1)).eval()
+    quantized = ck.quant.quantize_static(model, [torch.randn(16, 3, 8, 8)])
+    path = ck.export_onnx(quantized, tmp_path / "q.onnx", torch.randn(2, 3, 8, 8))
+    assert ck.verify_onnx(path, quantized, [torch.randn(7, 3, 8, 8)]).passed
