@@ -180,7 +180,7 @@ def _keep_layer_float(graph: ir.Graph, layer: ir.Node) -> None:
 def _keep_partial_windows_float(graph: ir.Graph, pool: ir.Node) -> None:
     """ONNX Runtime's integer kernel divides windows that are cut at the border (`ceil_mode`) by all of their positions."""
     x = pool.inputs[0]
-    if x is not None and pool.attributes.get_int("ceil_mode", 0) and _dequantize_before(x) is not None:
+    if x is not None and pool.attributes.get_int("ceil_mode", 0) == 1 and _dequantize_before(x) is not None:
         _hide_from_fusion(graph, pool, x)
 
 
