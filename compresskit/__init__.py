@@ -6,7 +6,7 @@ print(recipe.run(model, task, out="runs/first"))
 """
 
 from compresskit import distill, export, mixed, prune, quant
-from compresskit import metrics as metrics
+from compresskit import metrics
 from compresskit.base.budget import Budget, keep, remove
 from compresskit.base.errors import (
     CheckpointError,

@@ -110,7 +110,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     network = Detector()
-    deployment = ck.quant.Deployment(threads=args.threads)
+    deployment = ck.quant.targets.Deployment(threads=args.threads)
     stages: list[ck.Stage] = [ck.StaticQuant(effort=args.effort, samples=128, choose=args.choose, deployment=deployment)]
     if args.start:
         network.load_state_dict(load_file(args.start))

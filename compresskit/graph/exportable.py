@@ -96,32 +96,36 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 def replace_attention_ranks_(module: fx.GraphModule) -> None:
     """Give attention of three or of more than four dimensions exactly four: the exporter writes no other.
 
-    Of more than four, the heads before the last are joined with the batch. Left as it is where there is a mask of more than two
-    dimensions, since it need not have all of them.
+    Of more than four, the dimensions between the batch and the last three are joined with the batch. Left as it is where these
+    differ between queries, keys and values, or where there is a mask of more than two dimensions, which need not have them all.
     """
     for node in list(module.graph.nodes):
-        rank = node.args[0].meta["val"].ndim if node.target is _ATTENTION and "val" in node.args[0].meta else 4
-        mask = (*node.args, *[None] * 4)[3] if node.target is _ATTENTION else None
-        inner = node.args[0].meta["val"].shape[1 : rank - 3] if rank > 4 else ()
-        if rank in (2, 4) or (isinstance(mask, fx.Node) and mask.meta["val"].ndim > 2) or not all(type(n) is int for n in inner):
+        if node.target is not _ATTENTION or any("val" not in x.meta for x in node.args[:3]):
             continue
+        shapes = [x.meta["val"].shape for x in node.args[:3]]
+        mask, inner = (*node.args, None)[3], shapes[0][1:-3]
+        if len(shapes[0]) in (2, 4) or len({len(shape) for shape in shapes}) > 1:
+            continue
+        if mask is not None and mask.meta["val"].ndim > 2:
+            continue
+        if not all(type(n) is int for n in inner) or any(shape[1:-3] != inner for shape in shapes):
+            continue
+        join, part = _joined_rank(len(shapes[0]), list(inner))
         with module.graph.inserting_before(node):
-            if rank == 3:
-                joined = [insert_call(node, aten.unsqueeze.default, x, 0) for x in node.args[:3]]
-            else:
-                joined = [insert_call(node, aten.flatten.using_ints, x, 0, rank - 4) for x in node.args[:3]]
+            joined = [insert_call(node, join[0], x, *join[1:]) for x in node.args[:3]]
             mixed = module.graph.call_function(_ATTENTION, (*joined, *node.args[3:]), dict(node.kwargs))
-            rows = [x.meta["val"] for x in joined]
-            value = node.meta["val"].unsqueeze(0) if rank == 3 else node.meta["val"].flatten(0, rank - 4)
-            mixed.meta = {**node.meta, "val": value.to(rows[0].dtype)}
-            parted = (
-                insert_call(node, aten.squeeze.dim, mixed, 0)
-                if rank == 3
-                else insert_call(node, aten.unflatten.int, mixed, 0, [-1, *inner])
-            )
+            mixed.meta = {**node.meta, "val": join[0](node.meta["val"], *join[1:])}
+            parted = insert_call(node, part[0], mixed, *part[1:])
         node.replace_all_uses_with(parted)
         module.graph.erase_node(node)
     module.recompile()
+
+
+def _joined_rank(rank: int, inner: list[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What makes a value of `rank` dimensions one of four, and back: operators with their arguments."""
+    if rank == 3:
+        return (aten.unsqueeze.default, 0), (aten.squeeze.dim, 0)
+    return (aten.flatten.using_ints, 0, rank - 4), (aten.unflatten.int, 0, [-1, *inner])
 
 
 _ADAPTIVE_MAX_POOLS = frozenset({aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default})

@@ -15,7 +15,6 @@ from compresskit.quant.numerics import observers, targets
 from compresskit.quant.numerics.block_grid import BlockScheme, round_to_nearest
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import ARM, OPENVINO, TENSORRT, X86, X86_NO_VNNI, Target
-from compresskit.quant.numerics.targets import Deployment as Deployment
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
 from compresskit.quant.weight_only.gptq import gptq

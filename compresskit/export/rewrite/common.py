@@ -4,8 +4,9 @@
     move -> QuantizeLinear                 -> QuantizeLinear -> move, so that Q directly follows the operator it belongs to
     DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
     DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
+    AveragePool whose windows are cut at the border   -> a Clip without bounds before it, as above
     PRelu with one slope                   -> LeakyRelu, for which runtimes have an integer kernel
-    PRelu with a slope for each channel, all at most 1   -> Max(x, slope * x): the same values, a fifth of the time
+    PRelu with a slope for each channel, all at most 1   -> Max(x, slope * x), in faster kernels
     constants that the exporter lost       -> initializers again
     names of the exporter, metadata        -> dropped
 

@@ -12,9 +12,10 @@ import compresskit as ck
 from compresskit import measure
 from compresskit.base.errors import SettingError
 from compresskit.export.check.layer_profile import profile_layers
-from compresskit.quant import X86, Deployment, prepare_qat, quantize_static
+from compresskit.quant import X86, prepare_qat, quantize_static
 from compresskit.quant.measured_placement import latency_search
 from compresskit.quant.measured_placement.latency_search import candidate_parts, choose_floating
+from compresskit.quant.numerics.targets import Deployment
 from compresskit.quant.passes.placement import place_quantizers
 from compresskit.quant.passes.prepare_graph import prepare_graph
 
