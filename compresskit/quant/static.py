@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Unpack, overload
 
@@ -31,12 +31,15 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
+FLOAT_MACS = 0.1  # share that effort levels may leave float by default
+
 
 class StaticOptions(CalibratedOptions, total=False):
     """Keyword arguments of `quantize_static`; `StaticSettings` has their defaults."""
 
     smooth: bool
     effort: Effort
+    float_macs: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +48,28 @@ class StaticSettings(CalibratedSettings):
 
     smooth: bool = True
     effort: Effort = "fast"
+    float_macs: float | None = None
 
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         super().check(where)
         if self.effort not in ("fast", "balanced", "best"):
             raise SettingError(f'{where}(effort=...): wanted "fast", "balanced" or "best", got {self.effort!r}')
+        if self.float_macs is None:
+            return
+        if self.effort == "fast":
+            raise SettingError(
+                f'{where}(float_macs=...): only the other effort levels measure the noise; write effort="balanced"'
+            )
+        if not 0 <= self.float_macs < 1:
+            raise SettingError(f"{where}(float_macs=...): wanted a share of the MACs, 0 <= share < 1, got {self.float_macs!r}")
+
+    @property
+    def most_float(self) -> float:
+        """The largest share of the MACs that an effort level may leave float."""
+        if self.float_macs is not None:
+            return self.float_macs
+        return 0.0 if self.strict else FLOAT_MACS
 
 
 @overload
@@ -84,10 +103,13 @@ def quantize_static(
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.
         effort: "fast" (the default) takes the ranges that the observer finds. "balanced" tries remedies on one half of the
-            calibration data (even out channels, choose ranges activation by activation, correct biases) and keeps each only where
-            the outputs on the other half come closer to the float model's. "best" also trains weights, biases and scales, with
+            calibration data (even out channels, choose ranges activation by activation, leave layers float whose rounding makes
+            much noise for little work, correct biases) and keeps each only where the outputs on the other half come closer to the
+            float model's. "best" also trains weights, biases and scales, with
             the rounding in place, to imitate the float model. None of them needs labels; a line of the log for each, and
             `origin.remedies` of the result, say what it bought.
+        float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.25; 0 for none. Default
+            None: 0.1, or 0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay
@@ -108,14 +130,19 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     choice = measured_choice(module, example, settings)
 
-    def build(*, observer: Callable[[], Observer] | None = None, adjust: Callable[[Captured], object] | None = None) -> Quantized:
+    def build(
+        *,
+        observer: Callable[[], Observer] | None = None,
+        adjust: Callable[[Captured], object] | None = None,
+        floating: Mapping[str, str] | None = None,
+    ) -> Quantized:
         built = build_quantized(
             module,
             example,
             target,
             observer or settings.observer,
             skip=skip,
-            floating=choice.floating,
+            floating={**choice.floating, **(floating or {})},
             dynamic=dynamic,
             strict=settings.strict,
             smooth=example if settings.smooth else None,
@@ -134,7 +161,13 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         own = settings.observer is not None
         inputs = list(data) if settings.inside is None else [module_inputs(model, batch, settings.inside) for batch in data]
         quantized = quantize_with_effort(
-            module, inputs, build, effort=settings.effort, own_observer=own, where=f'{where}(effort="{settings.effort}")'
+            module,
+            inputs,
+            build,
+            effort=settings.effort,
+            own_observer=own,
+            float_macs=settings.most_float,
+            where=f'{where}(effort="{settings.effort}")',
         )
         warn_of_constants(quantized, where)
         result = in_place_of(model, quantized, settings.inside)

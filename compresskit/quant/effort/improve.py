@@ -1,7 +1,7 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> choose ranges -> correct biases -> (best) imitate the float model
+balance channels -> choose ranges -> keep the noisiest layers float -> correct biases -> (best) imitate the float model
     each made by `fit`; kept where the outputs on `judge` are closer to the float model's
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
@@ -19,8 +19,10 @@ from torch import nn
 
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured
+from compresskit.quant.calibration.rounding_noise import rounding_noise
 from compresskit.quant.effort.balance import balance_channels_
 from compresskit.quant.effort.biases import correct_biases_
+from compresskit.quant.effort.float_layers import choose_float_layers
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, halves, joined_samples
 from compresskit.quant.effort.tuning import imitate_float_
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 Effort = Literal["fast", "balanced", "best"]
 LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
 PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
+NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
 TUNING_STEPS = 500
 TUNING_ROWS = 8
@@ -42,13 +45,24 @@ class Build(Protocol):
     """Builds the quantized model, still to be calibrated."""
 
     def __call__(
-        self, *, observer: Callable[[], SeveralRanges] | None = None, adjust: Callable[[Captured], object] | None = None
+        self,
+        *,
+        observer: Callable[[], SeveralRanges] | None = None,
+        adjust: Callable[[Captured], object] | None = None,
+        floating: Mapping[str, str] | None = None,
     ) -> Quantized:
-        """observer: None for the user's or the default one. adjust: as in `build_quantized`."""
+        """observer: None for the user's or the default one. adjust, floating: as in `build_quantized`."""
 
 
 def quantize_with_effort(
-    module: nn.Module, batches: Sequence[Inputs], build: Build, *, effort: Effort, own_observer: bool, where: str
+    module: nn.Module,
+    batches: Sequence[Inputs],
+    build: Build,
+    *,
+    effort: Effort,
+    own_observer: bool,
+    float_macs: float,
+    where: str,
 ) -> Quantized:
     """Return the best model that the remedies of an effort level reach, calibrated.
 
@@ -57,6 +71,7 @@ def quantize_with_effort(
         build: makes the quantized model.
         effort: "balanced" or "best".
         own_observer: whether the user chose the observer; ranges are then not chosen.
+        float_macs: the largest share of the MACs that may stay float where rounding costs most.
         where: what messages begin with.
 
     Raises DataError where half of the calibration data is too little.
@@ -70,6 +85,8 @@ def quantize_with_effort(
             break
     if not own_observer:
         trials.try_ranges()
+    if float_macs > 0:
+        trials.try_float_layers(float_macs)
     trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
     if effort == "best":
         learn_from = trials.error_on(fit)
@@ -91,6 +108,7 @@ class _Trials:
         self.remedies: list[Remedy] = []
         self.adjust: Callable[[Captured], object] | None = None
         self.moved = 0
+        self.chooses_ranges = False
 
     def start(self) -> None:
         """Make the model without remedies."""
@@ -116,12 +134,32 @@ class _Trials:
     def try_ranges(self) -> None:
         """Try ranges that are chosen activation by activation."""
         began = time.perf_counter()
+        self.chooses_ranges = self._judged("choose ranges", self._with_ranges({}), began)
+
+    def try_float_layers(self, most_macs: float) -> None:
+        """Try to leave the layers float whose rounding adds most noise to the outputs for the work that they are."""
+        began = time.perf_counter()
+        noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
+        found = choose_float_layers(self.model, noise, most_macs)
+        if not found.names:
+            return
+        floating = dict.fromkeys(
+            sorted(found.names),
+            f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work",
+        )
+        if self.chooses_ranges:
+            candidate = self._with_ranges(floating)
+        else:
+            candidate = self._calibrated(self.build(adjust=self.adjust, floating=floating), self.fit)
+        self._judged(f"float layers, {len(floating)} operators, {found.work:.1%} of the work", candidate, began)
+
+    def _with_ranges(self, floating: Mapping[str, str]) -> Quantized:
         formats = self.model.target.activations
         observer = partial(SeveralRanges, min(8, formats.bits), symmetric=formats.symmetric)
-        candidate = self._calibrated(self.build(observer=observer, adjust=self.adjust), self.fit, finish=False)
+        candidate = self._calibrated(self.build(observer=observer, adjust=self.adjust, floating=floating), self.fit, finish=False)
         choose_ranges_(candidate, joined_samples(self.fit, PROBE_SAMPLES))
         self._finish(candidate)
-        self._judged("choose ranges", candidate, began)
+        return candidate
 
     def try_changed(self, name: str, change: Callable[[Quantized], object]) -> None:
         """Try a change of a copy of the model so far."""

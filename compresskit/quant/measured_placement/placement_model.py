@@ -8,7 +8,7 @@ least sum is a minimum cut of the graph of layers.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from compresskit.export.check.layer_profile import INPUTS, Profile
 from compresskit.graph.capture import Captured
+from compresskit.quant.numerics.minimum_cut import minimum_cut
 from compresskit.quant.passes.placement import Placement
 
 #: Milliseconds for each value that is converted, where the profile shows no conversion.
@@ -107,34 +108,12 @@ def cheapest_division(
         fixed: layers that can only be float.
     """
     source, sink = len(integer), len(integer) + 1
-    room: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    both: dict[tuple[int, int], float] = defaultdict(float)
     for i, (low, high) in enumerate(zip(integer, floating, strict=True)):
-        room[source][i] += high
-        room[i][sink] += math.inf if i in fixed else low
+        both[source, i] += high
+        both[i, sink] += math.inf if i in fixed else low
     for (start, end), cost in edges.items():
         a, b = (sink if i < 0 else i for i in (start, end))
-        if a != b:
-            room[a][b] += cost
-            room[b][a] += cost
-    while sink in (before := _reached(room, source)):
-        path = [sink]
-        while path[-1] != source:
-            path.append(before[path[-1]])
-        steps = list(zip(path[1:], path, strict=False))
-        flow = min(room[a][b] for a, b in steps)
-        for a, b in steps:
-            room[a][b] -= flow
-            room[b][a] += flow
-    return frozenset(i for i in before if i < len(integer))
-
-
-def _reached(room: Mapping[int, Mapping[int, float]], source: int) -> dict[int, int]:
-    """Every node that flow can still reach -> the node before it, breadth first."""
-    before, waiting = {source: source}, deque([source])
-    while waiting:
-        node = waiting.popleft()
-        for after, left in room[node].items():
-            if left > 1e-12 and after not in before:
-                before[after] = node
-                waiting.append(after)
-    return before
+        both[a, b] += cost
+        both[b, a] += cost
+    return frozenset(i for i in minimum_cut(both, source, sink) if i < len(integer))

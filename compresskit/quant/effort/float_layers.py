@@ -1,0 +1,99 @@
+"""Choose the layers that should stay float: those whose rounding makes much noise for the work that they are.
+
+The noise of the outputs is the sum of what each rounding adds (`rounding_noise`). A rounding of an activation is gone only where
+all operators that it serves are float, so whole regions must be weighed, not single layers. For a price of work, the set of
+operators that saves most noise for its price is a minimum cut (the "project selection" problem: each rounding is a project that
+needs its operators). The lower the price, the larger the set, and each holds the ones before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from compresskit.graph.normalize import Node
+from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.minimum_cut import minimum_cut
+from compresskit.quant.numerics.operators import OPERATOR_KINDS
+from compresskit.quant.passes.placement import Placement
+
+#: A set is worth its price where it saves at least this many times as large a share of the noise as its share of the work is.
+LEAST_RATIO = 1.5
+PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
+
+
+@dataclass(frozen=True)
+class FloatLayers:
+    """Operators that should stay float, and what that is predicted to do.
+
+    names: of their nodes. work: their share of the work. noise: the share of the noise that is left.
+    """
+
+    names: frozenset[str]
+    work: float
+    noise: float
+
+
+def choose_float_layers(quantized: Quantized, noise: Mapping[Node, float], most_work: float) -> FloatLayers:
+    """Choose the operators that should stay float.
+
+    Args:
+        quantized: a calibrated model.
+        noise: of each rounding, see `rounding_noise`.
+        most_work: the largest share of the work that may be float. A multiply-accumulate is one, and so is a value written.
+
+    Returns the largest choice within these bounds, which may be empty.
+    """
+    placement = quantized.placement
+    needs = {node: _served(node, placement) for node in noise if noise[node] > 0}
+    work = {
+        name: float(_work(node, placement)) for node in quantized.body.graph.nodes if (name := node.name) in placement.integer
+    }
+    all_work, all_noise = sum(work.values()), sum(noise.values())
+    best = FloatLayers(frozenset(), 0.0, 1.0)
+    if not all_work or not 0 < all_noise < float("inf"):
+        return best
+    for price in PRICES:
+        names = _worth(needs, noise, {name: price * all_noise / all_work * value for name, value in work.items()})
+        share = sum(work[name] for name in names) / all_work
+        if share > most_work:
+            break
+        saved = sum(noise[node] for node, served in needs.items() if served <= names)
+        best = FloatLayers(names, share, 1 - saved / all_noise)
+    return best
+
+
+def _worth(needs: Mapping[Node, frozenset[str]], noise: Mapping[Node, float], price: Mapping[str, float]) -> frozenset[str]:
+    """The operators whose roundings save more noise than they cost, by a minimum cut."""
+    edges: dict[tuple[Any, Any], float] = {("saved", node): noise[node] for node in needs}
+    edges |= {(node, name): float("inf") for node, served in needs.items() for name in served}
+    edges |= {(name, "paid"): value for name, value in price.items()}
+    return frozenset(name for name in minimum_cut(edges, "saved", "paid") if name in price)
+
+
+def _served(node: Node, placement: Placement) -> frozenset[str]:
+    """The integer operators that a rounding serves: the layer of a weight; those that make or read an activation."""
+    if node.op != "call_module":
+        return frozenset({node.name})
+    found: set[str] = set()
+    pending, seen = [(node.args[0], True), *((user, False) for user in node.users)], set[Node]()
+    while pending:
+        here, back = pending.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if here.name in placement.integer:
+            found.add(here.name)
+        elif here.name in placement.carried or (back and OPERATOR_KINDS.get(here.target) == "clamp"):
+            further = here.all_input_nodes if back else here.users
+            pending += [(other, back) for other in further if isinstance(other, fx.Node)]
+    return frozenset(found)
+
+
+def _work(node: Node, placement: Placement) -> int:
+    cost = placement.costs.get(node.name)
+    value = node.meta["val"]
+    return (0 if cost is None else cost.macs) + sum(int(v[:1].numel()) for v in (value if isinstance(value, tuple) else (value,)))

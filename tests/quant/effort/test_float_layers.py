@@ -1,0 +1,92 @@
+"""Layers that stay float because their rounding makes much noise: the choice, its bounds, and the setting."""
+
+from __future__ import annotations
+
+import itertools
+
+import networks
+import pytest
+import torch
+from networks import build, image
+from torch import Tensor, nn
+
+from compresskit.base.errors import SettingError
+from compresskit.quant import StaticQuant, quantize_static
+from compresskit.quant.calibration.rounding_noise import rounding_noise
+from compresskit.quant.effort.float_layers import LEAST_RATIO, _served, _work, choose_float_layers
+from compresskit.quant.effort.samples import OutputError
+
+
+class Narrow(nn.Module):
+    """A wide body that is most of the work, and a narrow layer at its end, whose values have two very different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU())
+        self.narrow, self.last = nn.Conv2d(32, 4, 1), nn.Conv2d(4, 8, 1)
+        with torch.no_grad():
+            self.narrow.weight[0] *= 200
+            self.last.weight[:, 0] /= 200
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.narrow(self.body(x)))
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return Narrow().eval()
+
+
+@pytest.mark.parametrize("kind", [networks.Chain, networks.Residual])
+def test_no_set_of_operators_is_a_better_bargain(kind) -> None:
+    """Against every set of operators, at the price of the least ratio."""
+    x = image(16)
+    quantized = quantize_static(build(kind), [x])
+    noise, placement = rounding_noise(quantized, x), quantized.placement
+    found = choose_float_layers(quantized, noise, 1.0)
+    work = {n.name: _work(n, placement) for n in quantized.body.graph.nodes if n.name in placement.integer}
+    needs = {node: _served(node, placement) for node in noise}
+    all_work, all_noise = sum(work.values()), sum(noise.values())
+
+    def bargain(names) -> float:
+        saved = sum(noise[node] for node, served in needs.items() if served <= set(names))
+        return saved / all_noise - LEAST_RATIO * sum(work[name] for name in names) / all_work
+
+    every = itertools.chain.from_iterable(itertools.combinations(work, k) for k in range(len(work) + 1))
+    assert bargain(found.names) == pytest.approx(max(map(bargain, every)), abs=1e-9)
+
+
+def test_the_narrow_layers_stay_float_and_the_outputs_gain(tmp_path) -> None:
+    model, x = narrow(), image(64)
+    none, some = (quantize_static(model, [x], effort="balanced", float_macs=share) for share in (0.0, 0.1))
+    tried = next(remedy for remedy in some.origin.remedies if remedy.name.startswith("float layers"))
+    assert tried.kept
+    assert not any(remedy.name.startswith("float layers") for remedy in none.origin.remedies)
+    assert {"conv2d_2", "conv2d_3"} <= set(some.origin.floating)
+    assert "conv2d_1" in some.placement.integer
+    inside, every = some.placement.coverage.macs
+    assert inside >= 0.9 * every
+    error = OutputError(model, [image(64)], 64)
+    assert error.decibels(some) > error.decibels(none) + 1
+
+
+def test_the_share_is_a_bound_and_strict_leaves_none() -> None:
+    model, x = narrow(), image(64)
+    quantized = quantize_static(model, [x])
+    noise = rounding_noise(quantized, x)
+    assert choose_float_layers(quantized, noise, 0.01).names == frozenset()
+    assert choose_float_layers(quantized, noise, 0.1).work <= 0.1
+    assert choose_float_layers(quantized, dict.fromkeys(noise, 0.0), 1.0).names == frozenset()
+    strict = quantize_static(model, [x], effort="balanced", strict=True)
+    assert not strict.origin.floating
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 7])
+def test_a_share_that_is_none_is_refused(share) -> None:
+    with pytest.raises(SettingError, match=r"StaticQuant\(float_macs=...\): wanted a share of the MACs"):
+        StaticQuant(effort="balanced", float_macs=share)
+
+
+def test_a_share_without_an_effort_is_refused() -> None:
+    with pytest.raises(SettingError, match=r'only the other effort levels measure the noise; write effort="balanced"'):
+        StaticQuant(float_macs=0.1)
