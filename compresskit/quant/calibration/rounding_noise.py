@@ -45,7 +45,7 @@ def rounding_noise(quantized: Quantized, inputs: Inputs, *, probes: int = PROBES
     total = dict.fromkeys(errors.of, 0.0)
     for probe in range(probes):
         with torch.enable_grad():
-            projected = _projected(outputs, generator)
+            projected = _random_product(outputs, generator)
         gradients = torch.autograd.grad(
             projected, [value for value, _ in errors.of.values()], retain_graph=probe < probes - 1, allow_unused=True
         )
@@ -57,7 +57,7 @@ def rounding_noise(quantized: Quantized, inputs: Inputs, *, probes: int = PROBES
     return {node: value if math.isfinite(value) else math.inf for node, value in total.items()}
 
 
-def _projected(outputs: list[Tensor], generator: torch.Generator) -> Tensor:
+def _random_product(outputs: list[Tensor], generator: torch.Generator) -> Tensor:
     """The product of all outputs, each divided by its norm, with one vector of random signs."""
     total = torch.zeros(())
     for output in outputs:
