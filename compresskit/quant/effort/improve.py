@@ -1,7 +1,7 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> choose ranges -> keep the noisiest layers float -> correct biases -> (best) imitate the float model
+balance channels -> choose ranges -> keep the noisiest layers float -> correct biases -> imitate the float model
     each made by `fit`; kept where the outputs on `judge` are closer to the float model's
 """
 
@@ -37,7 +37,8 @@ LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
 PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
 NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
-TUNING_STEPS = 500
+TUNING_STEPS = {"balanced": 100, "best": 600}  # of imitation
+MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 TUNING_ROWS = 8
 
 
@@ -88,10 +89,10 @@ def quantize_with_effort(
     if float_macs > 0:
         trials.try_float_layers(float_macs)
     trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
-    if effort == "best":
-        learn_from = trials.error_on(fit)
+    if effort == "best" or trials.macs <= MOST_TUNED_MACS:
+        steps, learn_from = TUNING_STEPS[effort], trials.error_on(fit)
         trials.try_changed(
-            "imitate the float model", lambda q: imitate_float_(q, learn_from, steps=TUNING_STEPS, batch=TUNING_ROWS)
+            f"imitate the float model, {steps} steps", lambda q: imitate_float_(q, learn_from, steps=steps, batch=TUNING_ROWS)
         )
     return trials.result(batches)
 
@@ -116,6 +117,11 @@ class _Trials:
         self.rows = max(1, CALIBRATION_BYTES // self.model.row_bytes)
         self.error = self.error_on(self.judge)
         self.quality = self.error.decibels(self.model)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates for one sample."""
+        return sum(cost.macs for cost in self.model.placement.costs.values())
 
     def error_on(self, batches: Sequence[Inputs]) -> OutputError:
         """The error of the outputs on some data."""

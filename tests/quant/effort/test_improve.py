@@ -86,14 +86,15 @@ def test_tuning_brings_the_outputs_closer_and_keeps_scales_frozen() -> None:
 
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(improve, "TUNING_STEPS", 15)
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 5, "best": 15})
     model, x = build(networks.Residual), image(64)
     with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.improve"):
         quantized = quantize_static(model, [x], target=W3, effort=effort)
     remedies = quantized.origin.remedies
     names = [remedy.name.split(",")[0] for remedy in remedies]
     assert {"balance channels", "choose ranges", "correct biases"} <= set(names)
-    assert ("imitate the float model" in names) == (effort == "best")
+    assert names[-1] == "imitate the float model"
+    assert remedies[-1].name.endswith({"balanced": "5 steps", "best": "15 steps"}[effort])
     assert [record.getMessage() for record in caplog.records] == [str(remedy) for remedy in remedies]
     for earlier, later in itertools.pairwise(remedies):
         assert later.before == (earlier.after if earlier.kept else earlier.before)
@@ -119,3 +120,9 @@ def test_a_part_of_a_model_and_a_stage_take_the_setting() -> None:
     assert whole[0].origin.remedies
     staged = ck.StaticQuant(effort="balanced", samples=32)(build(networks.Chain), images_task(ck))
     assert staged.origin.remedies
+
+
+def test_balanced_does_not_train_a_large_network(monkeypatch) -> None:
+    monkeypatch.setattr(improve, "MOST_TUNED_MACS", 1000)
+    quantized = quantize_static(build(networks.Chain), [image(32)], effort="balanced")
+    assert not any(remedy.name.startswith("imitate") for remedy in quantized.origin.remedies)

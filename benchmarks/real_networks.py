@@ -1,0 +1,282 @@
+"""Trained networks that people deploy: what each effort of static int8 keeps of them, and their latency.
+
+    python benchmarks/real_networks.py --data FOLDER                                          the face detector, FSRCNN
+    python benchmarks/real_networks.py --data FOLDER --cifar CIFAR10 --checkpoints FOLDER     also ResNet-20 and -56
+    python benchmarks/real_networks.py ... --networks face --ways balanced best               these, measured again
+    python benchmarks/real_networks.py ... --latency                                          only times of the files of --folder
+
+FOLDER: networks.py with `load(name)`, photographs in images/ and high-resolution pictures in sr/. Pictures that calibrate measure
+nothing. Every file runs in ONNX Runtime.
+
+face       calibration: photographs 0 to 127, 320x240. F1, in %, of cells whose score is above 0.3 against those of the float
+           network, on photographs 200 to 399. dB: mean of both outputs
+fsrcnn_*   calibration: 64 crops of photographs. PSNR in dB on the whole pictures of sr/, 8 pixels cut off at each edge
+resnet*    three draws of 512 training images; top-1 in % on the 10,000 test images
+
+ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations), our efforts, and "measured": fast with
+           choose="measure" for one thread
+latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, medians; torch is torch's own ONNX export of the float
+           network, ours the one of `export_onnx`
+
+Writes `real_networks.json` and `real_networks.md` beside this file; what is not measured again stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import onnxruntime
+import torch
+from onnxruntime.quantization import QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.io import ImageReadMode, decode_image
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "recipes")]
+from quantize_cifar import MEAN, STD, draw, trained  # noqa: E402
+from quantize_zoo import Reader  # noqa: E402
+from vision import cifar10  # noqa: E402
+
+import compresskit as ck  # noqa: E402
+from compresskit.measure import latency, numpy_inputs, session  # noqa: E402
+
+WAYS = ("onnxruntime", "fast", "measured", "balanced", "best")
+DRAWS = 3
+SCORE = 0.3  # of a confident cell
+EDGE = 8  # pixels
+Run = Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network, its calibration data (one list of batches for each draw), and how well a file does.
+
+    dynamic: dimensions that vary. example: what latency is measured on. inputs: what dB is measured on.
+    quality: of a network that is run; larger is better.
+    """
+
+    model: nn.Module
+    draws: list[list[Tensor]]
+    dynamic: tuple[int, ...]
+    example: Tensor
+    inputs: list[Tensor]
+    quality: Callable[[Run], float]
+
+
+def photographs(folder: Path, size: tuple[int, int] | None = None) -> Iterator[Tensor]:
+    """Each (1, 3, H, W), 0..255."""
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".jpg", ".png")):
+        picture = decode_image(str(path), ImageReadMode.RGB).float()[None]
+        yield picture if size is None else F.interpolate(picture, size, mode="bilinear", antialias=True, align_corners=False)
+
+
+def halved(picture: Tensor) -> Tensor:
+    """(1, 3, H, W) in 0..1 -> (1, 3, H/2, W/2)."""
+    size = (picture.shape[2] // 2, picture.shape[3] // 2)
+    return F.interpolate(picture, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+
+
+def face(model: nn.Module, data: Path) -> Network:
+    x = torch.cat([(p - 127) / 128 for p in photographs(data / "images", (240, 320))])
+    test = list(x[200:400].split(10))
+
+    def confident(run: Run) -> Tensor:
+        return torch.cat([run(part)[0].softmax(-1)[..., 1] for part in test]) > SCORE
+
+    with torch.no_grad():
+        wanted = confident(float_run(model))
+
+    def quality(run: Run) -> float:
+        found = confident(run)
+        return float(200 * (found & wanted).sum() / (found.sum() + wanted.sum()))
+
+    return Network(model, [list(x[:128].split(16))], (0,), x[:1], test, quality)
+
+
+def super_resolution(model: nn.Module, data: Path) -> Network:
+    crops = [halved(p[..., :256, :256] / 255) for p in photographs(data / "images")]
+    calibration = list(torch.cat(crops[:64]).split(16))
+    pairs = []
+    for picture in photographs(data / "sr"):
+        large = picture[..., : picture.shape[2] // 2 * 2, : picture.shape[3] // 2 * 2] / 255
+        pairs.append((halved(large), large))
+
+    def quality(run: Run) -> float:
+        errors = [(run(small)[0].clamp(0, 1) - large)[..., EDGE:-EDGE, EDGE:-EDGE] for small, large in pairs]
+        return mean(float(-10 * e.square().mean().log10()) for e in errors)
+
+    return Network(model, [calibration], (0, 2, 3), crops[0], [small for small, _ in pairs], quality)
+
+
+def cifar(model: nn.Module, folder: Path) -> Network:
+    parts = cifar10(str(folder), 10**6)
+    images, labels = parts["test"]
+    test = list(((images.float() / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)).split(500))
+
+    def quality(run: Run) -> float:
+        return float(100 * (torch.cat([run(part)[0].argmax(1) for part in test]) == labels).double().mean())
+
+    return Network(model, [draw(parts["train"][0], seed) for seed in range(DRAWS)], (0,), test[0][:1], test[:2], quality)
+
+
+def networks(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
+    spec = importlib.util.spec_from_file_location("deployed", args.data / "networks.py")
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{args.data}: no networks.py there")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("face", "fsrcnn_x2"):
+        if name in (args.networks or [name]):
+            yield name, (face if name == "face" else super_resolution)(module.load(name), args.data)
+    for name in ("resnet20", "resnet56") if args.cifar and args.checkpoints else ():
+        if name in (args.networks or [name]):
+            yield name, cifar(trained(name, args.checkpoints), args.cifar)
+
+
+def float_run(model: nn.Module) -> Run:
+    def run(x: Tensor) -> list[Tensor]:
+        outputs = model(x)
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    return run
+
+
+def executed(path: Path) -> Run:
+    runtime = session(path)
+    return lambda x: [torch.from_numpy(v) for v in runtime.run(None, numpy_inputs(runtime, (x,)))]
+
+
+def decibels(run: Run, network: Network) -> float:
+    """SQNR against the float network, the mean of its outputs."""
+    power: dict[int, Tensor] = {}
+    for x in network.inputs:
+        for k, (a, b) in enumerate(zip(float_run(network.model)(x), run(x), strict=True)):
+            power[k] = power.get(k, torch.zeros(2)) + torch.stack([a.square().sum(), (a - b).square().sum()])
+    return mean(float(10 * (signal / noise).log10()) for signal, noise in power.values())
+
+
+def by_onnxruntime(network: Network, batches: list[Tensor], path: Path) -> None:
+    start, prepared = path.with_suffix(".fp32.onnx"), path.with_suffix(".pre.onnx")
+    ck.export_onnx(network.model, start, (batches[0][:2],), dynamic=network.dynamic)
+    quant_pre_process(str(start), str(prepared), skip_symbolic_shape=True)
+    quantize_static(
+        str(prepared), str(path), Reader(session(start).get_inputs()[0].name, batches), per_channel=True,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+    )  # fmt: skip
+
+
+def measure(name: str, network: Network, way: str, folder: Path) -> dict[str, Any]:
+    """Quantize in one way for every draw, and measure the files."""
+    rows = []
+    for k, batches in enumerate(network.draws):
+        path, row = file_of(folder, name, way, k), dict[str, Any]()
+        began = time.perf_counter()
+        if way == "onnxruntime":
+            by_onnxruntime(network, batches, path)
+        else:
+            how: dict[str, Any] = {"choose": "measure"} if way == "measured" else {"effort": way}
+            quantized = ck.quant.quantize_static(network.model, [(x,) for x in batches], dynamic=network.dynamic, **how)
+            ck.export_onnx(quantized, path, (batches[0][:2],))
+            row["remedies"] = [str(remedy) for remedy in quantized.origin.remedies]
+            row["measured"] = None if quantized.origin.measured is None else str(quantized.origin.measured)
+            row["verified"] = ck.verify_onnx(path, quantized, [(batches[0],)]).passed
+        row["seconds"] = time.perf_counter() - began
+        audit = ck.audit(path)
+        rows.append(row | {"integer_macs": audit.integer_fraction, "db": decibels(executed(path), network)})
+        rows[-1]["quality"] = network.quality(executed(path))
+        print(name, way, json.dumps(rows[-1]), flush=True)
+    numbers = {key: mean(row[key] for row in rows) for key in ("seconds", "integer_macs", "db", "quality")}
+    return rows[0] | numbers | {"verified": all(row.get("verified", True) for row in rows)}
+
+
+def file_of(folder: Path, name: str, way: str, draw: int = 0) -> Path:
+    return folder / f"{name}.{way}.{draw}.onnx"
+
+
+def times(name: str, network: Network, folder: Path, seconds: float) -> dict[str, dict[str, float]]:
+    """Threads -> way -> milliseconds, in turn; float files are made where they are missing."""
+    plain, ours = (file_of(folder, name, way) for way in ("torch", "export"))
+    if not plain.exists():
+        torch.onnx.export(network.model, (network.example,), plain, dynamo=True, verbose=False)
+    ck.export_onnx(network.model, ours, (network.example,))
+    found = {way: file_of(folder, name, way) for way in ("torch", "export", *WAYS)}
+    found = {way: path for way, path in found.items() if path.exists()}
+    return {
+        str(threads): dict(
+            zip(
+                found,
+                latency(list(found.values()), (network.example,), threads=threads, seconds=seconds),
+                strict=True,
+            )
+        )
+        for threads in (1, 2)
+    }
+
+
+def write(result: dict[str, Any]) -> None:
+    result["versions"] = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    result["cpu"] = ", ".join(name for name in ("avx2", "avx512bw", "avx_vnni", "avx512_vnni", "amx_int8") if name in flags)
+    (HERE / "real_networks.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines = ["| network | way | quality | dB | MACs in integers | seconds | verified |", "|---|---|--:|--:|--:|--:|---|"]
+    for name, row in result["networks"].items():
+        lines.append(f"| {name} | float | {row['float']:.3f} | | | | |")
+        for way, some in row["ways"].items():
+            lines.append(
+                f"| {name} | {way} | {some['quality']:.3f} | {some['db']:.2f} | {some['integer_macs']:.1%}"
+                f" | {some['seconds']:.0f} | {'' if way == 'onnxruntime' else 'yes' if some['verified'] else 'no'} |"
+            )
+    lines += ["", f"Milliseconds, a CPU with {result['cpu']}; in brackets as a fraction of torch's float file.", ""]
+    lines += ["| network, threads | torch | export | " + " | ".join(WAYS) + " |", "|---|" + "--:|" * (2 + len(WAYS))]
+    for name, row in result["networks"].items():
+        for threads, ms in row.get("ms", {}).items():
+            cells = [f"{ms[w]:.2f} ({ms[w] / ms['torch']:.2f})" if w in ms else "" for w in ("torch", "export", *WAYS)]
+            lines.append(f"| {name}, {threads} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Quality: F1 in % (face), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws (resnet). {result['versions']}",
+    ]
+    (HERE / "real_networks.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cifar", type=Path)
+    parser.add_argument("--checkpoints", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/real_networks"), help="where the files are written")
+    parser.add_argument("--networks", nargs="*", default=())
+    parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
+    parser.add_argument("--latency", action="store_true", help="only the times of files that are there")
+    parser.add_argument("--seconds", type=float, default=5, help="for each file and number of threads")
+    args = parser.parse_args()
+    logging.getLogger("compresskit").setLevel(logging.ERROR)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    known = HERE / "real_networks.json"
+    result = json.loads(known.read_text()) if known.exists() else {"networks": {}}
+    for name, network in networks(args):
+        row = result["networks"].setdefault(name, {"ways": {}})
+        with torch.no_grad():
+            row["float"] = network.quality(float_run(network.model))
+            for way in () if args.latency else args.ways:
+                row["ways"][way] = measure(name, network, way, args.folder)
+                row["ways"] = {w: row["ways"][w] for w in WAYS if w in row["ways"]}
+                write(result)
+        row["ms"] = times(name, network, args.folder, args.seconds)
+        write(result)
+
+
+if __name__ == "__main__":
+    main()
