@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from compresskit.base.decibels import decibels
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import Batches, each_inputs
 from compresskit.base.settings import check_field_types
@@ -104,7 +105,7 @@ def _psnr(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
 
 def _sqnr(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
     noise, signal = (predictions - targets).square().sum(), targets.square().sum()
-    return min(MOST_DECIBELS, 10 * (signal.clamp(min=1e-300) / noise.clamp(min=1e-300)).log10().item())
+    return decibels(float(signal), float(noise), most=MOST_DECIBELS)
 
 
 def _boxes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:

@@ -31,7 +31,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
-FLOAT_MACS = 0.1  # share that effort levels may leave float by default
+FLOAT_MACS = 0.15  # share that effort levels may leave float by default
 
 
 class StaticOptions(CalibratedOptions, total=False):
@@ -109,7 +109,7 @@ def quantize_static(
             the other half come closer to the float model's. "best" imitates for 600 steps, in networks of any size. None of them
             needs labels; a line of the log for each, and `origin.remedies` of the result, say what it bought.
         float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.25; 0 for none. Default
-            None: 0.1, or 0 with `strict`.
+            None: 0.15, or 0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.decibels import decibels
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
@@ -319,7 +320,7 @@ def _measure_file(
     return AccuracyReport(
         matrices=matrices,
         wanted_sqnr=wanted_sqnr,
-        sqnr=10 * math.log10(search.signal / error) if error > 0 else math.inf,
+        sqnr=decibels(search.signal, error),
         cosine=float(torch.nn.functional.cosine_similarity(rounded, exact, dim=0)),
         ms=ms,
         float_ms=float_ms,

@@ -15,6 +15,7 @@ from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, LayerOutputs, integer_layers, layer_outputs
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.numerics.scheme import channelwise
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 
@@ -76,20 +77,16 @@ def _best_scale(weight: Tensor, quantizer: WeightQuantizer, tries: int = 60) -> 
     axes = [d for d in range(weight.ndim) if d != quantizer.axis] if full.ndim else list(range(weight.ndim))
     for i in range(tries + 1):
         scale = full * (1 - 0.6 * i / tries)
-        error = (quantizer.steps(weight, scale) * _broadcast_scale(scale, weight, quantizer) - weight).square().sum(axes)
+        error = (quantizer.steps(weight, scale) * channelwise(scale, weight, quantizer.axis) - weight).square().sum(axes)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best
-
-
-def _broadcast_scale(scale: Tensor, weight: Tensor, quantizer: WeightQuantizer) -> Tensor:
-    return scale.view([-1 if d == quantizer.axis else 1 for d in range(weight.ndim)]) if scale.ndim else scale
 
 
 class _SoftRounding:
     """A weight between its two grid points: floor(w / s) + h, h = clamp(1.2 sigmoid(v) - 0.1, 0, 1) (2004.10568, eq. 23)."""
 
     def __init__(self, weight: Tensor, quantizer: WeightQuantizer) -> None:
-        self.scheme, self.scale = quantizer.scheme, _broadcast_scale(quantizer.qparams(weight)[0], weight, quantizer)
+        self.scheme, self.scale = quantizer.scheme, channelwise(quantizer.qparams(weight)[0], weight, quantizer.axis)
         steps = weight / self.scale
         self.floor = steps.floor()
         fraction = (steps - self.floor).clamp(0.01, 0.99)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.decibels import decibels
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
@@ -202,10 +203,7 @@ class _NoiseMeter:
         return Diagnosis(rows=tuple(rows), coverage=self.placement.coverage, sqnr=self._db("", "all"), samples=samples)
 
     def _db(self, name: str, source: str) -> float:
-        signal, noise = self.power[name, source]
-        if noise == 0:
-            return math.inf
-        return 10 * math.log10(max(signal, 1e-300) / noise)
+        return decibels(*self.power[name, source])
 
 
 def _integers(quantizer: ActivationQuantizer, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor
 from compresskit.quant.numerics.operators import CONVS
-from compresskit.quant.passes.channel_scaling import channelwise
+from compresskit.quant.numerics.scheme import channelwise
 
 #: Operators f with f(s x) = s f(x) for s > 0 and each channel.
 SCALE_EQUIVARIANT = frozenset(

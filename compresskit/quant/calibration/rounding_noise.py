@@ -22,7 +22,7 @@ from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, Quantizer
-from compresskit.quant.passes.channel_scaling import channelwise
+from compresskit.quant.numerics.scheme import channelwise
 
 PROBES = 8  # random vectors; with eight samples the estimates are within some 20 %
 

@@ -22,7 +22,7 @@ from compresskit.graph.interpreter import run_graph
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import CONVS
-from compresskit.quant.passes.channel_scaling import channelwise
+from compresskit.quant.numerics.scheme import channelwise
 
 #: Operators f on each channel with f(s x) = s f(x) for s > 0. A PReLU has a slope for each channel, or one for all.
 _HOMOGENEOUS = frozenset(

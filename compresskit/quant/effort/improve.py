@@ -37,6 +37,7 @@ LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
 PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
 NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
+MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this are not tried
 TUNING_STEPS = {"balanced": 100, "best": 600}  # of imitation
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 TUNING_ROWS = 8
@@ -147,7 +148,7 @@ class _Trials:
         began = time.perf_counter()
         noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
         found = choose_float_layers(self.model, noise, most_macs)
-        if not found.names:
+        if found.noise > MOST_NOISE_LEFT:
             return
         floating = dict.fromkeys(
             sorted(found.names),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.decibels import decibels
 from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.surgery import mode
@@ -106,10 +107,10 @@ class OutputError:
 
     def decibels(self, model: nn.Module) -> float:
         """Signal-to-noise ratio of the outputs in dB, the mean of all outputs; larger is better."""
-        return decibels(self.of(model))
+        return mean_decibels(self.of(model))
 
 
-def decibels(errors: Sequence[float]) -> float:
-    """Mean signal-to-noise ratio in dB of relative errors; one that is 0 counts as 1e-12, and one that is not finite as 1e12."""
+def mean_decibels(errors: Sequence[float]) -> float:
+    """Mean signal-to-noise ratio in dB of relative errors, at most 120; one that is not finite counts as 1e12."""
     finite = [error if math.isfinite(error) else 1e12 for error in errors]
-    return -sum(10 * math.log10(max(error, 1e-12)) for error in finite) / max(1, len(finite))
+    return sum(decibels(1.0, error, most=120.0) for error in finite) / max(1, len(finite))

@@ -14,8 +14,8 @@ from compresskit.graph.surgery import mode
 from compresskit.quant.effort.samples import OutputError, float_leaves, row_count, take_rows
 from compresskit.quant.model import Quantized
 
-WEIGHT_RATE = 0.02  # learning rate of a weight, in steps of its grid
-SCALE_RATE = 3e-4  # of a scale, as a fraction of it
+WEIGHT_RATE = 0.005  # learning rate of a weight, in steps of its grid
+SCALE_RATE = 1e-4  # of a scale, as a fraction of it
 
 
 def imitate_float_(quantized: Quantized, error: OutputError, *, steps: int, batch: int, seed: int = 0) -> None:

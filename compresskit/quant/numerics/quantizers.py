@@ -18,7 +18,7 @@ from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
-from compresskit.quant.numerics.scheme import Scheme, affine, anchored, fake_quantize, to_integers
+from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, to_integers
 
 LEAST_SCALE = 1e-12  # lower bound of a learned scale
 
@@ -213,7 +213,7 @@ class WeightQuantizer(Quantizer):
     def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The whole numbers, fp32, that a weight is rounded to in a symmetric format with a scale, (channels,) or a scalar."""
         if self.packing is None:
-            return torch.round(weight / self._along(scale, weight)).clamp_(self.scheme.low, self.scheme.high)
+            return torch.round(weight / channelwise(scale, weight, self.axis)).clamp_(self.scheme.low, self.scheme.high)
         return self._fitted(weight, scale, torch.zeros_like(scale), self._corrected())[0]
 
     def _fitted(self, weight: Tensor, scale: Tensor, zero_point: Tensor, corrected: bool) -> tuple[Tensor, ChangedPairs]:
@@ -256,8 +256,8 @@ class WeightQuantizer(Quantizer):
     def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
         """Move weights that `mask` keeps but that would round to zero to one step of the grid, in place."""
         scale, zero_point = self.qparams(weight)
-        rounded = self.integers(weight).float() - self._along(zero_point, weight)
-        steps = self._along(scale, weight)
+        rounded = self.integers(weight).float() - channelwise(zero_point, weight, self.axis)
+        steps = channelwise(scale, weight, self.axis)
         one = torch.where(weight < 0, -steps, steps).to(weight.dtype)
         weight.copy_(torch.where(mask & (rounded == 0), one, weight))
 
@@ -271,7 +271,7 @@ class WeightQuantizer(Quantizer):
             corrected = self._corrected()
             integers, changed = self._fitted(weight, scale, zero_point, corrected)
             if changed or corrected:
-                step, zero = self._along(scale.detach(), weight), self._along(zero_point, weight)
+                step, zero = channelwise(scale.detach(), weight, self.axis), channelwise(zero_point, weight, self.axis)
                 steps = integers - zero
                 nearest = torch.round(weight.detach() / step).clamp_(self.scheme.low - zero, self.scheme.high - zero)
                 # Others stay as they are: their distance from the grid is what a learned scale follows.
@@ -280,10 +280,6 @@ class WeightQuantizer(Quantizer):
             elif self.scheme.symmetric and integers.stride() == weight.stride():
                 rounded = integers
         return fake_quantize(weight, scale, zero_point, self.scheme, self.axis, gradient_scale=factor, rounded=rounded)
-
-    def _along(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Values of each channel in a shape that broadcasts to the weight; a scalar as it is."""
-        return values.view([-1 if d == self.axis else 1 for d in range(weight.ndim)]) if values.ndim else values
 
 
 class BiasQuantizer(Quantizer):

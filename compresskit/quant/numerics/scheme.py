@@ -123,8 +123,7 @@ def fake_quantize(
 
     Returns values of the shape and dtype of x.
     """
-    shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
-    s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
+    s, z = (channelwise(v, x, axis) for v in (scale, zero_point))
     return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale, rounded=rounded)
 
 
@@ -209,6 +208,10 @@ def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, ax
 
     Args: as in `fake_quantize`. Returns a tensor of the shape of x and of `scheme.dtype`.
     """
-    shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
-    s, z = (scale.view(shape), zero_point.view(shape)) if scale.ndim else (scale, zero_point)
-    return (torch.round(x / s) + z).clamp(scheme.low, scheme.high).to(scheme.dtype)
+    steps = torch.round(x / channelwise(scale, x, axis)) + channelwise(zero_point, x, axis)
+    return steps.clamp(scheme.low, scheme.high).to(scheme.dtype)
+
+
+def channelwise(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
+    """A vector in the shape that broadcasts along one dimension of a tensor; a scalar as it is."""
+    return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)]) if values.ndim else values

@@ -17,6 +17,7 @@ from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, PRODUCTS
+from compresskit.quant.numerics.scheme import channelwise
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,6 @@ def divide_(module: torch.nn.Module, link: ScalingLink, factor: Tensor) -> None:
             _scale_(get_tensor(module, name), factor.reciprocal(), dim)
         for name, dim in link.weights:
             _scale_(get_tensor(module, name), factor, dim)
-
-
-def channelwise(values: Tensor, tensor: Tensor, dim: int) -> Tensor:
-    """A vector in the shape that broadcasts along one dimension of a tensor."""
-    return values.view([-1 if d == dim else 1 for d in range(tensor.ndim)])
 
 
 def _scale_(tensor: Tensor, factor: Tensor, dim: int) -> None:

@@ -6,12 +6,12 @@ WeightPlan            how each weight is stored in the file; `print(quantized.pl
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 
+from compresskit.base.decibels import decibels
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
@@ -135,5 +135,4 @@ class WeightPlan:
 def sqnr(exact: Tensor, rounded: Tensor) -> float:
     """Signal-to-quantization-noise ratio in dB; 200 where there is no noise."""
     exact, rounded = exact.detach().double(), rounded.detach().double()
-    noise, signal = float((exact - rounded).square().sum()), float(exact.square().sum())
-    return min(200.0, 10 * math.log10(signal / noise)) if noise > 0 and signal > 0 else 200.0
+    return decibels(float(exact.square().sum()), float((exact - rounded).square().sum()), most=200.0)
