@@ -28,6 +28,7 @@ from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, shapes_of
 from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import (
+    inline_blocks_,
     replace_adaptive_max_pools_,
     replace_attention_ranks_,
     replace_bounds_,
@@ -177,6 +178,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
             f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n  {_advice(error)}"
         ) from error
     rename_reserved_(program, reserved_names(model))
+    inline_blocks_(program.graph_module)
     replace_chunks_(program.graph_module)
     replace_divisors_(program.graph_module)
     replace_bounds_(program.graph_module)

@@ -7,6 +7,7 @@ import operator
 import sys
 from typing import Any
 
+import torch
 from torch import fx
 
 from compresskit.base.errors import ModelError
@@ -90,30 +91,52 @@ def replace_bounds_(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def inline_blocks_(module: fx.GraphModule) -> None:
+    """Put operators of `with torch.autocast(..., enabled=False)` into the graph itself: they do what they do outside."""
+    blocks: list[Node] = [
+        n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_autocast and not n.args[2]
+    ]
+    for node in blocks:
+        stored, *operands = node.args[4:]
+        block = module.get_submodule(stored.target)
+        assert isinstance(block, fx.GraphModule)
+        placeholders = [n for n in block.graph.nodes if n.op == "placeholder"]
+        with module.graph.inserting_before(node):
+            results: Any = module.graph.graph_copy(block.graph, dict(zip(placeholders, operands, strict=True)))
+        for user in list(node.users):  # each takes one result
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+        if not stored.users:
+            module.graph.erase_node(stored)
+            module.delete_submodule(stored.target)
+    module.recompile()
+
+
 _ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def replace_attention_ranks_(module: fx.GraphModule) -> None:
     """Give attention of three or of more than four dimensions exactly four: the exporter writes no other.
 
-    Of more than four, the dimensions between the batch and the last three are joined with the batch. Left as it is where these
-    differ between queries, keys and values, or where there is a mask of more than two dimensions, which need not have them all.
+    Of more than four, the dimensions between the batch and the last three are joined with the batch. Left as it is where leading
+    dimensions differ between queries, keys, values and a mask of more than two dimensions.
     """
     for node in list(module.graph.nodes):
         if node.target is not _ATTENTION or any("val" not in x.meta for x in node.args[:3]):
             continue
-        shapes = [x.meta["val"].shape for x in node.args[:3]]
-        mask, inner = (*node.args, None)[3], shapes[0][1:-3]
-        if len(shapes[0]) in (2, 4) or len({len(shape) for shape in shapes}) > 1:
+        mask = (*node.args, None)[3]
+        whole = list(node.args[:3]) + ([mask] if mask is not None and mask.meta["val"].ndim > 2 else [])
+        shapes = [x.meta["val"].shape for x in whole]
+        rank, inner = len(shapes[0]), shapes[0][1:-3]
+        if rank in (2, 4) or any(len(shape) != rank for shape in shapes) or not all(type(n) is int for n in inner):
             continue
-        if mask is not None and mask.meta["val"].ndim > 2:
+        if rank > 4 and any(shape[:-3] != shapes[0][:-3] for shape in shapes):
             continue
-        if not all(type(n) is int for n in inner) or any(shape[1:-3] != inner for shape in shapes):
-            continue
-        join, part = _joined_rank(len(shapes[0]), list(inner))
+        join, part = _joined_rank(rank, list(inner))
         with module.graph.inserting_before(node):
-            joined = [insert_call(node, join[0], x, *join[1:]) for x in node.args[:3]]
-            mixed = module.graph.call_function(_ATTENTION, (*joined, *node.args[3:]), dict(node.kwargs))
+            joined = [insert_call(node, join[0], x, *join[1:]) for x in whole]
+            mixed = module.graph.call_function(_ATTENTION, (*joined, *node.args[len(joined) :]), dict(node.kwargs))
             mixed.meta = {**node.meta, "val": join[0](node.meta["val"], *join[1:])}
             parted = insert_call(node, part[0], mixed, *part[1:])
         node.replace_all_uses_with(parted)

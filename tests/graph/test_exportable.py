@@ -97,3 +97,49 @@ def test_attention_of_any_rank_is_written(shape: tuple[int, ...], tmp_path: Path
     model, example = Attending(), tuple(torch.randn(shape) for _ in range(3))
     path = ck.export_onnx(model, tmp_path / "f.onnx", example)
     assert ck.verify_onnx(path, model, [tuple(torch.randn(7, *shape[1:]) for _ in range(3))]).passed
+
+
+class AttendingWithMask(nn.Module):
+    def forward(self, q: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 8), (4, 2, 3, 5, 8)], ids=["3", "5"])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_masks_follow_the_attention_to_four_dimensions(shape: tuple[int, ...], of_all: bool, tmp_path: Path) -> None:
+    def inputs(rows: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, *shape[1:]), torch.randn((rows, *shape[1:-1], 5) if of_all else (5, 5))
+
+    model = AttendingWithMask()
+    path = ck.export_onnx(
+        model, tmp_path / "f.onnx", inputs(4), dynamic={"q": {0: "batch"}, **({"mask": {0: "batch"}} if of_all else {})}
+    )
+    assert ck.verify_onnx(path, model, [inputs(7)]).passed
+
+
+class Uncast(nn.Module):
+    """A part that keeps its precision where the caller uses autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x, y = self.inner(x).relu(), x.float() * 0.5
+        return self.last(x + y)
+
+
+def test_a_block_without_autocast_is_captured_quantized_pruned_and_written(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Uncast().eval(), torch.randn(16, 8)
+    module = capture(model, x).module
+    assert not any("autocast" in str(node.target) for node in module.graph.nodes)
+    torch.testing.assert_close(module(x), model(x))
+    quantized = ck.quant.quantize_static(model, [x])
+    assert {"linear", "linear_1", "linear_2"} <= set(quantized.placement.integer)
+    path = ck.export_onnx(quantized, tmp_path / "f.onnx", x)
+    assert ck.verify_onnx(path, quantized, [torch.randn(5, 8)]).passed
+    plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.6), round_to=1)
+    assert ck.prune.apply_(model, plan).last.in_features < 16
