@@ -5,6 +5,7 @@ task = Task(val=float_targets(model, batches), metric=agreement("classes"))     
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.decibels import decibels
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import Batches, each_inputs
 from compresskit.base.settings import check_field_types
@@ -88,6 +88,13 @@ def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any]
             target = predict(call_checked(model, inputs, "float_targets")).float()
             labelled.append({**inputs, "labels": target} if isinstance(inputs, dict) else (*inputs, target))
     return labelled
+
+
+def decibels(signal: float, noise: float, *, most: float = math.inf) -> float:
+    """10 log10(signal / noise), of two powers; `most` where there is no noise, and at most that."""
+    if noise <= 0:
+        return most
+    return min(most, 10 * math.log10(max(signal, 1e-300) / noise))
 
 
 def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:

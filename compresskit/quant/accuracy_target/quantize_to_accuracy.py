@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.decibels import decibels
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
@@ -34,6 +33,7 @@ from compresskit.graph.capture import Captured, Dynamic, module_path
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.measure import latency, numpy_inputs, session
+from compresskit.metrics import decibels
 from compresskit.quant.accuracy_target.mixed_model import (
     FLOAT,
     PRECISIONS,

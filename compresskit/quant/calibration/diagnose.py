@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.decibels import decibels
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
+from compresskit.metrics import decibels
 from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer

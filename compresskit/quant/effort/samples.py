@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.decibels import decibels
 from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.surgery import mode
+from compresskit.metrics import decibels
 
 LEAST_SAMPLES = 8  # of each half
 

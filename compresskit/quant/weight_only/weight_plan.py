@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from compresskit.base.decibels import decibels
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
+from compresskit.metrics import decibels
 from compresskit.quant.numerics.operators import CONVS, PRODUCTS
 
 
