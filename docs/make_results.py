@@ -183,6 +183,37 @@ CIFAR-10. *raw*: right after the cut; *+BN*: with BatchNorm statistics re-estima
 """
 
 
+#: Network of `real_networks.py` -> what it is called, and the unit of its quality.
+DEPLOYED = {
+    "face": ("face detector, 300 k parameters", "F1 in %"),
+    "fsrcnn_x2": ("FSRCNN x2", "PSNR in dB"),
+    "resnet20": ("ResNet-20", "top-1 in %"),
+    "resnet56": ("ResNet-56", "top-1 in %"),
+}
+
+
+def deployed() -> str:
+    """Trained networks that others deploy."""
+    found = load("real_networks")
+    ways = list(dict.fromkeys(way for row in found["networks"].values() for way in row["ways"]))
+    rows = []
+    for name, row in found["networks"].items():
+        label, unit = DEPLOYED[name]
+        cells = [f"{row['ways'][way]['quality']:.2f}" if way in row["ways"] else "" for way in ways]
+        rows.append((f"{label}, {unit}", f"{row['float']:.2f}", *cells))
+        if times := row.get("ms", {}).get("1"):
+            of = [f"{times[way] / times['torch']:.2f}" if way in times else "" for way in ("export", *ways)]
+            rows.append((f"{label}, latency / torch's float file", *of))
+    return f"""\
+## Networks that people deploy
+
+Trained by others, static int8 without labels, at the effort levels of `quantize_static`, beside onnxruntime's quantizer. Every file ran
+in ONNX Runtime, on pictures that calibrated nothing. Latencies on one thread of a CPU with {found["cpu"]} (no VNNI). {source("real_networks")}
+
+{table(("network", "float", *ways), rows)}
+"""
+
+
 def families() -> str:
     """Families of published models."""
     rows = load("families")["rows"]
@@ -409,6 +440,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     chain,
     static,
     dynamic,
+    deployed,
     channels,
     families,
     sparsity,

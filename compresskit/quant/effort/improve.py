@@ -82,8 +82,7 @@ def quantize_with_effort(
     trials = _Trials(module, fit, judge, build)
     trials.start()
     for strength in STRENGTHS:
-        name = f"balance channels, strength {strength:g}"
-        if trials.try_rebuilt(name, partial(_balanced, batches=fit, strength=strength)):
+        if trials.try_balance(strength):
             break
     if not own_observer:
         trials.try_ranges()
@@ -96,10 +95,6 @@ def quantize_with_effort(
             f"imitate the float model, {steps} steps", lambda q: imitate_float_(q, learn_from, steps=steps, batch=TUNING_ROWS)
         )
     return trials.result(batches)
-
-
-def _balanced(captured: Captured, batches: Sequence[Inputs], strength: float, counts: list[int]) -> None:
-    counts.append(balance_channels_(captured.module, batches, strength=strength))
 
 
 class _Trials:
@@ -128,14 +123,19 @@ class _Trials:
         """The error of the outputs on some data."""
         return OutputError(self.module, batches, self.rows)
 
-    def try_rebuilt(self, name: str, adjust: Callable[..., None]) -> bool:
-        """Try a change of the float graph; returns whether it paid."""
+    def try_balance(self, strength: float) -> bool:
+        """Try to balance channels; returns whether that paid, or there are none to balance."""
         began, counts = time.perf_counter(), list[int]()
-        adjusted = partial(adjust, counts=counts)
-        candidate = self._calibrated(self.build(adjust=adjusted), self.fit)
-        kept = self._judged(name, candidate, began)
+
+        def adjust(captured: Captured) -> None:
+            counts.append(balance_channels_(captured.module, self.fit, strength=strength))
+
+        built = self.build(adjust=adjust)
+        if not counts[0]:
+            return True
+        kept = self._judged(f"balance channels, strength {strength:g}", self._calibrated(built, self.fit), began)
         if kept:
-            self.adjust, self.moved = adjusted, sum(counts)
+            self.adjust, self.moved = adjust, counts[0]
         return kept
 
     def try_ranges(self) -> None:
