@@ -31,7 +31,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
-FLOAT_MACS = 0.15  # share that effort levels may leave float by default
+FLOAT_MACS = {"fast": 0.0, "balanced": 0.15, "best": 0.35}  # share that an effort level may leave float by default
 
 
 class StaticOptions(CalibratedOptions, total=False):
@@ -69,7 +69,7 @@ class StaticSettings(CalibratedSettings):
         """The largest share of the MACs that an effort level may leave float."""
         if self.float_macs is not None:
             return self.float_macs
-        return 0.0 if self.strict else FLOAT_MACS
+        return 0.0 if self.strict else FLOAT_MACS[self.effort]
 
 
 @overload
@@ -106,10 +106,10 @@ def quantize_static(
             calibration data (even out channels, choose ranges activation by activation, leave layers float whose rounding makes
             much noise for little work, correct biases, and in networks of up to 250 million MACs train weights, biases and
             scales for 100 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
-            the other half come closer to the float model's. "best" imitates for 600 steps, in networks of any size. None of them
+            the other half come closer to the float model's. "best" imitates for 300 steps, in networks of any size. None of them
             needs labels; a line of the log for each, and `origin.remedies` of the result, say what it bought.
         float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.25; 0 for none. Default
-            None: 0.15, or 0 with `strict`.
+            None: 0.15 and 0.35, or 0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay

@@ -20,8 +20,8 @@ from compresskit.quant.numerics.minimum_cut import minimum_cut
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.passes.placement import Placement
 
-#: A set is worth its price where it saves at least this many times as large a share of the noise as its share of the work is.
-LEAST_RATIO = 1.5
+#: A set is worth its price where its share of the noise is at least this many times its share of the work.
+LEAST_RATIO = 1.0
 PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
 
 

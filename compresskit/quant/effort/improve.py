@@ -38,7 +38,7 @@ PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
 NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
 MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this are not tried
-TUNING_STEPS = {"balanced": 100, "best": 600}  # of imitation
+TUNING_STEPS = {"balanced": 100, "best": 300}  # of imitation
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 TUNING_ROWS = 8
 
