@@ -10,6 +10,7 @@ import torch
 from networks import build, image
 from torch import Tensor, nn
 
+import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.quant import StaticQuant, quantize_static
 from compresskit.quant.calibration.rounding_noise import rounding_noise
@@ -68,6 +69,13 @@ def test_the_narrow_layers_stay_float_and_the_outputs_gain(tmp_path) -> None:
     assert inside >= 0.9 * every
     error = OutputError(model, [image(64)], 64)
     assert error.decibels(some) > error.decibels(none) + 1
+    ck.save(some, tmp_path / "saved")
+    loaded = ck.load(narrow(), tmp_path / "saved")
+    assert loaded.placement.floating == some.placement.floating
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(*x), some(*x), rtol=0, atol=0)
+    path = ck.export_onnx(some, tmp_path / "f.onnx", x)
+    assert ck.verify_onnx(path, some, [image(5)]).passed
 
 
 def test_the_share_is_a_bound_and_strict_leaves_none() -> None:
