@@ -31,19 +31,20 @@ def rounding_noise(quantized: Quantized, inputs: Inputs, *, probes: int = PROBES
     """Estimate the power that each rounding alone adds to the outputs, as a fraction of their power, summed over the outputs.
 
     Args:
-        quantized: a calibrated model. Its roundings are switched on again when this returns.
+        quantized: a calibrated model.
         inputs: a batch, whose activations fit in memory, all of them at once.
         probes: backward passes.
         seed: of the random vectors.
 
     Returns the noise of each node that rounds: call of an activation quantizer (its rounding and clipping) or integer layer (the
-    rounding of its weights, less the mean error of each channel where it has a bias, which bias correction removes).
+    rounding of its weights, less the mean error of each channel where it has a bias, which bias correction removes). All are 0
+    where no output has a gradient. Raises RuntimeError, as torch does, for an operator without a derivative.
     """
     errors = _Errors(quantized)
     outputs = errors.outputs(inputs)
     rows, generator = batch_size(inputs), torch.Generator().manual_seed(seed)
     total = dict.fromkeys(errors.of, 0.0)
-    for probe in range(probes):
+    for probe in range(probes if outputs else 0):
         with torch.enable_grad():
             projected = _random_product(outputs, generator)
         gradients = torch.autograd.grad(

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from compresskit.graph.normalize import Node
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.minimum_cut import minimum_cut
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
+from compresskit.quant.passes.coverage import element_count, example_rows
 from compresskit.quant.passes.placement import Placement
 
 #: A set is worth its price where its share of the noise is at least this many times its share of the work.
@@ -94,6 +95,7 @@ def _served(node: Node, placement: Placement) -> frozenset[str]:
 
 
 def _work(node: Node, placement: Placement) -> int:
-    cost = placement.costs.get(node.name)
-    value = node.meta["val"]
-    return (0 if cost is None else cost.macs) + sum(int(v[:1].numel()) for v in (value if isinstance(value, tuple) else (value,)))
+    """Multiply-accumulates of an operator for one sample, and the values that it writes."""
+    cost, value, rows = placement.costs.get(node.name), node.meta["val"], example_rows(node.graph)
+    written = [element_count(v, rows) for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, Tensor)]
+    return (0 if cost is None else cost.macs) + sum(written) // rows

@@ -86,10 +86,11 @@ def quantize_with_effort(
             break
     if not own_observer:
         trials.try_ranges()
-    if float_macs > 0:
+    trains = trials.has_gradients()
+    if trains and float_macs > 0:
         trials.try_float_layers(float_macs)
     trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
-    if effort == "best" or trials.macs <= MOST_TUNED_MACS:
+    if trains and (effort == "best" or trials.macs <= MOST_TUNED_MACS):
         steps, learn_from = TUNING_STEPS[effort], trials.error_on(fit)
         trials.try_changed(
             f"imitate the float model, {steps} steps", lambda q: imitate_float_(q, learn_from, steps=steps, batch=TUNING_ROWS)
@@ -118,6 +119,14 @@ class _Trials:
     def macs(self) -> int:
         """Multiply-accumulates for one sample."""
         return sum(cost.macs for cost in self.model.placement.costs.values())
+
+    def has_gradients(self) -> bool:
+        """Whether gradients of the outputs reach the roundings: an argmax at the end has none, nor have some operators."""
+        try:
+            return any(rounding_noise(self.model, joined_samples(self.fit, 1), probes=1).values())
+        except RuntimeError as error:  # an operator without a derivative
+            log.warning("no layers are kept float, and nothing is trained: %s", str(error).splitlines()[0])
+            return False
 
     def error_on(self, batches: Sequence[Inputs]) -> OutputError:
         """The error of the outputs on some data."""

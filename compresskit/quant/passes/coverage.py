@@ -58,13 +58,13 @@ def _layer_cost(graph: fx.Graph, node: Node) -> LayerCost:
     x, weight = tensors[:2]
     assert x is not None
     assert weight is not None
-    value, rows = node.meta["val"], _example_rows(graph)
+    value, rows = node.meta["val"], example_rows(graph)
     if kind == "conv_transpose":
-        macs = _element_count(x, rows) // rows * _element_count(weight, rows) // int(weight.shape[0])
+        macs = element_count(x, rows) // rows * element_count(weight, rows) // int(weight.shape[0])
     elif kind in ("matmul", "addmm"):
-        macs = _element_count(value, rows) * int(x.shape[-1]) // rows
+        macs = element_count(value, rows) * int(x.shape[-1]) // rows
     else:
-        macs = _element_count(value, rows) // rows * (_element_count(weight, rows) // int(weight.shape[0]))
+        macs = element_count(value, rows) // rows * (element_count(weight, rows) // int(weight.shape[0]))
     return LayerCost(parameters=int(parameters), macs=macs)
 
 
@@ -76,13 +76,13 @@ def _recurrent_cost(graph: fx.Graph, node: Node) -> LayerCost:
     return LayerCost(parameters=sum(t.numel() for t in tensors), macs=steps * sum(t.numel() for t in tensors if t.ndim == 2))
 
 
-def _example_rows(graph: fx.Graph) -> int:
+def example_rows(graph: fx.Graph) -> int:
     """Batch size of the example; the first dimension of a value may hold heads or windows as well."""
     inputs = [n.meta.get("val") for n in graph.nodes if n.op == "placeholder"]
     return next((int(v.shape[0]) for v in inputs if isinstance(v, Tensor) and v.ndim), 1)
 
 
-def _element_count(tensor: Tensor, rows: int) -> int:
+def element_count(tensor: Tensor, rows: int) -> int:
     """Number of values. A size that is known only at run time, as of rows that the data selects, counts as all rows."""
     return math.prod(d if isinstance(d, int) else int(d) if d.node.has_hint() else rows for d in tensor.shape)
 

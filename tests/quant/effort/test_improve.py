@@ -11,6 +11,7 @@ import oracles
 import pytest
 import torch
 from networks import build, image, images_task
+from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
@@ -126,3 +127,31 @@ def test_balanced_does_not_train_a_large_network(monkeypatch) -> None:
     monkeypatch.setattr(improve, "MOST_TUNED_MACS", 1000)
     quantized = quantize_static(build(networks.Chain), [image(32)], effort="balanced")
     assert not any(remedy.name.startswith("imitate") for remedy in quantized.origin.remedies)
+
+
+class Ids(nn.Module):
+    """Class ids, which have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(networks.Chain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).argmax(1)
+
+
+class Stepped(Ids):
+    """An operator that has no derivative, before the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).abs() + 1
+        return torch.igamma(y, torch.ones_like(y))
+
+
+@pytest.mark.parametrize("effort", ["balanced", "best"])
+@pytest.mark.parametrize("kind", [Ids, Stepped])
+def test_outputs_without_gradients_get_the_other_remedies(kind, effort) -> None:
+    quantized = quantize_static(kind().eval(), [image(32)], effort=effort)
+    names = {remedy.name for remedy in quantized.origin.remedies}
+    assert {"choose ranges", "correct biases"} <= names
+    assert not any(name.startswith(("float layers", "imitate")) for name in names)
