@@ -354,8 +354,9 @@ Integers / classes in percent that are those of exact sums, the least over the f
 * One operator at a time, each given equal integers: {kernels[0]:,} of {kernels[1]:,} results of integer kernels differ on all these machines, and
   {rounded[0]:,} of {rounded[1]:,} integers that are rounded from float values. These are a machine's float arithmetic (the order of a sum,
   `exp`, `tanh`), whose last bits decide where a value lies near the middle of two integers. Run as a whole, one such integer moves
-  others: that is all by which dynamic files, and `OPENVINO` files outside OpenVINO, whose additions stay float there, differ. An LSTM
-  is one operator, which rounds its state at every word; it is counted on one word.
+  others: that is all by which dynamic files, networks with layer norm, softmax or GELU (they stay float: ViT), and `OPENVINO` files
+  outside OpenVINO, whose additions stay float there, differ. An LSTM is one operator, which rounds its state at every word; it is
+  counted on one word.
 * The emulated aarch64 has SME: for the products of dynamic files ONNX Runtime takes other kernels there, which round their inputs
   otherwise. Integers are compared without them, classes with them.
 """
