@@ -108,8 +108,8 @@ def quantize_static(
             scales for 100 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
             the other half come closer to the float model's. "best" imitates for 300 steps, in networks of any size. None of them
             needs labels; a line of the log for each, and `origin.remedies` of the result, say what it bought.
-        float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.25; 0 for none. Default
-            None: 0.15 and 0.35, or 0 with `strict`.
+        float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.25; 0 for none. A value
+            that an operator writes counts as one MAC. Default None: 0.15 and 0.35, or 0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay

@@ -150,8 +150,13 @@ class Stepped(Ids):
 
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 @pytest.mark.parametrize("kind", [Ids, Stepped])
-def test_outputs_without_gradients_get_the_other_remedies(kind, effort) -> None:
-    quantized = quantize_static(kind().eval(), [image(32)], effort=effort)
+def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="compresskit.quant.effort.improve"):
+        quantized = quantize_static(kind().eval(), [image(32)], effort=effort)
+    warned = [record.getMessage() for record in caplog.records]
+    assert [text.startswith("no layers are kept float, and nothing is trained: ") for text in warned] == [True] * (
+        kind is Stepped
+    )
     names = {remedy.name for remedy in quantized.origin.remedies}
     assert {"choose ranges", "correct biases"} <= names
     assert not any(name.startswith(("float layers", "imitate")) for name in names)
