@@ -112,46 +112,15 @@ def advise(
     Sizes: NVIDIA, "Deep Learning Performance: matrix multiplication" (multiples of 8 for fp16, 16 for fp8). Histogram:
     Micikevicius et al., 1710.03740, figure 3.
     """
-    args, kwargs, _ = split_batch(example)
-    layers: list[LayerSizes] = []
-    names = {module: name for name, module in model.named_modules()}
-    leaf = [m for m in names if not list(m.children()) and list(m.parameters())]
-
-    def record_sizes(module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(module, MATRIX_LAYERS):
-            layers.append(_layer_sizes(names[module], module, output))
-
-    handles = [module.register_forward_hook(record_sizes) for module in names]
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    collector = Collector(model)
-
-    def gradients() -> list[tuple[str, Tensor]]:
-        total = scalar_loss(model, args, kwargs, loss, "advise")
-        grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-        return [(name, grad) for name, grad in zip(parameters, grads, strict=True) if grad is not None]
-
-    try:
-        with torch.random.fork_rng(list({p.device for p in parameters.values() if p.is_cuda})):  # dropout draws numbers
-            with collector.watching():
-                collector.add_parameters_(WEIGHT_GRADIENTS, gradients())
-            for handle in handles:
-                handle.remove()
-            device = next(iter(parameters.values())).device
-            notes = _obstacles(device, batches, gradients)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
-    collector.add_parameters_(WEIGHTS, model.named_parameters())
-    found = collector.result(1)
+    layers, found, notes = _measure(model, example, loss, batches)
     of_weights, of_activations = found.of_kind(WEIGHT_GRADIENTS), found.of_kind(ACTIVATION_GRADIENTS)
-    policy, why = _suggested_policy(device)
-    if any(p.dtype == torch.float64 for p in parameters.values()):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    policy, why = _suggested_policy(trained[0].device)
+    if any(p.dtype == torch.float64 for p in trained):
         policy, why = FP32, "the model is float64, which no half policy casts; give model.float() for one"
+    leaf = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
     return Advice(
-        layers=tuple(layers),
+        layers=layers,
         others=tuple(sorted({type(m).__name__ for m in leaf if not isinstance(m, MATRIX_LAYERS)})),
         exponents=of_weights.fractions(),
         flushed=of_weights.below / max(1, sum(of_weights.exponents.values())),
@@ -161,6 +130,43 @@ def advise(
         histograms=found,
         notes=(*_overflows(found), *notes),
     )
+
+
+def _measure(
+    model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None, batches: Iterable[Any] | None
+) -> tuple[tuple[LayerSizes, ...], Histograms, tuple[str, ...]]:
+    """Sizes of the layers, histograms and obstacles, of one forward and backward pass; the model is left as it was."""
+    args, kwargs, _ = split_batch(example)
+    layers: list[LayerSizes] = []
+    names = {module: name for name, module in model.named_modules()}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    collector = Collector(model)
+
+    def record_sizes(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(module, MATRIX_LAYERS):
+            layers.append(_layer_sizes(names[module], module, output))
+
+    def gradients() -> list[tuple[str, Tensor]]:
+        total = scalar_loss(model, args, kwargs, loss, "advise")
+        grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        return [(name, grad) for name, grad in zip(parameters, grads, strict=True) if grad is not None]
+
+    handles = [module.register_forward_hook(record_sizes) for module in names]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    collector.add_parameters_(WEIGHTS, model.named_parameters())
+    try:
+        with torch.random.fork_rng(list({p.device for p in parameters.values() if p.is_cuda})):  # dropout draws numbers
+            with collector.watching():
+                collector.add_parameters_(WEIGHT_GRADIENTS, gradients())
+            for handle in handles:
+                handle.remove()
+            notes = _obstacles(next(iter(parameters.values())).device, batches, gradients)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return tuple(layers), collector.result(1), notes
 
 
 def _overflows(found: Histograms) -> tuple[str, ...]:

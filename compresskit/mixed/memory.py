@@ -127,22 +127,24 @@ def memory_report(
     args, kwargs, target = split_batch(batch, has_target=loss is not None)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = None if loss is None else lambda output: loss(output, target)
-    measure = _on_cuda if device.type == "cuda" else _on_cpu
+    measure = _cuda_memory if device.type == "cuda" else _cpu_memory
     rows = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout draws numbers
         for policy in policies:
-            step = partial(_train_, args=args, kwargs=kwargs, loss=chosen, steps=steps)
+            step = partial(_some_steps_, args=args, kwargs=kwargs, loss=chosen, steps=steps)
             rows.append(measure(model, policy, optimizer, step))
     return MemoryReport(rows=tuple(rows), device=device.type)
 
 
-def _train_(run: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None, steps: int) -> None:
+def _some_steps_(
+    run: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None, steps: int
+) -> None:
     for _ in range(steps):
         run.backward(output_loss(run(*args, **kwargs), loss, "memory_report"))
         run.step()
 
 
-def _on_cpu(
+def _cpu_memory(
     model: nn.Module, policy: Policy, optimizer: Callable[..., torch.optim.Optimizer], train: Callable[..., None]
 ) -> PolicyMemory:
     with StorageTracker() as tracker:
@@ -154,7 +156,7 @@ def _on_cpu(
         return PolicyMemory(policy=policy.name, allocated=tracker.live_bytes(), peak=tracker.peak)
 
 
-def _on_cuda(
+def _cuda_memory(
     model: nn.Module, policy: Policy, optimizer: Callable[..., torch.optim.Optimizer], train: Callable[..., None]
 ) -> PolicyMemory:
     cuda, device = torch.cuda, next(model.parameters()).device
