@@ -38,6 +38,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
     "parts": "",
     "pruning": """
+from pathlib import Path
 from torch import Tensor
 from compresskit import prune
 from compresskit.prune import *
