@@ -144,7 +144,7 @@ class Sweep:
 _COLOURS = ("#1f5fa8", "#c0392b", "#1e8449", "#8e44ad", "#b9770e")
 
 
-def _sparse(ratio: float) -> Stage:
+def _single_weights(ratio: float) -> Stage:
     return Sparsify(budget=remove(weights=ratio))
 
 
@@ -202,7 +202,7 @@ def sweep(
     *,
     ratios: Sequence[float] = RATIOS,
     methods: Sequence[str] | None = None,
-    at: Callable[[float], Stage] = _sparse,
+    at: Callable[[float], Stage] = _single_weights,
     finetune: Train | None = None,
     rewind_to: float = 0.33,
     trained: bool = False,
@@ -246,19 +246,24 @@ def sweep(
     )
     if not seeds:
         raise SettingError("sweep(seeds=...): wanted at least one whole number")
-    store = _Store(None if out is None else Path(out), {} if out is None else _key(model, task, settings))
+    store = _Store(None if out is None else Path(out), {} if out is None else _depends_on(model, task, settings))
     with _generators_kept():
         for seed in seeds:
-            network, early = _dense_network(model, task, settings, seed, store)
-            if seed not in store.dense:
-                store.add_dense(seed, evaluate(network, task))
-            for method, ratio in itertools.product(chosen, sorted(settings.ratios)):
-                if store.find(method, ratio, seed) is None:
-                    store.add(_point(network, early, task, settings, method, ratio, seed))
+            _fill_(store, model, task, settings, seed)
     points = tuple(point for seed in seeds for method in chosen for r in sorted(ratios) if (point := store.find(method, r, seed)))
     if any(point.ratio for point in points) and all(point.metric is None for point in points if point.ratio):
         raise ModelError(f"sweep: no fraction can be removed: {next(p.reason for p in points if p.reason)}")
     return Sweep(dense={seed: store.dense[seed] for seed in seeds}, points=points)
+
+
+def _fill_(store: _Store, model: nn.Module, task: Task, settings: SweepSettings, seed: int) -> None:
+    """Make the points of a seed that are not stored yet."""
+    network, early = _dense_network(model, task, settings, seed, store)
+    if seed not in store.dense:
+        store.add_dense(seed, evaluate(network, task))
+    for method, ratio in itertools.product(settings.methods, sorted(settings.ratios)):
+        if store.find(method, ratio, seed) is None:
+            store.add(_point(network, early, task, settings, method, ratio, seed))
 
 
 def _methods(methods: Sequence[str] | None, *, finetune: Train | None, trained: bool) -> tuple[Retraining, ...]:
@@ -275,7 +280,7 @@ def _methods(methods: Sequence[str] | None, *, finetune: Train | None, trained: 
     return tuple(Retraining(method) for method in methods)
 
 
-def _key(model: nn.Module, task: Task, settings: SweepSettings) -> dict[str, Any]:
+def _depends_on(model: nn.Module, task: Task, settings: SweepSettings) -> dict[str, Any]:
     """What the points of a folder depend on, besides their fraction, method and seed."""
     data = {name: describe_by_value(task.batches(name), name, data=True).record for name in ("train", "val")}
     chosen = {"train": settings.train, "at": settings.at, "finetune": settings.finetune, "rewind": settings.rewind.to}
