@@ -73,7 +73,8 @@ def bert(layers, width=16):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=width, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=16, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
+        max_position_embeddings=16, num_labels=2, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, attn_implementation="eager",
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
 
