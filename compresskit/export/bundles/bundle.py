@@ -4,7 +4,7 @@ folder/model.onnx        the file, with its external data
 folder/labels.json       names of the classes, where they are given
 folder/preprocess.json   how pictures become its input, where it is given
 folder/example.npz       an array for each input, and "expected NAME" for each output, as computed here
-folder/infer.py          runs the file on an npz file; alone, on the example, whose outputs it compares. Needs numpy and onnxruntime
+folder/infer.py          runs the file on an npz file; alone, on the example, and compares. Needs numpy and onnxruntime
 folder/index.html        the same in a browser, by infer.mjs and onnxruntime-web
 folder/infer.cpp         the same in C++
 folder/example.json      where the arrays of the example lie in example.bin, for the two

@@ -22,8 +22,8 @@ PIXELS = "pixels"  # name of the input of pictures
 class Preprocess:
     """How pictures become the input of a network: uint8 (N, height, width, channels) to float (N, channels, height, width).
 
-    Each value is (pixel / 255 - mean) / std, as of torchvision's `ToTensor` and `Normalize`. Decoding and resizing are left to the
-    caller, since no two libraries resize alike.
+    Each value is (pixel / 255 - mean) / std, as of torchvision's `ToTensor` and `Normalize`. Decoding and resizing are left to
+    the caller, since no two libraries resize alike.
 
     Args:
         mean, std: one number for each channel. std > 0.
