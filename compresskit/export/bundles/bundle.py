@@ -126,7 +126,7 @@ def _run_example(path: Path, example: Inputs | Tensor, preprocess: Preprocess | 
     session = open_session(path)
     if preprocess is None:
         feed = numpy_inputs(session, (example,) if isinstance(example, Tensor) else example)
-        return _Example(feed=feed, shown=feed, outputs=_outputs(session, feed, path))
+        return _Example(feed=feed, shown=feed, outputs=_named_outputs(session, feed, path))
     pixels = preprocess.pixels(example)
     names = [entry.name for entry in session.get_inputs()]
     if len(names) != 1:
@@ -135,10 +135,10 @@ def _run_example(path: Path, example: Inputs | Tensor, preprocess: Preprocess | 
     feed = {names[0]: preprocess(pixels)}
     settings = {"pixels": "uint8 (N, height, width, channels)", "height": height, "width": width}
     settings |= {"mean": preprocess.mean, "std": preprocess.std, "input": names[0], "in_graph": preprocess.in_graph}
-    return _Example(feed=feed, shown={PIXELS: pixels}, outputs=_outputs(session, feed, path), settings=settings)
+    return _Example(feed=feed, shown={PIXELS: pixels}, outputs=_named_outputs(session, feed, path), settings=settings)
 
 
-def _outputs(session: Any, feed: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
+def _named_outputs(session: Any, feed: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
     return dict(zip((entry.name for entry in session.get_outputs()), run_session(session, feed, path), strict=True))
 
 
@@ -158,7 +158,7 @@ def _copy(path: Path, folder: Path, *, changed: bool, without: Sequence[str]) ->
 def _with_graph(run: _Example, preprocess: Preprocess, path: Path) -> _Example:
     """Put preprocessing into the file and run it on the pictures; ExportError where that does not give what it gave before."""
     preprocess.write_into(path, path)
-    found = _outputs(open_session(path), run.shown, path)
+    found = _named_outputs(open_session(path), run.shown, path)
     for name, value in run.outputs.items():
         error, largest = (np.abs(array).max(initial=0) for array in (found[name].astype("f8") - value, value.astype("f8")))
         if not error <= 0.01 * largest:
@@ -175,7 +175,7 @@ def _write_shared(folder: Path, file: str, run: _Example, web: Mapping[str, Any]
         return
     inputs, pictures, outputs = (_laid_out(part, parts[:place]) for place, part in enumerate(parts))
     with atomic(folder / "example.bin") as temporary:
-        temporary.write_bytes(b"".join(_padded(value) for part in parts for value in part.values()))
+        temporary.write_bytes(b"".join(_aligned_bytes(value) for part in parts for value in part.values()))
     _write_json(folder / "example.json", {"inputs": pictures or inputs, "outputs": outputs, "preprocess": run.settings})
     _write_text(folder / "index.html", _filled("index.html.jinja", file=file, settings=web))
     _write_text(folder / "infer.mjs", (Path(__file__).parent / "infer.mjs").read_text("utf-8"))
@@ -183,20 +183,20 @@ def _write_shared(folder: Path, file: str, run: _Example, web: Mapping[str, Any]
     _write_text(folder / "infer.cpp", _filled("infer.cpp.jinja", file=file, **lines))
 
 
-def _padded(value: np.ndarray) -> bytes:
+def _aligned_bytes(value: np.ndarray) -> bytes:
     raw = np.ascontiguousarray(value).tobytes()
     return raw + bytes(-len(raw) % ALIGNMENT)
 
 
 def _laid_out(arrays: Mapping[str, np.ndarray], before: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, Any]]:
     """Where arrays lie in example.bin, after those of `before`."""
-    offset = sum(len(_padded(value)) for part in before for value in part.values())
+    offset = sum(len(_aligned_bytes(value)) for part in before for value in part.values())
     entries = []
     for name, value in arrays.items():
         entries.append(
             {"name": name, "type": str(value.dtype), "dims": list(value.shape), "offset": offset, "size": value.nbytes}
         )
-        offset += len(_padded(value))
+        offset += len(_aligned_bytes(value))
     return entries
 
 
