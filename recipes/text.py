@@ -48,13 +48,18 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, drop) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Sequential(nn.Dropout(drop), nn.Linear(width, 2))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
+        """The last hidden states, (N, L, width)."""
         real = ids != PAD
         x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x, real[:, None, None])
-        weight = real.unsqueeze(2).to(x.dtype)
-        return self.head((self.norm(x) * weight).sum(1) / weight.sum(1).clamp(min=1))
+        return self.norm(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.hidden(ids)
+        weight = (ids != PAD).unsqueeze(2).to(x.dtype)
+        return self.head((x * weight).sum(1) / weight.sum(1).clamp(min=1))
 
 
 class BiLSTM(nn.Module):

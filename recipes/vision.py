@@ -121,6 +121,37 @@ def cifar10(folder: str, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
     return parts
 
 
+def image_folder(folder: str, size: int, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """`{"train": (images uint8 (N, 3, size, size), labels), "test": ...}` of `train/<class>/*` and `val/<class>/*` or `test/...`.
+
+    The shorter side is scaled to `size`, and the middle is cut out. `limit` images of each are
+    drawn at random, the same each time.
+    """
+    root, parts = Path(folder), {}
+    for split, names in (("train", ("train",)), ("test", ("val", "test"))):
+        found = next((root / name for name in names if (root / name).is_dir()), None)
+        if found is None:
+            raise SystemExit(
+                f"{folder}: wanted train/CLASS/* and val/CLASS/* (or test/CLASS/*); there is no {' or '.join(names)}"
+            )
+        try:
+            images = ImageFolder(str(found))
+        except FileNotFoundError as error:
+            raise SystemExit(f"{found}: {error}") from None
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:limit].tolist()
+        pixels = torch.stack([_middle(images[i][0], size) for i in order])
+        parts[split] = pixels, torch.tensor([images.targets[i] for i in order])
+    return parts
+
+
+def _middle(image: Image.Image, size: int) -> Tensor:
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    cut = image.convert("RGB").resize((width, height)).crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(cut)).permute(2, 0, 1)
+
+
 def pictures(count: int, size: int, seed: int, folder: str | None = None) -> Tensor:
     """Square pictures with values in 0..1, (count, 3, size, size): crops of those in a folder, or drawn where none is given."""
     generator = torch.Generator().manual_seed(seed)

@@ -176,3 +176,90 @@ def test_readme_blocks_run(run_script) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (checkout.ROOT / "README.md").read_text(), re.S)
     assert blocks
     run_script("\n".join(blocks))
+
+
+def test_semi_supervised(start) -> None:
+    small = ("--epochs", 1, "--steps", 2, "--teachers", 2, "--widths", 8, 8, "--seeds", 1, "--rounds", 2)
+    rows = start("semi_supervised.py", *small).splitlines()
+    assert [row[:24].strip() for row in rows] == ["labels alone", "with unlabelled images"]
+    assert all(0 <= float(row.split()[-1]) <= 1 for row in rows)
+
+
+def test_distillation_token(tmp_path, start) -> None:
+    output = start("distillation_token.py", "--epochs", 1, "--out", tmp_path / "run")
+    rows = output.splitlines()
+    assert rows[0].startswith("teacher: 0.")
+    assert rows[1].startswith("transformer with the labels alone: 0.")
+    check_run("\n".join(rows[2:]), tmp_path / "run", 1)
+
+
+def test_cifar10_fast(tmp_path, start) -> None:
+    small = (
+        "--depth",
+        10,
+        "--width",
+        1,
+        "--epochs",
+        2,
+        "--precision",
+        "FP32",
+        "--batch-size",
+        64,
+        "--device",
+        "cpu",
+        "--goal",
+        0,
+    )
+    rows = start("cifar10_fast.py", "--data", image_folder(tmp_path), *small).splitlines()
+    assert re.match(r"one cycle to 0.4  0% after \d+ s; last 0.\d+, best 0.\d+, \d+ s in all", rows[0])
+    assert rows[1].startswith("constant 0.05 ")
+
+
+def test_imagenette(tmp_path, start) -> None:
+    small = ("--size", 32, "--widths", 8, 8, "--batch-size", 32, "--device", "cpu")
+    rows = start("imagenette.py", "--data", image_folder(tmp_path), *small).splitlines()
+    assert [row.split()[0] for row in rows[1:4]] == ["FP32", "AMP_BF16", "MASTER_BF16"]
+    assert "live tensors" in rows[4]
+    assert [row.split()[0] for row in rows[6:]] == ["FP32", "AMP_BF16", "MASTER_BF16"]
+
+
+@pytest.mark.slow
+def test_transfer(tmp_path, start) -> None:
+    """Where no loss at all is allowed, quantization-aware training follows."""
+    small = ("--weights", "none", "--size", 32, "--epochs", 1, "--batch-size", 64, "--tolerance", -1)
+    output = start("transfer.py", "--data", image_folder(tmp_path / "data"), "--out", tmp_path / "run", *small)
+    assert output.startswith("new head: 0.")
+    assert "quantization-aware training follows" in output
+    assert output.count("model.onnx") == 2
+
+
+def test_an_image_folder_of_another_shape_is_one_message(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(checkout.ROOT / "recipes"))
+    from vision import image_folder as read
+
+    with pytest.raises(SystemExit, match=r"wanted train/CLASS/\* and val/CLASS/\* \(or test/CLASS/\*\); there is no train"):
+        read(str(tmp_path), 32, None)
+    (tmp_path / "train").mkdir()
+    with pytest.raises(SystemExit, match="Couldn't find any class folder"):
+        read(str(tmp_path), 32, None)
+    image_folder(tmp_path)
+    found = read(str(tmp_path), 16, 20)
+    assert [tuple(x.shape) for x, _ in found.values()] == [(20, 3, 16, 16), (20, 3, 16, 16)]
+
+
+@pytest.mark.slow
+def test_pretrained_distillation(tmp_path, start) -> None:
+    sentences(tmp_path)
+    out = tmp_path / "run"
+    small = ("--data", tmp_path, "--epochs", 1, "--batch-size", 16, "--labels", 16)
+    rows = start("pretrained_distillation.py", *small, "--out", out).splitlines()
+    assert [row.rpartition(":")[0] for row in rows[:3]] == [
+        "teacher", "compact model, fine-tuned alone", "compact model after two stages"]  # fmt: skip
+    check_run("\n".join(rows[3:]), out, 1)
+
+
+def test_word_lm(tmp_path, start) -> None:
+    sentences(tmp_path)
+    out = tmp_path / "run"
+    small = ("--data", tmp_path, "--epochs", 1, "--batch-size", 16, "--width", 16)
+    check_run(start("word_lm.py", *small, "--out", out), out, 2)
