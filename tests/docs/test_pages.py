@@ -56,12 +56,20 @@ class Tokens(nn.Module):
 model, example = Tokens().eval(), (torch.randn(4, 12, 32),)
 batches = [(torch.randn(8, 12, 32),) for _ in range(2)]
 """,
+    "tracking": """
+import mlflow, os
+os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # without a database
+mlflow.set_tracking_uri("file:mlflow")
+""",
+    "training": "",
     "runs": """
 stages = [ck.Train(epochs=1)]
 model, recipe = networks.Chain(), ck.Recipe(*stages)
 """,
 }
 SLOW = {"quantization"}
+#: Packages of which a page shows the use, and without which it is skipped.
+NEEDS = {"tracking": ["tensorboard", "mlflow"]}
 
 
 def blocks(page) -> list[str]:
@@ -76,6 +84,8 @@ def test_there_are_pages() -> None:
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES], ids=lambda page: page.stem
 )
 def test_the_code_of_a_page_runs(page, tmp_path) -> None:
+    for name in NEEDS.get(page.stem, []):
+        pytest.importorskip(name, reason=f"{name} is not installed")
     script = tmp_path / "page.py"
     script.write_text("\n".join([COMMON, GIVEN[page.stem], *blocks(page)]))
     checkout.python(script, cwd=tmp_path)
