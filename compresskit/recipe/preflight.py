@@ -50,7 +50,7 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first_line}"
                 ) from error
-    for training in (training for stage in stages for training in _trainings(stage)):
+    for training in (training for stage in stages for training in _trainings_in(stage)):
         training.length(task)
     probe = copy_model(model).to(task.device).eval()
     for stage in stages:
@@ -59,7 +59,7 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
         capture(model, first_rows(task.example(), 2))
 
 
-def _trainings(stage: Stage) -> Iterator[Train]:
+def _trainings_in(stage: Stage) -> Iterator[Train]:
     """The trainings of a stage: itself, and those among its settings."""
     values: list[Any] = [vars(stage).get(field.name) for field in fields(stage)] if is_dataclass(stage) else []
     yield from (value for value in [stage, *values] if isinstance(value, Train))

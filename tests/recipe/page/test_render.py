@@ -84,7 +84,7 @@ def test_the_page_of_a_run_shows_what_it_did(finished_run) -> None:
     ]
     described = {attrs["id"] for attrs in page.all("desc")}
     assert described == {chart["aria-describedby"] for chart in page.all("svg") if "aria-label" in chart}
-    assert len(described) == 4
+    assert len(described) == 5
     assert "1-train: train" in "".join(page.texts["li"])
     assert "onnxruntime" in "".join(page.texts["dd"])
     assert '"kind": "Prune"' in "".join(page.texts["pre"])
