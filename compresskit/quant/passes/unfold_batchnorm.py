@@ -73,7 +73,7 @@ class ConvBN(nn.Module):
             y = y if bias is None else y + bias.view(shape)
             return sync_batch_norm(y, self.running_mean, self.running_var, self.weight, self.bias, self.momentum, self.eps)
         weight = None if self.weight is None else self.weight * factor.sign()
-        shift = self.bias
+        shift: Tensor | None = self.bias
         if bias is not None:  # it cancels; optimizers still see it, with a gradient of zeros
             shift = 0 * bias if shift is None else shift + 0 * bias
         x, mean, variance = _ScaledBatchNorm.apply(y, self.eps * factor.square(), weight, shift)  # type: ignore[no-untyped-call]
