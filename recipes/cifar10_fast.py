@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vision import Images, cifar10
 
 import compresskit as ck
-from compresskit.train.validation import StepReport
+from compresskit.train.callbacks import StepReport
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
 POLICIES = {policy.name: policy for policy in (ck.mixed.FP32, ck.mixed.AMP_BF16, ck.mixed.MASTER_BF16)}

@@ -63,7 +63,7 @@ def main() -> None:
     sets: dict[str, Any] = {split: TensorDataset(part[:, :-1], part[:, 1:]) for split, part in coded.items()}
     task = ck.Task(
         train=DataLoader(sets["train"], args.batch_size, shuffle=True), val=DataLoader(sets["dev"], 64), loss=loss,
-        metric=perplexity, lower_is_better=True,
+        metric=perplexity, higher_is_better=False,
     )  # fmt: skip
     torch.manual_seed(args.seed)
     recipe = ck.Recipe(
