@@ -76,8 +76,11 @@ def _made(saved: Any, path: str) -> Bypass:
     """The module of a record; CheckpointError where the record is not one that `Bypass.record` writes."""
     if isinstance(saved, dict) and saved.get("kind") == "bypass":
         argument, outputs, index = saved.get("argument"), saved.get("outputs"), saved.get("index")
-        named = isinstance(argument, str) or _is_count(argument)
-        if named and _is_count(outputs) and _is_count(index) and outputs <= MOST_OUTPUTS and index < max(1, outputs):
+        if (
+            (isinstance(argument, str) or _is_count(argument))
+            and (_is_count(outputs) and outputs <= MOST_OUTPUTS)
+            and (_is_count(index) and index < max(1, outputs))
+        ):
             return Bypass(argument, outputs, index)
     raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
 
