@@ -1,4 +1,4 @@
-"""The Python blocks of every page in docs/ run: the blocks of a page one after another, in a process and a folder of its own."""
+"""The Python blocks of every page in docs/ run: the blocks of a page one after another, as one script in a folder of its own."""
 
 from __future__ import annotations
 
@@ -110,10 +110,8 @@ def test_there_are_pages() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES], ids=lambda page: page.stem
 )
-def test_the_code_of_a_page_runs(page, tmp_path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("\n".join([COMMON, GIVEN[page.stem], *blocks(page)]))
-    checkout.python(script, cwd=tmp_path)
+def test_the_code_of_a_page_runs(page, run_script) -> None:
+    run_script("\n".join([COMMON, GIVEN[page.stem], *blocks(page)]))
 
 
 @pytest.mark.slow
