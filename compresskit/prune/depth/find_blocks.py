@@ -28,8 +28,8 @@ from compresskit.prune.structure.trace import OperatorRecorder, no_attention_fas
 
 ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
 #: Operators that a removed block takes with it where they stand between its input and its output: BERT's layers end in a norm.
-NORMS = {aten.layer_norm.default, aten.batch_norm.default, aten.group_norm.default, aten.instance_norm.default}
-NORMS |= {aten.rms_norm.default, aten.native_layer_norm.default, aten.native_batch_norm.default}
+NORM_OPERATORS = {aten.layer_norm.default, aten.batch_norm.default, aten.group_norm.default, aten.instance_norm.default}
+NORM_OPERATORS |= {aten.rms_norm.default, aten.native_layer_norm.default, aten.native_batch_norm.default}
 #: Operators that change no value that is not negative. The proof shows whether they change one.
 RECTIFIERS = {aten.relu.default, aten.relu_.default, aten.hardtanh.default, aten.hardtanh_.default, aten.clamp.default}
 RECTIFIERS |= {aten.clamp_min.default, aten.relu6.default, aten.relu6_.default}
@@ -99,9 +99,9 @@ def find_blocks(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = 
     check_runs(model, example)
     calls, recorder = _record(model, first_rows(example, 2)) or _record(model, example) or ([], None)
     assert recorder is not None
-    numbers = _numbers(recorder)
+    numbers = _operator_numbers(recorder)
     times = Counter(c.path for c in calls)
-    names = _names(model)
+    names = _all_names(model)
     removable: dict[str, ResidualBlock] = {}
     reasons: dict[str, str] = {}
     for one in calls:
@@ -181,13 +181,13 @@ def _calls_recorded(model: nn.Module, recorder: OperatorRecorder, calls: list[_C
             handle.remove()
 
 
-def _numbers(recorder: OperatorRecorder) -> dict[Node, int]:
+def _operator_numbers(recorder: OperatorRecorder) -> dict[Node, int]:
     """The place of every operator in the order in which they ran."""
     ran = [n for n in recorder.graph.nodes if isinstance(n.target, OpOverload) and not n.meta.get("constant")]
     return {node: number for number, node in enumerate(ran)}
 
 
-def _names(model: nn.Module) -> dict[int, list[str]]:
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
     names = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         names[id(module)].append(path)
@@ -212,7 +212,7 @@ def _block(one: _Call, module: nn.Module, shapes: dict[str, tuple[int, ...]], nu
             continue
         if any(other is not source and _depends(other, source) for other, _ in one.arguments.values()):
             return "its branch begins outside of it"
-        skipped = {numbers[node]: position for node, position in way if node.target in ADDITIONS | NORMS}
+        skipped = {numbers[node]: position for node, position in way if node.target in ADDITIONS | NORM_OPERATORS}
         return ResidualBlock(
             path=one.path,
             argument=key,
@@ -220,7 +220,7 @@ def _block(one: _Call, module: nn.Module, shapes: dict[str, tuple[int, ...]], nu
             index=index,
             shape=shape,
             parameters=sum(p.numel() for p in module.parameters()),
-            norms=sum(node.target in NORMS for node, _ in way),
+            norms=sum(node.target in NORM_OPERATORS for node, _ in way),
             skipped=skipped,
         )
     return "no addition leads from its input to its output"
@@ -240,9 +240,11 @@ def _way(output: Node, source: Node, shapes: dict[str, tuple[int, ...]]) -> list
         if node.target in ADDITIONS:
             operands = [(i, a) for i, a in enumerate(node.args[:2]) if isinstance(a, type(node))]
             stack += [(a, [*way, (node, i)]) for i, a in operands if shapes.get(a.name) == shapes.get(node.name)]
-        elif node.target in NORMS | RECTIFIERS | MOVES | IDENTITIES:
+        elif node.target in NORM_OPERATORS | RECTIFIERS | MOVES | IDENTITIES:
             stack.append((node.args[0], [*way, (node, 0)]))
-        elif not isinstance(node.target, OpOverload) and node.args[0].target in NORMS and node.args[1] == 0:  # of several results
+        elif (
+            not isinstance(node.target, OpOverload) and node.args[0].target in NORM_OPERATORS and node.args[1] == 0
+        ):  # of several results
             stack.append((node.args[0], way))
     return None
 

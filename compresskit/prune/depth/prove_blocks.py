@@ -60,19 +60,21 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
 
     Returns: None where they agree, else what is wrong.
     """
-    example = first_rows(example, 2) if _runs(model, first_rows(example, 2)) else example
+    example = first_rows(example, 2) if _runs_here(model, first_rows(example, 2)) else example
     wide, double, tolerance = copy_model(model).double().eval(), _changed(example, Tensor.double), WIDE_TOLERANCE
-    if not _runs(wide, double):
+    if not _runs_here(wide, double):
         wide, double, tolerance = copy_model(model).eval(), example, SINGLE_TOLERANCE
-    tried = [inputs for inputs in (varied_inputs(double), _changed(first_rows(double, 1), Tensor.neg)) if _runs(wide, inputs)]
+    tried = [
+        inputs for inputs in (varied_inputs(double), _changed(first_rows(double, 1), Tensor.neg)) if _runs_here(wide, inputs)
+    ]
     for inputs in tried or [double]:  # a model with a fixed batch takes no other
         found = find_blocks(wide, inputs).removable
         if missing := [path for path in paths if path not in found]:
             return f"{missing[0]} is no residual block for inputs of another size"
-        wanted = _run(wide, inputs, {n: p for path in paths for n, p in found[path].skipped.items()})
+        wanted = _run_skipping(wide, inputs, {n: p for path in paths for n, p in found[path].skipped.items()})
         removed = remove_blocks_(copy_model(wide), [found[path] for path in paths])
         try:
-            got = _run(removed, inputs, {})
+            got = _run_skipping(removed, inputs, {})
         except Exception as error:
             return f"the model does not run without it: {_first_line_of(error)}"
         if [v.shape for v in got] != [v.shape for v in wanted]:
@@ -88,9 +90,9 @@ def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock],
     failures = {}
     for path, block in blocks.items():
         try:
-            _run(remove_blocks_(frozen_copy(model), [block]), first_rows(example, 2), {})
+            _run_skipping(remove_blocks_(frozen_copy(model), [block]), first_rows(example, 2), {})
         except Exception as error:
-            if _runs(model, first_rows(example, 2)):
+            if _runs_here(model, first_rows(example, 2)):
                 failures[path] = f"the model does not run without it: {_first_line_of(error)}"
     return failures
 
@@ -101,15 +103,15 @@ def _changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return changed
 
 
-def _run(model: nn.Module, inputs: Inputs, skipped: Mapping[int, int]) -> list[Tensor]:
+def _run_skipping(model: nn.Module, inputs: Inputs, skipped: Mapping[int, int]) -> list[Tensor]:
     quiet = torch.inference_mode(), mode(model, training=False), torch.random.fork_rng(), no_attention_fastpath()
     with quiet[0], quiet[1], quiet[2], quiet[3], repeatable(model), BranchesZeroed(skipped):
         return [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
-def _runs(model: nn.Module, inputs: Inputs) -> bool:
+def _runs_here(model: nn.Module, inputs: Inputs) -> bool:
     try:
-        _run(model, inputs, {})
+        _run_skipping(model, inputs, {})
     except Exception:
         return False
     return True
