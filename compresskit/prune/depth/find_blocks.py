@@ -101,7 +101,7 @@ def find_blocks(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = 
     assert recorder is not None
     numbers = _operator_numbers(recorder)
     times = Counter(c.path for c in calls)
-    names = _all_names(model)
+    names = _names_by_module(model)
     removable: dict[str, ResidualBlock] = {}
     reasons: dict[str, str] = {}
     for one in calls:
@@ -187,7 +187,7 @@ def _operator_numbers(recorder: OperatorRecorder) -> dict[Node, int]:
     return {node: number for number, node in enumerate(ran)}
 
 
-def _all_names(model: nn.Module) -> dict[int, list[str]]:
+def _names_by_module(model: nn.Module) -> dict[int, list[str]]:
     names = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         names[id(module)].append(path)
