@@ -188,7 +188,7 @@ def main() -> None:
             rows += measure(name, case, device, steps=1 if args.smoke else args.steps)
             print("\n".join(str(row) for row in rows if row["network"] == name), flush=True)
     where = f"{device.type}, torch {torch.__version__}, {platform.machine()}"
-    heads = list(max(rows, key=len))
+    heads = list(max(rows, key=lambda row: len(row)))
     lines = [
         f"# The articles' networks under each precision: {where}",
         "",
