@@ -19,8 +19,8 @@ from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_la
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
 
-#: Parts are joined only where the second returns at least this share of as many values as it (pooling) or both of them (runs) read:
-#: of few values, such as logits, the weights of the layers before them cannot be learned.
+#: Parts are joined only where the second returns at least this share of as many values as it (pooling) or both of them (runs)
+#: read: of few values, such as logits, the weights of the layers before them cannot be learned.
 LEAST_SHARE = 0.25
 
 
