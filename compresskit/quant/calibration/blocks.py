@@ -212,7 +212,7 @@ def _joined(parts: Sequence[list[Node]], shape: _Shape, run: int) -> list[list[N
     rules: list[Callable[[list[Node], list[Node]], bool]] = [
         shape.ends,
         lambda earlier, _: shape.begins(earlier),
-        lambda *both: shape.runs_on(*both, run),
+        lambda earlier, later: shape.runs_on(earlier, later, run),
     ]
     for rule in rules:
         done: list[list[Node]] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.blocks import Block, find_blocks, given_nodes
+from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
 from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 SCALE_RATE = 1e-3  # learning rate of scales and biases, as a fraction of their size
 FREE_STEPS = 0.2  # share of the steps before choices are driven to 0 or 1
 PENALTY = 5.0  # of undecided weights, in units of the block's error with weights rounded to nearest
+CORRECTION_PARTS = 4  # of the data, by which biases are corrected
 PLACES = 2**16  # where a piece of random numbers may begin
 
 
@@ -60,10 +62,14 @@ def reconstruct_(
 
     For each block, on the inputs that it receives from the blocks before it, already rounded, these are trained by Adam for the
     least squared error of its output: for each weight a soft choice whether it is rounded up or down, which a growing penalty
-    drives to 0 or 1; the scales of its weights and activations; its biases. While it is trained, each value that it reads, and
-    each that is rounded inside it, is taken in float with the probability `drop`, so that the choices do not fit the errors of
-    the few samples. Before that each scale of weights is set to the one of least squared error of the weight. Pairs of weights
-    that may not overflow never do, and zeros of pruning masks stay. Worth its minutes at 4 bits and below. No labels are needed.
+    drives to 0 or 1; the scales of its weights and activations; its biases, which then also take the mean error of each channel.
+    While it is trained, each value that it reads, and each that is rounded inside it, is taken in float with the probability
+    `drop`, so that the choices do not fit the errors of the few samples. Before that each scale of weights is set to the one of
+    least squared error of the weight. Pairs of weights that may not overflow never do, and zeros of pruning masks stay. Worth
+    its minutes at 4 bits and below. No labels are needed.
+
+    In float means: with the weights and biases that the model holds. Call it before anything that changes them for the sake of
+    rounding, such as `correct_bias_`.
 
     Args:
         quantized: a calibrated model.
@@ -77,8 +83,9 @@ def reconstruct_(
         drop: probability of a value in float.
         seed: of the order of rows, and of what is dropped.
 
-    Returns the number of layers whose rounding was learned. A block of which an operator has no derivative, or whose output is
-    not of floating point, is rounded to nearest; a line of the log says so.
+    Returns the number of layers whose rounding was learned. A weight that something also reads in float, such as an embedding
+    table, is rounded to nearest, and so is a block of which an operator has no derivative, or whose output is not of floating
+    point; a line of the log names such a block.
     Raises DataError where there is no batch, SettingError for settings out of range.
     """
     return _reconstruct_(
@@ -134,13 +141,13 @@ def _reconstruct_(
     blocks = find_blocks(quantized) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
     frontier = _Frontier(quantized.body, shuffled_parts(data, batch_size, generator), blocks)
-    layers = [layer for block in blocks for layer in block.layers]
+    layers = [layer for block in blocks for layer in block.layers if _only_rounded(quantized.body, layer.weight)]
     for layer in layers:
         fit_scale_(get_tensor(quantized.body, layer.weight).detach(), layer.quantizer)
     count = 0
     with mode(quantized, training=False):
         for block in progress_bar(blocks, desc="reconstruct blocks"):
-            if block.layers:
+            if any(_only_rounded(quantized.body, layer.weight) for layer in block.layers):
                 count += _train_block_(quantized.body, block, settings, frontier, generator)
             frontier.pass_(block)
     nudge_scales_(quantized.body)
@@ -155,7 +162,7 @@ def _reconstruct_(
 def _train_block_(
     body: fx.GraphModule, block: Block, settings: _Settings, frontier: _Frontier, generator: torch.Generator
 ) -> int:
-    """Returns the number of layers whose rounding was learned: all of the block, or none."""
+    """Returns the number of layers whose rounding was learned."""
     trained = _TrainedBlock(body, block, settings, generator)
     inputs, wanted = frontier.inputs(block), frontier.float_outputs(block)
     reason = trained.obstacle(inputs[0], wanted[0])
@@ -165,7 +172,9 @@ def _train_block_(
         trained.train_(inputs, wanted)
         trained.round_()
     trained.end_()
-    return 0 if reason else len(block.layers)
+    if not settings.weights_only:
+        frontier.correct_(block, [layer for layer in block.layers if layer.bias in trained.biases])
+    return 0 if reason else len(trained.soft)
 
 
 class _Frontier:
@@ -211,6 +220,20 @@ class _Frontier:
             if is_read:
                 pairs[block.output] = (value, rounded)
 
+    @torch.no_grad()
+    def correct_(self, block: Block, layers: Iterable[IntegerLayer]) -> None:
+        """Add to the bias of each of some layers of a block, one after another, the mean error of its output."""
+        for layer in layers:
+            total, count = torch.zeros(()), 0
+            for pairs in self.pairs[:CORRECTION_PARTS]:
+                in_float, rounded = (
+                    _run(block, {n: pairs[n][i] for n in block.inputs}, compute, layer.node)
+                    for i, compute in enumerate((self._float, self._rounded))
+                )
+                error = (in_float - rounded).movedim(layer.channel_dim, 0).flatten(1)
+                total, count = total + error.sum(1), count + error.shape[1]
+            get_tensor(self.body, str(layer.bias)).add_(total / count)
+
     def _rounded(self, node: Node, value_of: ValueOf) -> Any:
         return execute(self.body, node, value_of)
 
@@ -223,8 +246,8 @@ class _Frontier:
         return execute(self.body, node, value_of)
 
 
-def _run(block: Block, inputs: Mapping[Node, Any], compute: Compute) -> Any:
-    """The output of a block; parameters are computed where they are read."""
+def _run(block: Block, inputs: Mapping[Node, Any], compute: Compute, until: Node | None = None) -> Any:
+    """The output of a block, or the value of the node `until`; parameters are computed where they are read."""
     values = dict(inputs)
 
     def value_of(node: Node) -> Any:
@@ -234,7 +257,20 @@ def _run(block: Block, inputs: Mapping[Node, Any], compute: Compute) -> Any:
 
     for node in block.nodes:
         value_of(node)
+        if node is until:
+            return values[node]
     return values[block.output]
+
+
+def _readers(body: fx.GraphModule, name: str) -> list[Node]:
+    """What reads a parameter."""
+    return [user for node in body.graph.nodes if node.op == "get_attr" and node.target == name for user in node.users]
+
+
+def _only_rounded(body: fx.GraphModule, name: str) -> bool:
+    """Whether nothing reads a weight in float, as an embedding table that is also the last layer's weight."""
+    readers = _readers(body, name)
+    return all(node.op == "call_module" and isinstance(body.get_submodule(str(node.target)), Quantizer) for node in readers)
 
 
 class _TrainedBlock:
@@ -247,11 +283,13 @@ class _TrainedBlock:
         self.biases: dict[str, nn.Parameter] = {}
         self.hard = False  # whether weights are rounded
         self.chances = torch.empty(0, dtype=torch.bool)
-        for layer in block.layers:
+        self.layers = [layer for layer in block.layers if _only_rounded(body, layer.weight)]
+        for layer in self.layers:
             weight = get_tensor(self.body, layer.weight)
             mask = None if masks is None else masks.masks.get(layer.weight)
             self.soft[layer.quantizer] = SoftRounding(weight, layer.quantizer, mask)
-            if layer.bias is not None and not settings.weights_only:
+        for layer in () if settings.weights_only else block.layers:
+            if layer.bias is not None and len(_readers(body, layer.bias)) == 1:
                 self.biases[layer.bias] = nn.Parameter(get_tensor(self.body, layer.bias).detach().clone())
         self.activations = [] if settings.weights_only else list(self._own_activations())
         for activation in self.activations:
@@ -362,7 +400,7 @@ class _TrainedBlock:
     @torch.no_grad()
     def round_(self) -> None:
         """Store weights on their grid, and biases."""
-        for layer in self.block.layers:
+        for layer in self.layers:
             soft, weight = self.soft[layer.quantizer], get_tensor(self.body, layer.weight)
             soft.scale.copy_(soft.scale.clamp(min=LEAST_SCALE).maximum(layer.quantizer.min_scale))
             weight.copy_(soft(hard=True))

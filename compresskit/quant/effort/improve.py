@@ -1,7 +1,7 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> choose ranges -> keep the noisiest layers float -> correct biases -> reconstruct blocks -> imitate the float
+balance channels -> choose ranges -> keep the noisiest layers float -> reconstruct blocks -> correct biases -> imitate the float
     model; each made by `fit`, kept where the outputs on `judge` are closer to the float model's
 """
 
@@ -96,9 +96,9 @@ def quantize_with_effort(
     trains = trials.has_gradients()
     if trains and float_macs > 0:
         trials.try_float_layers(float_macs)
-    trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
     if effort == "best":
-        trials.try_reconstruction()
+        trials.try_reconstruction()  # before biases are corrected: its float model is what the model holds
+    trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
     if trains and (effort == "best" or trials.macs <= MOST_TUNED_MACS):
         steps, learn_from = TUNING_STEPS[effort], trials.error_on(fit)
         trials.try_changed(

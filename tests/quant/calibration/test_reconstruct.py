@@ -156,6 +156,25 @@ def test_a_block_without_derivative_is_rounded_to_nearest(caplog) -> None:
         quantized(*x)
 
 
+class Words(nn.Module):
+    """A table that is looked up in float and, tied, multiplied in integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(32, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(torch.relu(self.inner(self.table(tokens))), self.table.weight)
+
+
+def test_a_weight_that_is_read_in_float_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = Words().eval(), (torch.randint(0, 32, (8, 6)),)
+    quantized = quantize_static(model, [x], target=bits(4))
+    assert reconstruct_(quantized, [x], steps=3, rate=1.0) == 1
+    assert torch.equal(quantized.body.get_parameter("table.weight"), model.table.weight)
+
+
 def test_a_given_block_alone_is_trained() -> None:
     quantized = quantize_static(build(networks.Residual), [image(16)], target=bits(4))
     before = {name: value.detach().clone() for name, value in quantized.body.named_parameters()}
