@@ -1,6 +1,6 @@
 """Calibration: activation statistics, equalization, smoothing, rounding, diagnosis."""
 
-from compresskit.quant.calibration.blocks import Block, find_blocks
-from compresskit.quant.calibration.reconstruct import reconstruct_
+from compresskit.quant.calibration.blocks import GraphBlock, find_blocks
+from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 
-__all__ = ["Block", "find_blocks", "reconstruct_"]
+__all__ = ["GraphBlock", "find_blocks", "reconstruct_blocks_"]

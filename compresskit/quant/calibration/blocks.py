@@ -25,7 +25,7 @@ LEAST_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class GraphBlock:
     """A part of a graph whose values are read outside it at one point.
 
     nodes: its operators and quantizers, in the order of the graph. output: the last of them, whose value is read outside.
@@ -47,7 +47,7 @@ class Block:
         return f"{self.output.name}: {names or 'no layers'}"
 
 
-def find_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[Block]:
+def find_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[GraphBlock]:
     """Divide a quantized graph into blocks, in an order in which each reads only the outputs of those before it.
 
     Args:
@@ -67,10 +67,10 @@ def find_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[B
     nodes = _computed_nodes(graph, given)
     exits = _post_dominators(nodes)
     cuts = _cuts(given, nodes, exits)
-    parts = _parts(nodes, exits, cuts)
+    parts = _divided(nodes, exits, cuts)
     cuts.update(n for part in parts for n in part if sum(node in layers for node in part) > most)
     values = {*given, *nodes}
-    parts = _joined(_parts(nodes, exits, cuts), _Shape(layers, values), run)
+    parts = _join_parts(_divided(nodes, exits, cuts), _Shape(layers, values), run)
     return [_block(part, layers, values) for part in parts]
 
 
@@ -147,7 +147,7 @@ def _cuts(given: Sequence[Node], nodes: Sequence[Node], exits: Exits) -> set[Nod
     return cuts
 
 
-def _parts(nodes: Sequence[Node], exits: Exits, cuts: set[Node]) -> list[list[Node]]:
+def _divided(nodes: Sequence[Node], exits: Exits, cuts: set[Node]) -> list[list[Node]]:
     """The nodes of each block by its output; `cuts` grows where a value would be read in a block other than its own."""
     while True:
         of: dict[Node, Node] = {}
@@ -194,20 +194,20 @@ class _Shape:
         if not self.count(earlier) or self.count(later) or self.entries(later) != {earlier[-1]}:
             return False
         known = all(node.op == "call_module" or node.target in OPERATOR_KINDS for node in later)  # others may have no derivative
-        return known and _size(later[-1]) >= LEAST_SHARE * _size(earlier[-1])
+        return known and _value_count(later[-1]) >= LEAST_SHARE * _value_count(earlier[-1])
 
     def runs_on(self, earlier: list[Node], later: list[Node], most: int) -> bool:
         """Whether both are of a run of at most so many layers."""
         if not (self.is_run(earlier) and self.is_run(later)) or self.count(earlier) + self.count(later) > most:
             return False
-        return _size(later[-1]) >= LEAST_SHARE * sum(map(_size, self.entries(earlier)))
+        return _value_count(later[-1]) >= LEAST_SHARE * sum(map(_value_count, self.entries(earlier)))
 
     def begins(self, earlier: list[Node]) -> bool:
         """Whether a part has no layers, and so belongs to the part that reads it."""
         return not self.count(earlier)
 
 
-def _joined(parts: Sequence[list[Node]], shape: _Shape, run: int) -> list[list[Node]]:
+def _join_parts(parts: Sequence[list[Node]], shape: _Shape, run: int) -> list[list[Node]]:
     """Join parts without layers, and short runs, with the only part that reads them."""
     rules: list[Callable[[list[Node], list[Node]], bool]] = [
         shape.ends,
@@ -227,13 +227,13 @@ def _joined(parts: Sequence[list[Node]], shape: _Shape, run: int) -> list[list[N
     return list(parts)
 
 
-def _size(node: Node) -> int:
+def _value_count(node: Node) -> int:
     """How many values a node has in the example."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return sum(math.prod(int(n) for n in value.shape) for value in leaves if isinstance(value, Tensor))
 
 
-def _block(part: Sequence[Node], layers: Mapping[Node, IntegerLayer], values: set[Node]) -> Block:
+def _block(part: Sequence[Node], layers: Mapping[Node, IntegerLayer], values: set[Node]) -> GraphBlock:
     order = sorted(part)
     inputs = {a: None for node in order for a in node.all_input_nodes if a in values and a not in part}
-    return Block(tuple(order), tuple(inputs), tuple(layers[node] for node in order if node in layers))
+    return GraphBlock(tuple(order), tuple(inputs), tuple(layers[node] for node in order if node in layers))

@@ -29,7 +29,7 @@ from compresskit.graph.interpreter import Compute, ValueOf, execute
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.calibration.blocks import Block, find_blocks, given_nodes
+from compresskit.quant.calibration.blocks import GraphBlock, find_blocks, given_nodes
 from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
@@ -40,18 +40,18 @@ from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 log = logging.getLogger(__name__)
 
-SCALE_RATE = 1e-3  # learning rate of scales and biases, as a fraction of their size
+BLOCK_SCALE_RATE = 1e-3  # learning rate of scales and biases, as a fraction of their size
 FREE_STEPS = 0.2  # share of the steps before choices are driven to 0 or 1
 PENALTY = 5.0  # of undecided weights, in units of the block's error with weights rounded to nearest
 CORRECTION_PARTS = 4  # of the data, by which biases are corrected
 PLACES = 2**16  # where a piece of random numbers may begin
 
 
-def reconstruct_(
+def reconstruct_blocks_(
     quantized: Quantized,
     batches: Batches,
     *,
-    blocks: Sequence[Block] | None = None,
+    blocks: Sequence[GraphBlock] | None = None,
     steps: int = 300,
     batch_size: int = 32,
     rate: float = 2e-2,
@@ -88,9 +88,8 @@ def reconstruct_(
     point; a line of the log names such a block.
     Raises DataError where there is no batch, SettingError for settings out of range.
     """
-    return _reconstruct_(
-        "reconstruct_", quantized, batches, blocks, _Settings(steps=steps, rate=rate, drop=drop), batch_size=batch_size, seed=seed
-    )
+    settings = _Training(steps=steps, rate=rate, drop=drop)
+    return _reconstruct_("reconstruct_blocks_", quantized, batches, blocks, settings, batch_size=batch_size, seed=seed)
 
 
 def adaround_(
@@ -99,20 +98,19 @@ def adaround_(
     """Choose for each weight whether it is rounded up or down (Nagel et al., arXiv 2004.10568), in place.
 
     Layer by layer, on the quantized inputs that the layer receives, the squared error of its output (after its ReLU, where the
-    grid applies it) is minimised over a soft choice for each weight, which a growing penalty drives to 0 or 1: `reconstruct_`
-    with blocks of one layer, where scales and biases stay and nothing is dropped. Quicker than that for the same steps, and less
-    accurate.
+    grid applies it) is minimised over a soft choice for each weight, which a growing penalty drives to 0 or 1. It is
+    `reconstruct_blocks_` with blocks of one layer, where scales and biases stay and nothing is dropped.
 
-    Args: as in `reconstruct_`. Returns the number of layers, and raises, as that does.
+    Args: as in `reconstruct_blocks_`. Returns the number of layers, and raises, as that does.
     """
-    settings = _Settings(steps=steps, rate=rate, drop=0.0, weights_only=True)
+    settings = _Training(steps=steps, rate=rate, drop=0.0, weights_only=True)
     layers = find_blocks(quantized, run=1, most=1)
     return _reconstruct_("adaround_", quantized, batches, layers, settings, batch_size=batch_size, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """How a block is trained; `reconstruct_` explains them. weights_only: learn nothing but the choices of weights."""
+class _Training:
+    """How a block is trained; `reconstruct_blocks_` explains them. weights_only: learn nothing but the choices of weights."""
 
     steps: int
     rate: float
@@ -124,8 +122,8 @@ def _reconstruct_(
     where: str,
     quantized: Quantized,
     batches: Batches,
-    blocks: Sequence[Block] | None,
-    settings: _Settings,
+    blocks: Sequence[GraphBlock] | None,
+    settings: _Training,
     *,
     batch_size: int,
     seed: int,
@@ -160,7 +158,7 @@ def _reconstruct_(
 
 
 def _train_block_(
-    body: fx.GraphModule, block: Block, settings: _Settings, frontier: _Frontier, generator: torch.Generator
+    body: fx.GraphModule, block: GraphBlock, settings: _Training, frontier: _Frontier, generator: torch.Generator
 ) -> int:
     """Returns the number of layers whose rounding was learned."""
     trained = _TrainedBlock(body, block, settings, generator)
@@ -180,7 +178,7 @@ def _train_block_(
 class _Frontier:
     """The values that blocks still to come read, in float and from the quantized model so far, for each part of the data."""
 
-    def __init__(self, body: fx.GraphModule, parts: Sequence[Inputs], blocks: Sequence[Block]) -> None:
+    def __init__(self, body: fx.GraphModule, parts: Sequence[Inputs], blocks: Sequence[GraphBlock]) -> None:
         self.body = body
         self.float_weights = {name: value.detach().clone() for name, value in body.named_parameters()}
         self.last = {node: block for block in blocks for node in block.inputs}
@@ -196,24 +194,24 @@ class _Frontier:
                     values[node] = execute(body, node, values.__getitem__)
             self.pairs.append({node: (value, value) for node, value in values.items()})
 
-    def inputs(self, block: Block) -> list[dict[Node, Pair]]:
+    def inputs(self, block: GraphBlock) -> list[dict[Node, Pair]]:
         """What a block reads, of each part."""
         return [{node: pairs[node] for node in block.inputs} for pairs in self.pairs]
 
     @torch.no_grad()
-    def float_outputs(self, block: Block) -> list[Any]:
+    def float_outputs(self, block: GraphBlock) -> list[Any]:
         """What a block returns in float, for each part."""
-        self.wanted = [_run(block, {n: pairs[n][0] for n in block.inputs}, self._float) for pairs in self.pairs]
+        self.wanted = [_run_block(block, {n: pairs[n][0] for n in block.inputs}, self._float) for pairs in self.pairs]
         return self.wanted
 
     @torch.no_grad()
-    def pass_(self, block: Block) -> None:
+    def pass_(self, block: GraphBlock) -> None:
         """Go on behind a block: keep its outputs, and forget what no block still to come reads."""
         is_read = block.output in self.last
         wanted = self.wanted or (self.float_outputs(block) if is_read else [None] * len(self.pairs))
         self.wanted = []
         for pairs, value in zip(self.pairs, wanted, strict=True):
-            rounded = _run(block, {n: pairs[n][1] for n in block.inputs}, self._rounded) if is_read else None
+            rounded = _run_block(block, {n: pairs[n][1] for n in block.inputs}, self._rounded) if is_read else None
             for node in block.inputs:
                 if self.last[node] is block:
                     del pairs[node]
@@ -221,13 +219,13 @@ class _Frontier:
                 pairs[block.output] = (value, rounded)
 
     @torch.no_grad()
-    def correct_(self, block: Block, layers: Iterable[IntegerLayer]) -> None:
+    def correct_(self, block: GraphBlock, layers: Iterable[IntegerLayer]) -> None:
         """Add to the bias of each of some layers of a block, one after another, the mean error of its output."""
         for layer in layers:
             total, count = torch.zeros(()), 0
             for pairs in self.pairs[:CORRECTION_PARTS]:
                 in_float, rounded = (
-                    _run(block, {n: pairs[n][i] for n in block.inputs}, compute, layer.node)
+                    _run_block(block, {n: pairs[n][i] for n in block.inputs}, compute, layer.node)
                     for i, compute in enumerate((self._float, self._rounded))
                 )
                 error = (in_float - rounded).movedim(layer.channel_dim, 0).flatten(1)
@@ -246,7 +244,7 @@ class _Frontier:
         return execute(self.body, node, value_of)
 
 
-def _run(block: Block, inputs: Mapping[Node, Any], compute: Compute, until: Node | None = None) -> Any:
+def _run_block(block: GraphBlock, inputs: Mapping[Node, Any], compute: Compute, until: Node | None = None) -> Any:
     """The output of a block, or the value of the node `until`; parameters are computed where they are read."""
     values = dict(inputs)
 
@@ -262,21 +260,21 @@ def _run(block: Block, inputs: Mapping[Node, Any], compute: Compute, until: Node
     return values[block.output]
 
 
-def _readers(body: fx.GraphModule, name: str) -> list[Node]:
+def _parameter_readers(body: fx.GraphModule, name: str) -> list[Node]:
     """What reads a parameter."""
     return [user for node in body.graph.nodes if node.op == "get_attr" and node.target == name for user in node.users]
 
 
 def _only_rounded(body: fx.GraphModule, name: str) -> bool:
     """Whether nothing reads a weight in float, as an embedding table that is also the last layer's weight."""
-    readers = _readers(body, name)
+    readers = _parameter_readers(body, name)
     return all(node.op == "call_module" and isinstance(body.get_submodule(str(node.target)), Quantizer) for node in readers)
 
 
 class _TrainedBlock:
     """A block while it is trained: soft weights, biases and scales are its parameters."""
 
-    def __init__(self, body: fx.GraphModule, block: Block, settings: _Settings, generator: torch.Generator) -> None:
+    def __init__(self, body: fx.GraphModule, block: GraphBlock, settings: _Training, generator: torch.Generator) -> None:
         self.body, self.block, self.settings, self.generator = body, block, settings, generator
         masks = masks_of(self.body)
         self.soft: dict[WeightQuantizer, SoftRounding] = {}
@@ -289,7 +287,7 @@ class _TrainedBlock:
             mask = None if masks is None else masks.masks.get(layer.weight)
             self.soft[layer.quantizer] = SoftRounding(weight, layer.quantizer, mask)
         for layer in () if settings.weights_only else block.layers:
-            if layer.bias is not None and len(_readers(body, layer.bias)) == 1:
+            if layer.bias is not None and len(_parameter_readers(body, layer.bias)) == 1:
                 self.biases[layer.bias] = nn.Parameter(get_tensor(self.body, layer.bias).detach().clone())
         self.activations = [] if settings.weights_only else list(self._own_activations())
         for activation in self.activations:
@@ -354,7 +352,7 @@ class _TrainedBlock:
         if self.settings.weights_only:
             return groups
         sized = [*(soft.scale for soft in self.soft.values()), *(a.scale for a in self.activations), *self.biases.values()]
-        return groups + [{"params": [p], "lr": SCALE_RATE * (float(p.detach().abs().mean()) or 1e-3)} for p in sized]
+        return groups + [{"params": [p], "lr": BLOCK_SCALE_RATE * (float(p.detach().abs().mean()) or 1e-3)} for p in sized]
 
     def _undecided(self, power: float) -> Tensor:
         counts = [soft.choice.numel() for soft in self.soft.values()]
@@ -363,7 +361,7 @@ class _TrainedBlock:
 
     def _error(self, inputs: Mapping[Node, Any], wanted: Any) -> Tensor:
         """Mean squared error of the output."""
-        output = _run(self.block, inputs, self._compute)
+        output = _run_block(self.block, inputs, self._compute)
         pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(wanted), strict=True)
         errors = [(a - b).square().mean() for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
         return torch.stack([torch.zeros(()), *errors]).sum()

@@ -19,7 +19,7 @@ from torch import nn
 
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import Captured
-from compresskit.quant.calibration.reconstruct import reconstruct_
+from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 from compresskit.quant.calibration.rounding_noise import rounding_noise
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.balance import balance_channels_
@@ -203,7 +203,7 @@ class _Trials:
         rate = RECONSTRUCTION_TRAVEL / steps
 
         def change(quantized: Quantized) -> None:
-            reconstruct_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
+            reconstruct_blocks_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
 
         self.try_changed(f"reconstruct blocks, {steps} steps", change)
 

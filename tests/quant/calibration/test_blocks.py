@@ -11,7 +11,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.quant import Quantized, quantize_static
-from compresskit.quant.calibration import Block, find_blocks
+from compresskit.quant.calibration import GraphBlock, find_blocks
 
 
 class Detector(nn.Module):
@@ -61,11 +61,11 @@ def quantized_of(model: nn.Module, inputs=None) -> Quantized:
     return quantize_static(model.eval(), [inputs or image(8)])
 
 
-def layers(blocks: list[Block]) -> list[int]:
+def layers(blocks: list[GraphBlock]) -> list[int]:
     return [len(block.layers) for block in blocks]
 
 
-def assert_divides(quantized: Quantized, blocks: list[Block]) -> None:
+def assert_divides(quantized: Quantized, blocks: list[GraphBlock]) -> None:
     """Every operator on data is in one block; a block is read at its output alone, and reads inputs and earlier outputs."""
     inside = [node for block in blocks for node in block.nodes]
     assert len(set(inside)) == len(inside)

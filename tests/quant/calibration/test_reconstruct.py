@@ -18,7 +18,7 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.graph.masks import masks_of
 from compresskit.prune import plan_mask
 from compresskit.quant import X86, adaround_, quantize_static
-from compresskit.quant.calibration import find_blocks, reconstruct_
+from compresskit.quant.calibration import find_blocks, reconstruct_blocks_
 
 
 def bits(count: int):
@@ -35,7 +35,7 @@ def test_outputs_come_closer_and_everything_is_on_its_grid() -> None:
     model, batches = build(networks.Residual), [image(64)]
     nearest = quantize_static(model, batches, target=bits(3))
     learned = copy.deepcopy(nearest)
-    assert reconstruct_(learned, batches, steps=40, rate=0.15) == 5
+    assert reconstruct_blocks_(learned, batches, steps=40, rate=0.15) == 5
     fresh = image(64)
     assert sqnr(model, learned, fresh) > sqnr(model, nearest, fresh) + 4
     for quantizer, weight in learned.rounded_weights():
@@ -51,7 +51,7 @@ def test_only_the_choices_change_in_adaround() -> None:
     adaround_(quantized, [image(32)], steps=3)
     torch.testing.assert_close([float(a.scale) for a in quantized.activation_quantizers()], before, rtol=6e-4, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(biases, (p for p in quantized.body.parameters() if p.ndim == 1), strict=True))
-    reconstruct_(quantized, [image(32)], steps=20)
+    reconstruct_blocks_(quantized, [image(32)], steps=20)
     after = [float(activation.scale) for activation in quantized.activation_quantizers()]
     assert sum(abs(a / b - 1) > 1e-3 for a, b in zip(after, before, strict=True)) >= 3
 
@@ -63,7 +63,7 @@ def test_the_seed_decides() -> None:
     for seed in (0, 0, 1):
         quantized = copy.deepcopy(start)
         torch.manual_seed(seed + 7)  # the global generator does not
-        reconstruct_(quantized, [x], steps=15, rate=0.2, batch_size=8, seed=seed)
+        reconstruct_blocks_(quantized, [x], steps=15, rate=0.2, batch_size=8, seed=seed)
         weights.append(torch.cat([weight.flatten() for _, weight in quantized.rounded_weights()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -76,7 +76,7 @@ def test_every_setting_matters(settings) -> None:
     results = []
     for more in ({}, settings):
         quantized = copy.deepcopy(start)
-        reconstruct_(quantized, [x], **{"steps": 10, "rate": 0.3, "batch_size": 16} | more)
+        reconstruct_blocks_(quantized, [x], **{"steps": 10, "rate": 0.3, "batch_size": 16} | more)
         results.append(torch.cat([weight.flatten() for _, weight in quantized.rounded_weights()]))
     assert not torch.equal(*results)
 
@@ -88,7 +88,7 @@ def test_other_networks(kind, rows) -> None:
     x = image(rows)
     quantized = quantize_static(model, [x], target=bits(4))
     wanted = len(quantized.rounded_weights())
-    assert reconstruct_(quantized, [x, image(1)], steps=2, batch_size=4) == wanted
+    assert reconstruct_blocks_(quantized, [x, image(1)], steps=2, batch_size=4) == wanted
     with torch.no_grad():
         assert bool(torch.isfinite(quantized(*image(7))).all())
 
@@ -98,7 +98,7 @@ def test_a_model_in_train_mode_with_several_inputs_by_keyword() -> None:
     model = networks.TwoInputs().eval()
     quantized = quantize_static(model, [x], target=bits(2)).train()
     nearest = copy.deepcopy(quantized).eval()
-    assert reconstruct_(quantized, [x], steps=40, rate=0.1) == 4
+    assert reconstruct_blocks_(quantized, [x], steps=40, rate=0.1) == 4
     assert quantized.training
     quantized.eval()
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_masked_zeros_stay_and_no_others_appear() -> None:
     quantized = quantize_static(model, [image(16)], target=bits(4))
     masks = masks_of(quantized.body)
     assert masks is not None
-    reconstruct_(quantized, [image(16)], steps=10, rate=0.3)
+    reconstruct_blocks_(quantized, [image(16)], steps=10, rate=0.3)
     assert masks.removed > 1000
     for name, mask in masks.masks.items():
         weight = quantized.body.get_parameter(name)
@@ -124,7 +124,7 @@ def test_masked_zeros_stay_and_no_others_appear() -> None:
 
 def test_export_and_load(tmp_path) -> None:
     quantized = quantize_static(build(networks.Residual), [image(16)], target=bits(4))
-    reconstruct_(quantized, [image(16)], steps=5)
+    reconstruct_blocks_(quantized, [image(16)], steps=5)
     x = image(16)
     assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2)), quantized, [x]).passed
     ck.save(quantized, tmp_path)
@@ -149,7 +149,7 @@ def test_a_block_without_derivative_is_rounded_to_nearest(caplog) -> None:
     quantized = quantize_static(Stepped().eval(), [x], target=bits(4))
     blocks = find_blocks(quantized)
     with caplog.at_level(logging.WARNING):
-        trained = reconstruct_(quantized, [x], steps=2)
+        trained = reconstruct_blocks_(quantized, [x], steps=2)
     warned = [record.getMessage() for record in caplog.records if "is rounded to nearest: " in record.getMessage()]
     assert trained == sum(len(block.layers) for block in blocks) - len(warned)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_a_weight_that_is_read_in_float_stays_as_it_is() -> None:
     torch.manual_seed(0)
     model, x = Words().eval(), (torch.randint(0, 32, (8, 6)),)
     quantized = quantize_static(model, [x], target=bits(4))
-    assert reconstruct_(quantized, [x], steps=3, rate=1.0) == 1
+    assert reconstruct_blocks_(quantized, [x], steps=3, rate=1.0) == 1
     assert torch.equal(quantized.body.get_parameter("table.weight"), model.table.weight)
 
 
@@ -180,14 +180,14 @@ def test_a_given_block_alone_is_trained() -> None:
     before = {name: value.detach().clone() for name, value in quantized.body.named_parameters()}
     blocks = find_blocks(quantized)
     chosen = [replace(block, layers=block.layers if i == 1 else ()) for i, block in enumerate(blocks)]
-    assert reconstruct_(quantized, [image(16)], blocks=chosen, steps=3) == 2
+    assert reconstruct_blocks_(quantized, [image(16)], blocks=chosen, steps=3) == 2
     changed = {name for name, value in quantized.body.named_parameters() if not torch.equal(value, before[name])}
     assert changed == {name for layer in blocks[1].layers for name in (layer.weight, layer.bias)}
 
 
 def test_no_batch_and_bad_settings_are_refused() -> None:
     quantized = quantize_static(build(networks.Chain), [image(4)])
-    for change in (reconstruct_, adaround_):
+    for change in (reconstruct_blocks_, adaround_):
         with pytest.raises(DataError, match=f"{change.__name__}: no calibration batch"):
             change(quantized, [])
         for settings in ({"steps": 0}, {"batch_size": 0}, {"rate": 0.0}):
@@ -195,5 +195,5 @@ def test_no_batch_and_bad_settings_are_refused() -> None:
             with pytest.raises(SettingError, match=rf"{change.__name__}\({name}=...\): wanted"):
                 change(quantized, [image(4)], **settings)
     for drop in (-0.1, 1.0):
-        with pytest.raises(SettingError, match=r"reconstruct_\(drop=...\): wanted a probability, 0 <= drop < 1"):
-            reconstruct_(quantized, [image(4)], drop=drop)
+        with pytest.raises(SettingError, match=r"reconstruct_blocks_\(drop=...\): wanted a probability, 0 <= drop < 1"):
+            reconstruct_blocks_(quantized, [image(4)], drop=drop)

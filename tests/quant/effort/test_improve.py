@@ -154,7 +154,7 @@ def test_best_reconstructs_on_the_rows_that_fit_in_memory(monkeypatch) -> None:
     rows = list[int]()
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     monkeypatch.setattr(improve, "MOST_RECONSTRUCTION_BYTES", 12 * 4 * 32 * 16 * 16)
-    monkeypatch.setattr(improve, "reconstruct_", lambda q, data, **_: rows.extend(len(x[0]) for x in data))
+    monkeypatch.setattr(improve, "reconstruct_blocks_", lambda q, data, **_: rows.extend(len(x[0]) for x in data))
     quantize_static(build(networks.Chain), [image(20), image(20)], effort="best")
     assert rows == [10]
 
