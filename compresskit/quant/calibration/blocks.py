@@ -47,7 +47,7 @@ class GraphBlock:
         return f"{self.output.name}: {names or 'no layers'}"
 
 
-def find_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[GraphBlock]:
+def find_graph_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[GraphBlock]:
     """Divide a quantized graph into blocks, in an order in which each reads only the outputs of those before it.
 
     Args:
@@ -55,12 +55,12 @@ def find_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[G
         run: layers that follow one another without a branch become one block of at most this many.
         most: a branched part of more layers, such as a whole U-Net, is divided into runs.
 
-    `find_blocks(quantized, run=1, most=1)` gives each layer a block of its own.
+    `find_graph_blocks(quantized, run=1, most=1)` gives each layer a block of its own.
     Raises SettingError for numbers below 1.
     """
     for name, value in (("run", run), ("most", most)):
         if value < 1:
-            raise SettingError(f"find_blocks({name}=...): wanted a whole number >= 1, got {value}")
+            raise SettingError(f"find_graph_blocks({name}=...): wanted a whole number >= 1, got {value}")
     graph = quantized.body.graph
     layers = {layer.node: layer for layer in integer_layers(quantized)}
     given = given_nodes(graph)
@@ -71,7 +71,7 @@ def find_blocks(quantized: Quantized, *, run: int = 3, most: int = 12) -> list[G
     cuts.update(n for part in parts for n in part if sum(node in layers for node in part) > most)
     values = {*given, *nodes}
     parts = _join_parts(_divided(nodes, exits, cuts), _Shape(layers, values), run)
-    return [_block(part, layers, values) for part in parts]
+    return [_graph_block(part, layers, values) for part in parts]
 
 
 def given_nodes(graph: fx.Graph) -> list[Node]:
@@ -233,7 +233,7 @@ def _value_count(node: Node) -> int:
     return sum(math.prod(int(n) for n in value.shape) for value in leaves if isinstance(value, Tensor))
 
 
-def _block(part: Sequence[Node], layers: Mapping[Node, IntegerLayer], values: set[Node]) -> GraphBlock:
+def _graph_block(part: Sequence[Node], layers: Mapping[Node, IntegerLayer], values: set[Node]) -> GraphBlock:
     order = sorted(part)
     inputs = {a: None for node in order for a in node.all_input_nodes if a in values and a not in part}
     return GraphBlock(tuple(order), tuple(inputs), tuple(layers[node] for node in order if node in layers))

@@ -29,7 +29,7 @@ from compresskit.graph.interpreter import Compute, ValueOf, execute
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.calibration.blocks import GraphBlock, find_blocks, given_nodes
+from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks, given_nodes
 from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.paired_run import Pair
 from compresskit.quant.calibration.rows import shuffled_parts
@@ -76,7 +76,7 @@ def reconstruct_blocks_(
         batches: an iterable of inputs, or one batch; a few hundred samples. Inputs of a block, in float and rounded, and its
             output in float are kept in memory for all of them, with what later blocks read: three to four times the activation
             between two blocks, fp32. ResNet-18, 224 x 224: 0.8 MB a sample and activation, some 1.6 GB for 512 samples.
-        blocks: parts of the graph, in its order, that are trained one after another; default `find_blocks(quantized)`.
+        blocks: parts of the graph, in its order, that are trained one after another; default `find_graph_blocks(quantized)`.
         steps: optimizer steps for each block.
         batch_size: rows of a step.
         rate: learning rate of the choices. Their sigmoids need to move by 2 to 5, so that `steps * rate` should be 5 or more.
@@ -104,7 +104,7 @@ def adaround_(
     Args: as in `reconstruct_blocks_`. Returns the number of layers, and raises, as that does.
     """
     settings = _Training(steps=steps, rate=rate, drop=0.0, weights_only=True)
-    layers = find_blocks(quantized, run=1, most=1)
+    layers = find_graph_blocks(quantized, run=1, most=1)
     return _reconstruct_("adaround_", quantized, batches, layers, settings, batch_size=batch_size, seed=seed)
 
 
@@ -136,7 +136,7 @@ def _reconstruct_(
     if not 0 <= settings.drop < 1:
         raise SettingError(f"{where}(drop=...): wanted a probability, 0 <= drop < 1, got {settings.drop}")
     data = list(first_and_all(batches, where)[1])
-    blocks = find_blocks(quantized) if blocks is None else blocks
+    blocks = find_graph_blocks(quantized) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
     frontier = _Frontier(quantized.body, shuffled_parts(data, batch_size, generator), blocks)
     layers = [layer for block in blocks for layer in block.layers if _only_rounded(quantized.body, layer.weight)]

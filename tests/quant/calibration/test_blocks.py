@@ -11,7 +11,7 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.quant import Quantized, quantize_static
-from compresskit.quant.calibration import GraphBlock, find_blocks
+from compresskit.quant.calibration import GraphBlock, find_graph_blocks
 
 
 class Detector(nn.Module):
@@ -89,8 +89,8 @@ def assert_divides(quantized: Quantized, blocks: list[GraphBlock]) -> None:
 @pytest.mark.parametrize("kind", [*networks.NETWORKS, Detector, UNet], ids=lambda kind: kind.__name__)
 def test_blocks_divide_the_graph(kind) -> None:
     quantized = quantized_of(build(kind))
-    assert_divides(quantized, find_blocks(quantized))
-    single = find_blocks(quantized, run=1, most=1)
+    assert_divides(quantized, find_graph_blocks(quantized))
+    single = find_graph_blocks(quantized, run=1, most=1)
     assert_divides(quantized, single)
     assert max(layers(single)) == 1
 
@@ -98,40 +98,40 @@ def test_blocks_divide_the_graph(kind) -> None:
 def test_several_inputs_are_divided() -> None:
     x = (torch.randn(8, 3, 16, 16), torch.randn(8, 8))
     quantized = quantized_of(networks.TwoInputs(), x)
-    blocks = find_blocks(quantized)
+    blocks = find_graph_blocks(quantized)
     assert_divides(quantized, blocks)
     assert sorted(layers(blocks))[-2:] == [1, 2]
 
 
 def test_a_residual_block_is_one_and_runs_are_joined() -> None:
     quantized = quantized_of(build(networks.Residual))
-    blocks = find_blocks(quantized)
+    blocks = find_graph_blocks(quantized)
     assert layers(blocks) == [1, 2, 1, 1]  # the stem, the residual block, the rest: of logits a convolution cannot be learned
     assert str(blocks[0]).endswith(": conv2d")
-    assert layers(find_blocks(quantized_of(build(networks.Depthwise)))) == [1, 3, 1]
+    assert layers(find_graph_blocks(quantized_of(build(networks.Depthwise)))) == [1, 3, 1]
     plain = nn.Sequential(conv(3, 16), conv(16, 16), conv(16, 16), conv(16, 16), nn.Conv2d(16, 16, 1))
     quantized = quantized_of(build(lambda: plain))
-    assert [layers(find_blocks(quantized, run=run)) for run in (1, 2, 3)] == [[1] * 5, [2, 2, 1], [3, 2]]
+    assert [layers(find_graph_blocks(quantized, run=run)) for run in (1, 2, 3)] == [[1] * 5, [2, 2, 1], [3, 2]]
 
 
 def test_sublayers_of_a_transformer_are_blocks() -> None:
     quantized = quantize_static(Transformer().eval(), [torch.randn(8, 16, 48)], smooth=False)
-    blocks = find_blocks(quantized)
+    blocks = find_graph_blocks(quantized)
     assert_divides(quantized, blocks)
     assert layers([block for block in blocks if block.layers]) == [1, 2, 2, 1]
 
 
 def test_heads_are_blocks_of_their_own() -> None:
     quantized = quantized_of(build(Detector))
-    counts = layers([block for block in find_blocks(quantized) if block.layers])
+    counts = layers([block for block in find_graph_blocks(quantized) if block.layers])
     assert sum(counts) == 7
     assert max(counts) == 2
 
 
 def test_a_part_with_too_many_layers_is_divided() -> None:
     quantized = quantized_of(build(UNet))
-    assert layers(find_blocks(quantized)) == [1, 3, 1]
-    blocks = find_blocks(quantized, run=1, most=2)
+    assert layers(find_graph_blocks(quantized)) == [1, 3, 1]
+    blocks = find_graph_blocks(quantized, run=1, most=2)
     assert_divides(quantized, blocks)
     assert max(layers(blocks)) == 1
 
@@ -139,5 +139,5 @@ def test_a_part_with_too_many_layers_is_divided() -> None:
 @pytest.mark.parametrize("settings", [{"run": 0}, {"most": 0}])
 def test_numbers_below_one_are_refused(settings) -> None:
     name = next(iter(settings))
-    with pytest.raises(SettingError, match=rf"find_blocks\({name}=...\): wanted a whole number >= 1, got 0"):
-        find_blocks(quantized_of(build(networks.Chain)), **settings)
+    with pytest.raises(SettingError, match=rf"find_graph_blocks\({name}=...\): wanted a whole number >= 1, got 0"):
+        find_graph_blocks(quantized_of(build(networks.Chain)), **settings)

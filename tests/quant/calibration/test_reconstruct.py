@@ -18,7 +18,7 @@ from compresskit.base.errors import DataError, SettingError
 from compresskit.graph.masks import masks_of
 from compresskit.prune import plan_mask
 from compresskit.quant import X86, adaround_, quantize_static
-from compresskit.quant.calibration import find_blocks, reconstruct_blocks_
+from compresskit.quant.calibration import find_graph_blocks, reconstruct_blocks_
 
 
 def bits(count: int):
@@ -147,7 +147,7 @@ class Stepped(nn.Module):
 def test_a_block_without_derivative_is_rounded_to_nearest(caplog) -> None:
     x = (torch.randn(8, 8),)
     quantized = quantize_static(Stepped().eval(), [x], target=bits(4))
-    blocks = find_blocks(quantized)
+    blocks = find_graph_blocks(quantized)
     with caplog.at_level(logging.WARNING):
         trained = reconstruct_blocks_(quantized, [x], steps=2)
     warned = [record.getMessage() for record in caplog.records if "is rounded to nearest: " in record.getMessage()]
@@ -178,7 +178,7 @@ def test_a_weight_that_is_read_in_float_stays_as_it_is() -> None:
 def test_a_given_block_alone_is_trained() -> None:
     quantized = quantize_static(build(networks.Residual), [image(16)], target=bits(4))
     before = {name: value.detach().clone() for name, value in quantized.body.named_parameters()}
-    blocks = find_blocks(quantized)
+    blocks = find_graph_blocks(quantized)
     chosen = [replace(block, layers=block.layers if i == 1 else ()) for i, block in enumerate(blocks)]
     assert reconstruct_blocks_(quantized, [image(16)], blocks=chosen, steps=3) == 2
     changed = {name for name, value in quantized.body.named_parameters() if not torch.equal(value, before[name])}
