@@ -259,7 +259,7 @@ def test_import_is_light() -> None:
     checkout.python(
         "-m", "compileall", "-q", PACKAGE
     )  # torch is compiled when it is installed; a user's second import finds both so
-    runs = [checkout.python("-c", code).stdout for _ in range(5)]
+    runs = [checkout.python("-c", code).stdout for _ in range(3)]
     assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
     assert min(float(run.split()[0]) for run in runs) < 0.28  # of the time that torch takes, whatever the machine
 

@@ -19,6 +19,8 @@ from compresskit.mixed.formats.policy import (
     TF32,
     Policy,
 )
+from compresskit.mixed.histograms import Histograms, histograms
+from compresskit.mixed.memory import MemoryReport, memory_report
 from compresskit.mixed.optim.ema import WeightEMA
 from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.run import Run, prepare
@@ -38,15 +40,19 @@ __all__ = [
     "SR_BF16",
     "TF32",
     "Advice",
+    "Histograms",
     "Lion",
     "LossScaler",
+    "MemoryReport",
     "Policy",
     "Run",
     "WeightEMA",
     "advise",
     "fp32_allreduce_hook",
     "fsdp_policy",
+    "histograms",
     "level",
+    "memory_report",
     "prepare",
     "to_float8",
 ]

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed.formats.policy import FP32, MASTER_BF16, MASTER_FP16, Policy
+from compresskit.mixed.histograms import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    FP16_LARGEST,
+    FP16_SMALLEST_EXPONENT,
+    WEIGHT_GRADIENTS,
+    WEIGHTS,
+    Collector,
+    Histograms,
+    ValueCounts,
+    scalar_loss,
+    split_batch,
+)
 
-#: Below 2^-24 a value becomes 0 in fp16; the largest is 65504.
-FP16_SMALLEST_EXPONENT, FP16_LARGEST = -24, 65504.0
 #: Layers that multiply matrices.
 MATRIX_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 
@@ -43,11 +52,13 @@ class Advice:
 
     layers: layers that multiply matrices, which can run on tensor cores where their sizes allow it.
     others: classes of the other layers with parameters.
-    exponents: histogram of the binary exponents of all gradients, {exponent: fraction of the values that are not 0}.
+    exponents: histogram of the binary exponents of the weights' gradients, {exponent: fraction of the values that are not 0}.
     flushed: fraction of them that fp16 would turn into 0 without loss scaling.
-    scale: smallest power of two that keeps all but 0.1 % of them, and does not overflow the largest.
+    scale: smallest power of two that keeps all but 0.1 % of the gradients, those of the weights and those of the activations,
+        and does not overflow the largest.
+    histograms: weights, activations and the gradients of both, by layer, on the example.
     policy, why: the suggested policy, and the reason.
-    notes: other obstacles, such as slow data.
+    notes: other obstacles, such as activations that fp16 cannot hold, or slow data.
     """
 
     layers: tuple[LayerSizes, ...]
@@ -57,6 +68,7 @@ class Advice:
     scale: float
     policy: Policy
     why: str
+    histograms: Histograms = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -72,6 +84,10 @@ class Advice:
         rows.append(f"gradients: {self.flushed:.2%} below 2^{FP16_SMALLEST_EXPONENT}, lost in fp16 without a scale;"
                     f" {self.scale:g} keeps them")  # fmt: skip
         rows += [f"  2^{e:<4d} {part:7.2%} {'#' * round(50 * part)}" for e, part in sorted(self.exponents.items())]
+        for kind in (ACTIVATIONS, ACTIVATION_GRADIENTS):
+            counts = self.histograms.of_kind(kind)
+            zeros, below = (part / max(1, counts.values) for part in (counts.zeros, counts.below))
+            rows.append(f"{kind}: {zeros:.2%} are 0, {below:.2%} more would be in fp16 without a scale")
         return "\n".join([*rows, *self.notes])
 
 
@@ -96,82 +112,74 @@ def advise(
     Sizes: NVIDIA, "Deep Learning Performance: matrix multiplication" (multiples of 8 for fp16, 16 for fp8). Histogram:
     Micikevicius et al., 1710.03740, figure 3.
     """
-    args, kwargs = _as_inputs(example)
+    layers, found, notes = _measure(model, example, loss, batches)
+    of_weights, of_activations = found.of_kind(WEIGHT_GRADIENTS), found.of_kind(ACTIVATION_GRADIENTS)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    policy, why = _suggested_policy(trained[0].device)
+    if any(p.dtype == torch.float64 for p in trained):
+        policy, why = FP32, "the model is float64, which no half policy casts; give model.float() for one"
+    leaf = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
+    return Advice(
+        layers=layers,
+        others=tuple(sorted({type(m).__name__ for m in leaf if not isinstance(m, MATRIX_LAYERS)})),
+        exponents=of_weights.fractions(),
+        flushed=of_weights.below / max(1, sum(of_weights.exponents.values())),
+        scale=_smallest_scale(of_weights, of_activations),
+        policy=policy,
+        why=why,
+        histograms=found,
+        notes=(*_overflows(found), *notes),
+    )
+
+
+def _measure(
+    model: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None, batches: Iterable[Any] | None
+) -> tuple[tuple[LayerSizes, ...], Histograms, tuple[str, ...]]:
+    """Sizes of the layers, histograms and obstacles, of one forward and backward pass; the model is left as it was."""
+    args, kwargs, _ = split_batch(example)
     layers: list[LayerSizes] = []
     names = {module: name for name, module in model.named_modules()}
-    leaf = [m for m in names if not list(m.children()) and list(m.parameters())]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    collector = Collector(model)
 
     def record_sizes(module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(module, MATRIX_LAYERS):
             layers.append(_layer_sizes(names[module], module, output))
 
+    def gradients() -> list[tuple[str, Tensor]]:
+        total = scalar_loss(model, args, kwargs, loss, "advise")
+        grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        return [(name, grad) for name, grad in zip(parameters, grads, strict=True) if grad is not None]
+
     handles = [module.register_forward_hook(record_sizes) for module in names]
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def gradients() -> list[Tensor]:
-        return _gradients_of_example(model, args, kwargs, parameters, loss)
-
+    collector.add_parameters_(WEIGHTS, model.named_parameters())
     try:
-        with torch.random.fork_rng(list({p.device for p in parameters if p.is_cuda})):  # dropout draws numbers
-            grads = gradients()
+        with torch.random.fork_rng(list({p.device for p in parameters.values() if p.is_cuda})):  # dropout draws numbers
+            with collector.watching():
+                collector.add_parameters_(WEIGHT_GRADIENTS, gradients())
             for handle in handles:
                 handle.remove()
-            notes = _obstacles(parameters[0].device, batches, gradients)
+            notes = _obstacles(next(iter(parameters.values())).device, batches, gradients)
     finally:
         for handle in handles:
             handle.remove()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-    exponents, largest = _histogram(grads)
-    policy, why = _suggested_policy(parameters[0].device)
-    return Advice(
-        layers=tuple(layers),
-        others=tuple(sorted({type(m).__name__ for m in leaf if not isinstance(m, MATRIX_LAYERS)})),
-        exponents=exponents,
-        flushed=sum(part for e, part in exponents.items() if e < FP16_SMALLEST_EXPONENT),
-        scale=_smallest_scale(exponents, largest),
-        policy=policy,
-        why=why,
-        notes=notes,
-    )
+    return tuple(layers), collector.result(1), notes
 
 
-def _gradients_of_example(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    parameters: list[nn.Parameter],
-    loss: Callable[[Any], Tensor] | None,
-) -> list[Tensor]:
-    try:
-        output = model(*args, **kwargs)
-    except Exception as error:
-        raise ModelError(f"advise: {type(model).__name__} does not run on the example: {error}; give it as one batch") from error
-    leaves = [o for o in pytree.tree_leaves(output) if isinstance(o, Tensor) and o.requires_grad]
-    if not leaves or not parameters:
-        raise ModelError("advise: no output depends on a parameter with requires_grad; there are no gradients to look at")
-    total = _checked_loss(loss, output) if loss is not None else torch.stack([o.float().square().mean() for o in leaves]).sum()
-    return [grad for grad in torch.autograd.grad(total, parameters, allow_unused=True) if grad is not None]
-
-
-def _checked_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
-    """The loss of an output: a scalar that depends on it."""
-    try:
-        total: Any = loss(output)
-    except Exception as error:
-        raise SettingError(f"advise: loss fails on the model's output: {error}") from error
-    if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
-        got = f"{total.dtype} {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise SettingError(f"advise: loss must return one floating number that depends on the output, got {got}")
-    return total
-
-
-def _as_inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs: a mapping holds keyword inputs, a tuple or list positional ones, else there is one."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+def _overflows(found: Histograms) -> tuple[str, ...]:
+    """What fp16 cannot hold whatever the loss scale: activations and weights above its largest number."""
+    lines = []
+    for kind in (WEIGHTS, ACTIVATIONS):
+        if layers := [name for name, counts in found.counts[kind].items() if counts.above or counts.not_finite]:
+            more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+            lines.append(
+                f"{kind} of {layers[0] or 'the model'}{more} exceed {FP16_LARGEST:g}: fp16 overflows there and no loss scale"
+                " helps; take a bf16 policy, or keep these layers in fp32 with Policy(keep_fp32=...)"
+            )
+    return tuple(lines)
 
 
 def _obstacles(device: torch.device, batches: Iterable[Any] | None, step: Callable[[], Any]) -> tuple[str, ...]:
@@ -210,24 +218,18 @@ def _layer_sizes(name: str, module: nn.Module, output: Any) -> LayerSizes:
     return LayerSizes(name=name, kind=type(module).__name__, sizes=sizes, unaligned=of_8, unaligned_fp8=of_16)
 
 
-def _histogram(grads: list[Tensor]) -> tuple[dict[int, float], float]:
-    flat = torch.cat([grad.detach().flatten().float().abs() for grad in grads])
-    flat = flat[torch.isfinite(flat) & (flat > 0)]
-    if not flat.numel():
-        return {}, 0.0
-    # frexp gives a mantissa in [0.5, 1), so that its exponent is one more than the usual one.
-    values, counts = (torch.frexp(flat)[1] - 1).unique(return_counts=True)
-    return dict(zip(values.tolist(), (counts / flat.numel()).tolist(), strict=True)), flat.max().item()
-
-
-def _smallest_scale(exponents: dict[int, float], largest: float) -> float:
-    scale = 1.0
+def _smallest_scale(*gradients: ValueCounts) -> float:
+    scale, largest = 1.0, max(counts.largest for counts in gradients)
     while scale < 2.0**24 and largest * scale * 2 < FP16_LARGEST:
-        lost = sum(part for e, part in exponents.items() if scale * 2.0**e < 2.0**FP16_SMALLEST_EXPONENT)
-        if lost <= 1e-3:
+        if all(_lost(counts, scale) <= 1e-3 for counts in gradients):
             break
         scale *= 2
     return scale
+
+
+def _lost(counts: ValueCounts, scale: float) -> float:
+    """The fraction of the values that fp16 would turn into 0 at a loss scale."""
+    return sum(part for e, part in counts.fractions().items() if scale * 2.0**e < 2.0**FP16_SMALLEST_EXPONENT)
 
 
 def _suggested_policy(device: torch.device) -> tuple[Policy, str]:

@@ -1,4 +1,4 @@
-"""The Python blocks of every page in docs/ run: the blocks of a page one after another, in a process and a folder of its own."""
+"""The Python blocks of every page in docs/ run: the blocks of a page one after another, as one script in a folder of its own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import re
 import checkout
 import pytest
 
-PAGES = sorted(page for page in (checkout.ROOT / "docs").glob("*.md") if "```python" in page.read_text())
+DOCS = checkout.ROOT / "docs"
+PAGES = sorted(page for page in DOCS.glob("*.md") if "```python" in page.read_text())
+GUIDES = sorted(page for page in (DOCS / "guide").glob("*.md") if "```python" in page.read_text())
 
 COMMON = """
+from pathlib import Path
 import networks, torch
 import compresskit as ck
 from torch import nn
@@ -27,6 +30,22 @@ class ResNet56(networks.Residual): pass
 resnet56 = ResNet56().eval()
 resnet56.layer2 = nn.Identity()
 student_logits, teacher_logits = torch.randn(2, 8, 10)
+""",
+    "index": """
+import torchvision
+from torchvision.models.resnet import BasicBlock, ResNet
+
+for i in range(8):
+    image = (torch.rand(3, 8, 8) * 255).to(torch.uint8).repeat_interleave(32, 1).repeat_interleave(32, 2)
+    Path(f"images/{i % 2}").mkdir(parents=True, exist_ok=True)
+    torchvision.io.write_jpeg(image, f"images/{i % 2}/{i}.jpg")
+
+def untrained(weights):
+    model = ResNet(BasicBlock, [1, 1, 1, 1])
+    model.layer2, model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Identity(), nn.Linear(64, 1000)
+    return model
+
+torchvision.models.resnet18 = untrained
 """,
     "loops": """
 import other_loops
@@ -61,6 +80,21 @@ stages = [ck.Train(epochs=1)]
 model, recipe = networks.Chain(), ck.Recipe(*stages)
 """,
 }
+#: What the blocks of the guide take for granted; each page has its own.
+GIVEN_TO_GUIDES = """
+from functools import partial
+import torch.nn.functional as F
+model = nn.Sequential(
+    nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(),
+    nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+).eval()
+example = networks.image(8)
+images = example[0]
+batches = [networks.image(8)[0] for _ in range(4)]
+loader = [(x, torch.arange(8) % 10) for x in batches]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x, y = loader[0]
+"""
 SLOW = {"quantization"}
 
 
@@ -75,13 +109,58 @@ def test_there_are_pages() -> None:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES], ids=lambda page: page.stem
 )
-def test_the_code_of_a_page_runs(page, tmp_path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("\n".join([COMMON, GIVEN[page.stem], *blocks(page)]))
+def test_the_code_of_a_page_runs(page, run_script) -> None:
+    run_script("\n".join([COMMON, GIVEN[page.stem], *blocks(page)]))
+
+
+@pytest.mark.slow
+def test_the_code_of_the_guide_runs(tmp_path) -> None:
+    """One process for all of its pages, each from the same start."""
+    written = {page.stem: blocks(page) for page in GUIDES}
+    script = tmp_path / "guide.py"
+    script.write_text(f"""
+for page, blocks in {written!r}.items():
+    names = {{}}
+    for block in ({COMMON!r}, {GIVEN_TO_GUIDES!r}, *blocks):
+        exec(compile(block, page, "exec"), names)
+""")
     checkout.python(script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def rows_of_migration() -> dict[str, list[str]]:
+    """Library -> the code in the right column of its table, without the head."""
+    found = {}
+    for section in (DOCS / "guide" / "migration.md").read_text().split("\n## ")[1:]:
+        name, _, rest = section.partition("\n")
+        cells = [line.split(" | ")[-1] for line in rest.splitlines() if line.startswith("|")][2:]
+        found[name] = [code for cell in cells for code in re.findall(r"^`([^`]+)`", cell)]
+        assert len(found[name]) >= len(cells) - 1, name
+    return found
+
+
+@pytest.mark.slow
+def test_every_line_to_migrate_to_runs(tmp_path) -> None:
+    written = rows_of_migration()
+    assert len(written) == 7
+    script = tmp_path / "migration.py"
+    script.write_text(f"""
+for library, lines in {written!r}.items():
+    names = {{}}
+    for line in ({COMMON!r}, {GIVEN_TO_GUIDES!r}, *lines):
+        try:
+            exec(line, names)
+        except Exception as error:
+            raise RuntimeError(f"{{library}}: {{line}}") from error
+""")
+    checkout.python(script, cwd=tmp_path)
+
+
+def test_the_first_page_needs_twelve_lines() -> None:
+    first = blocks(DOCS / "index.md")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: page.stem)
 def test_the_names_that_a_page_imports_are_public(page) -> None:
     """Settings that a block only shows are not a reason to leave its imports out of the surface."""
     import compresskit as ck

@@ -413,3 +413,40 @@ def test_the_half_model_of_a_run_that_is_gone_is_a_half_model() -> None:
     half = model.weight.detach().clone()
     run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_BF16)
     assert torch.equal(run.finish().weight, half.float())
+
+
+def test_a_64_bit_model_stays_64_bit_under_fp32() -> None:
+    """The same numbers as a plain loop in float64."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(8, 4).double(), nn.Linear(8, 4).double()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(16, 8, dtype=torch.float64)
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), FP32)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        output = run(x)
+        run.backward(output.square().mean())
+        run.step()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.finish()
+    assert output.dtype == model.weight.dtype == torch.float64
+    # The loss is scaled in fp32, as in every run.
+    assert torch.allclose(model.weight, plain.weight, rtol=1e-6, atol=1e-8)
+
+
+def test_an_operation_in_place_keeps_the_half_dtype_under_autocast() -> None:
+    seen = {}
+
+    class Add(nn.Linear):
+        def forward(self, x):
+            half, more = super().forward(x), torch.full((16, 4), 1.0 + 2.0**-20)
+            seen["out of place"] = (half + more).dtype
+            half += more
+            seen["in place"] = half.dtype
+            return half
+
+    model = Add(8, 4)
+    prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), AMP_BF16)(torch.randn(16, 8))
+    assert seen == {"out of place": torch.float32, "in place": torch.bfloat16}

@@ -10,10 +10,12 @@ from mixed_runs import USER_WARNINGS
 from torch import nn
 
 from compresskit import mixed
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.mixed import (
     FP32,
     MASTER_BF16,
     SPLIT_BF16,
+    memory_report,
     prepare,
 )
 
@@ -84,3 +86,39 @@ def test_transient_masters_take_no_memory_between_steps() -> None:
         run.backward(run(torch.randn(4, 8)).square().sum())
         run.step()
     assert model.weight.dtype == torch.bfloat16
+
+
+def test_the_memory_report_is_the_table_of_the_docs() -> None:
+    """Between two steps: the table's bytes without the gradients, which the step drops, and a few numbers that count steps."""
+    model = nn.Linear(64, 64, bias=False)
+    report = memory_report(model, torch.randn(16, 64))
+    wanted = {"FP32": 12, "AMP_BF16": 12, "MASTER_BF16": 14, "SPLIT_BF16": 12, "KAHAN_BF16": 12, "SR_BF16": 10}
+    assert {row.policy: row.allocated // 64**2 for row in report.rows} == wanted
+    assert all(row.allocated % 64**2 < 256 for row in report.rows)
+    assert model.weight.dtype == torch.float32
+    assert model.weight.grad is None
+    for row in report.rows:
+        assert row.peak > row.allocated
+        assert row.reserved is row.peak_reserved is None
+    assert "live tensors; the allocator does not tell what it reserves" in str(report)
+    assert len(str(report).splitlines()) == 2 + len(wanted)
+
+
+def test_the_peak_has_the_activations_in_it() -> None:
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())])
+    few, many = (memory_report(model, (torch.randn(n, 16), torch.randn(n, 16)), loss=nn.functional.mse_loss, policies=[FP32])
+                 for n in (8, 808))  # fmt: skip
+    kept = 6 * 800 * 16 * 4  # what each tanh keeps for its backward pass, for 800 samples more
+    assert kept <= many.rows[0].peak - few.rows[0].peak <= 3 * kept
+    assert few.rows[0].allocated == many.rows[0].allocated
+
+
+def test_a_memory_report_of_nothing_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"memory_report\(policies=...\): wanted at least one policy"):
+        memory_report(nn.Linear(2, 2), torch.ones(1, 2), policies=[])
+    with pytest.raises(SettingError, match=r"memory_report\(steps=...\): wanted a whole number >= 1, got True"):
+        memory_report(nn.Linear(2, 2), torch.ones(1, 2), steps=True)
+    with pytest.raises(SettingError, match=r"memory_report\(policies=...\)"):
+        memory_report(nn.Linear(2, 2), torch.ones(1, 2), policies=["O2"])
+    with pytest.raises(ModelError, match="which MASTER_BF16 does not cast"):
+        memory_report(nn.Linear(2, 2).double(), torch.ones(1, 2), policies=[MASTER_BF16])

@@ -171,10 +171,8 @@ def test_lottery_ticket(start) -> None:
     assert rows[0].split()[1] == rows[1].split()[1]  # the dense network is the same
 
 
-def test_readme_blocks_run(tmp_path) -> None:
-    """Every Python block of the README, one after another, in one process and a folder of its own."""
+def test_readme_blocks_run(run_script) -> None:
+    """Every Python block of the README, one after another, as one script in a folder of its own."""
     blocks = re.findall(r"```python\n(.*?)```", (checkout.ROOT / "README.md").read_text(), re.S)
     assert blocks
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks))
-    checkout.python(script, cwd=tmp_path, timeout=600)
+    run_script("\n".join(blocks))

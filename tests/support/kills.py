@@ -5,6 +5,7 @@ This one must never have trained: autograd's threads do not survive a fork.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -197,5 +198,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     cases, folder, chain = sys.argv[1].split(","), Path(sys.argv[2]), sys.argv[3]
     warm(folder)
+    gc.freeze()  # a collection in a child would copy every page of memory that it shares with this process
     for case in cases:
         {"writes": writes, "every_write": every_write, "moments": moments, "signals": signals}[case](folder, chain)
