@@ -52,7 +52,7 @@ def export_onnx(
             `<path>.data`.
         example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.
         opset: version of ONNX's operators, 13 to 25, or "lowest" for the lowest that the operators of the file have a form in,
-            which the oldest runtimes read; None takes that of a quantized model's target, or the one that its types need, else 20.
+            which the oldest runtimes read; None takes that of a quantized model's target, or what its types need, else 20.
         dynamic: dimensions of the inputs that may vary: `(0, 2, 3)` for batch, height and width of every input, or names for
             those of each, `{"x": {0: "batch", 2: "height"}}`; `()` for none. None takes the batch; for a quantized model, the
             dimensions that it was quantized with.

@@ -1,9 +1,10 @@
 """Quantization of captured models: simulated as the target runtime computes, trainable, exported with integers stored.
 
-Observers are in `quant.observers`, everything about targets in `quant.targets`; how weight-only quantization rounds and stores weights is in
-`quant.weight_only`.
+Observers are in `quant.observers`, everything about targets in `quant.targets`, and how weight-only quantization rounds and stores
+weights in `quant.weight_only`.
 """
 
+from compresskit.quant import weight_only
 from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
 from compresskit.quant.calibration.adaround import adaround_
 from compresskit.quant.calibration.bias_correction import correct_bias_
@@ -12,7 +13,6 @@ from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized
-from compresskit.quant import weight_only
 from compresskit.quant.numerics import observers, targets
 from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.block_grid import BlockScheme

@@ -9,7 +9,6 @@ int4 in DequantizeLinear takes ONNX Runtime 1.31 back to a float convolution, an
 from __future__ import annotations
 
 import ml_dtypes
-import numpy as np
 import onnx_ir as ir
 
 from compresskit.base.errors import ExportError
