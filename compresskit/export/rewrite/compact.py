@@ -17,7 +17,7 @@ def compact_(model: ir.Model) -> None:
     taken |= {value.name for node in graph for value in node.outputs}
     for number, node in enumerate(graph):
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            _drop_defaults(node)
+            _drop_default_attributes(node)
         name = f"{SHORT.get(node.op_type, '')}{number}"
         if node.op_type in SHORT and name not in taken and not node.outputs[0].is_graph_output():
             node.name = node.outputs[0].name = name
@@ -35,7 +35,7 @@ def compact_(model: ir.Model) -> None:
             value.shape = value.type = None  # the tensor has both
 
 
-def _drop_defaults(node: ir.Node) -> None:
+def _drop_default_attributes(node: ir.Node) -> None:
     if node.attributes.get_int("saturate", 0) == 1:
         del node.attributes["saturate"]
     scale = node.inputs[1].const_value if node.inputs[1] is not None else None

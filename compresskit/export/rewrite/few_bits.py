@@ -14,7 +14,7 @@ import onnx_ir as ir
 from compresskit.base.errors import ExportError
 from compresskit.export.rewrite.opset import first_unknown
 
-SMALLEST = 64  # values below which the Cast takes more bytes than packing saves
+SMALLEST_PACKED = 64  # values below which the Cast takes more bytes than packing saves
 INT4_OPSET, INT2_OPSET = 21, 25
 
 
@@ -29,7 +29,7 @@ def pack_few_bits(model: ir.Model, opset: int) -> None:
     """Store int8 initializers in the narrowest type of an opset that holds their values."""
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or tensor.dtype is not ir.DataType.INT8 or tensor.size < SMALLEST or value.is_graph_output():
+        if tensor is None or tensor.dtype is not ir.DataType.INT8 or tensor.size < SMALLEST_PACKED or value.is_graph_output():
             continue
         integers = tensor.numpy()
         kind = _narrowest(int(integers.min()), int(integers.max()), opset)

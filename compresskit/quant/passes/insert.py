@@ -40,7 +40,7 @@ def insert_quantizers_(
     """
     nodes = {node.name: node for node in body.graph.nodes}
     integer = {nodes[name] for name in (*placement.integer, *placement.carried)}
-    layers = {name: bits_of_layer(bits, placement.layers[name]) for name in _layers(placement)}
+    layers = {name: bits_of_layer(bits, placement.layers[name]) for name in _layers_with_weights(placement)}
     check_bit_names(bits, [placement.layers[name] for name in placement.costs if name in placement.layers])
     for name, widths in layers.items():
         check_target_takes(widths, target, placement.layers[name])
@@ -66,7 +66,7 @@ def insert_quantizers_(
     body.recompile()
 
 
-def _layers(placement: Placement) -> list[str]:
+def _layers_with_weights(placement: Placement) -> list[str]:
     """Names of the nodes with weights that run in integers."""
     return [name for name, kind in placement.integer.items() if kind in ("conv", "linear")]
 
