@@ -1,6 +1,7 @@
 """ONNX files: write one, verify it against its model, audit which operators run in integers, benchmark files."""
 
-from compresskit.export.bundle import bundle
+from compresskit.export.bundles.bundle import bundle
+from compresskit.export.bundles.preprocess import Preprocess
 from compresskit.export.check.audit import Audit, audit
 from compresskit.export.check.benchmark import Timing, benchmark
 from compresskit.export.check.layer_profile import Profile
@@ -14,6 +15,7 @@ __all__ = [
     "Agreement",
     "Audit",
     "LevelVerification",
+    "Preprocess",
     "Profile",
     "Timing",
     "Verification",

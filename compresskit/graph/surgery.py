@@ -177,8 +177,8 @@ def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
             if isinstance(hook, BasePruningMethod):
                 raise ModelError(
                     f"{where}{': ' if where else ''}{type(model).__name__} has masks of torch.nn.utils.prune, in"
-                    f" {path or 'the model itself'}; make them permanent with torch.nn.utils.prune.remove(module,"
-                    f" {hook._tensor_name!r}), or pass the model that has none"
+                    f" {path or 'the model itself'}; take them over with prune.Masks.from_torch_prune_(model), make them"
+                    f" permanent with torch.nn.utils.prune.remove(module, {hook._tensor_name!r}), or pass the model that has none"
                 )
 
 

@@ -20,6 +20,7 @@ from compresskit.prune.channels.sparse_learning import greg, group_lasso
 from compresskit.prune.masks.plan_mask import plan_mask
 from compresskit.prune.masks.rewind import LotteryTicket, rewind, shuffled
 from compresskit.prune.masks.sparsify import Densify, Sparsify
+from compresskit.prune.masks.sweep import sweep
 from compresskit.prune.sensitivity import channel_sensitivity, mask_sensitivity
 from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.prune.structure.prove import prove
@@ -55,4 +56,5 @@ __all__ = [
     "rewind_",
     "schedules",
     "shuffled",
+    "sweep",
 ]

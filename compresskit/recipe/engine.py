@@ -10,14 +10,12 @@ for step in steps:
 from __future__ import annotations
 
 import logging
-import random
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,7 +24,7 @@ from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.base.files import FORMAT, read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, Progress, Stop
-from compresskit.base.randomness import generators_in, reseed_
+from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, accuracy, first_rows
 from compresskit.export.check.environment import environment
@@ -143,7 +141,7 @@ def run_step(
 ) -> tuple[nn.Module, StageReport]:
     """Run one step from its beginning, or from its trainings' last checkpoints, and write everything it leaves on disk."""
     folder = run.out / step.name
-    seed_generators(run.seed + index, task)
+    seed_generators_(run.seed + index, task.train, task.val, task.calibration)
     begin = time.perf_counter()
     log.info("%s: %s", folder.name, step.stage)
     if step.stage is not None:
@@ -216,16 +214,6 @@ def check_masks_kept_(stage: Stage, model: nn.Module, zeros_before: dict[str, in
         before = zeros_before.get(name, zeros_before.get(name.replace("body.", "", 1), 0))
         if (now := int((~mask).sum())) < before:
             raise ModelError(f"{kind}: the mask of {name} removed {before} weights before it and {now} after it; masks only grow")
-
-
-def seed_generators(seed: int, task: Task) -> None:
-    """Seed the global generators of torch, numpy and random, and the generators of the task's loaders."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  users' data loaders draw from it
-    for loader in (task.train, task.val, task.calibration):
-        for generator in generators_in(loader):
-            reseed_(generator, seed)
 
 
 def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:

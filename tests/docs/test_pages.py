@@ -33,12 +33,12 @@ student_logits, teacher_logits = torch.randn(2, 8, 10)
 """,
     "index": """
 import torchvision
+from PIL import Image
 from torchvision.models.resnet import BasicBlock, ResNet
 
 for i in range(8):
-    image = (torch.rand(3, 8, 8) * 255).to(torch.uint8).repeat_interleave(32, 1).repeat_interleave(32, 2)
     Path(f"images/{i % 2}").mkdir(parents=True, exist_ok=True)
-    torchvision.io.write_jpeg(image, f"images/{i % 2}/{i}.jpg")
+    Image.fromarray((torch.rand(8, 8, 3) * 255).byte().numpy()).resize((256, 256)).save(f"images/{i % 2}/{i}.jpg")
 
 def untrained(weights):
     model = ResNet(BasicBlock, [1, 1, 1, 1])
@@ -57,6 +57,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
     "parts": "",
     "pruning": """
+from pathlib import Path
 from torch import Tensor
 from compresskit import prune
 from compresskit.prune import *
