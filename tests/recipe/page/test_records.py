@@ -79,7 +79,7 @@ def test_a_report_of_an_earlier_version_is_read(copied) -> None:
     record = read_json(copied / "report.json", "a report")
     write_json(copied / "report.json", {key: record[key] for key in ("format", "rows", "stages", "torch")})
     run = read_run(copied)
-    assert (len(run.rows), run.history, run.environment, run.lower_is_better) == (3, {}, {}, None)
+    assert (len(run.rows), run.history, run.environment, run.higher_is_better) == (3, {}, {}, None)
     assert run.missing == []
     assert page_of_runs([run]).count("<svg viewBox") == 2
     write_json(copied / "report.json", {"rows": [1, {"stage": "x"}], "history": 3, "metric": [], "environment": 1, "reused": 2})
