@@ -63,7 +63,8 @@ from compresskit import prune
 from compresskit.prune import *
 from compresskit.prune.criteria import wanda
 from compresskit.prune.patterns import NM
-model, example = networks.build(networks.Residual), networks.image()
+from residual import ResNet
+model, example, blocks_model = networks.build(networks.Residual), networks.image(), networks.build(ResNet)
 """,
     "quantization": """
 from compresskit.quant import *
