@@ -188,14 +188,17 @@ def main() -> None:
             rows += measure(name, case, device, steps=1 if args.smoke else args.steps)
             print("\n".join(str(row) for row in rows if row["network"] == name), flush=True)
     where = f"{device.type}, torch {torch.__version__}, {platform.machine()}"
-    heads = list(max(rows, key=lambda row: len(row)))
+    heads = list(dict.fromkeys(key for row in rows for key in row))
     lines = [
         f"# The articles' networks under each precision: {where}",
         "",
         "| " + " | ".join(heads) + " |",
         "|---|---|" + "--:|" * (len(heads) - 2),
     ]
-    lines += ["| " + " | ".join(f"{row[h]:.2f}" if isinstance(row[h], float) else row[h] for h in heads) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(f"{row[h]:.2f}" if isinstance(row.get(h), float) else str(row.get(h, "-")) for h in heads) + " |"
+        for row in rows
+    ]
     if not args.smoke and args.only is None:
         (HERE / "sources.json").write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
         (HERE / "sources.md").write_text("\n".join(lines) + "\n")
