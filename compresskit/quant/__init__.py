@@ -12,6 +12,7 @@ from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
+from compresskit.quant.mixed_bits.choose_bits import choose_bits
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics import observers, targets
 from compresskit.quant.numerics.bit_widths import Bits
@@ -38,6 +39,7 @@ __all__ = [
     "Target",
     "WeightQuant",
     "adaround_",
+    "choose_bits",
     "correct_bias_",
     "diagnose",
     "equalize_",

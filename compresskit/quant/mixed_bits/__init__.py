@@ -1,0 +1,1 @@
+"""Bits chosen layer by layer under a budget."""
