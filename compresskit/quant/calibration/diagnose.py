@@ -19,6 +19,7 @@ from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.metrics import decibels
+from compresskit.quant.calibration.findings import ActivationSpread, Finding, noisy_layers
 from compresskit.quant.calibration.paired_run import Pair, run_float_and_quantized
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
@@ -62,12 +63,14 @@ class Diagnosis:
 
     rows: the noise of each operator. coverage: how much of the model runs in integers.
     sqnr: of the model's output, in dB. samples: how many rows it was measured on.
+    findings: causes of the noise, in words; see `Finding`.
     """
 
     rows: tuple[OperatorNoise, ...]
     coverage: Coverage
     sqnr: float
     samples: int
+    findings: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
         head = ("operator", "layer", "runs", "params", "MACs", "SQNR dB", "weights", "activations", "saturated")
@@ -77,13 +80,15 @@ class Diagnosis:
             "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
             for cells in table
         ]
-        return "\n".join([f"output {self.sqnr:.1f} dB on {self.samples} samples; {self.coverage}", *lines])
+        found = [f"* {finding}" for finding in self.findings]
+        return "\n".join([f"output {self.sqnr:.1f} dB on {self.samples} samples; {self.coverage}", *lines, *found])
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record; an infinite SQNR (no noise) becomes None."""
         rows = [{k: None if isinstance(v, float) and math.isinf(v) else v for k, v in asdict(r).items()} for r in self.rows]
         sqnr = None if math.isinf(self.sqnr) else self.sqnr
-        return {"sqnr": sqnr, "samples": self.samples, "coverage": self.coverage.to_json(), "rows": rows}
+        record = {"sqnr": sqnr, "samples": self.samples, "coverage": self.coverage.to_json(), "rows": rows}
+        return record | {"findings": [asdict(finding) for finding in self.findings]}
 
 
 def _table_cells(row: OperatorNoise) -> tuple[str, ...]:
@@ -127,6 +132,7 @@ class _NoiseMeter:
         self.named = {**self.placement.integer, **self.placement.floating}
         self.power: dict[tuple[str, str], list[float]] = {}  # (operator, source) -> [signal, noise]
         self.saturated: dict[str, float] = {}
+        self.spreads: dict[ActivationQuantizer, ActivationSpread] = {}
 
     def add(self, inputs: Inputs, float_weights: dict[str, Tensor] | None, *, saturation: bool) -> int:
         """Run one batch; returns its number of rows. saturation: whether to count saturated sums on it."""
@@ -143,6 +149,8 @@ class _NoiseMeter:
                     self._add_sources(node, pair, pair_of)
                     if saturates:
                         self._count_saturated(node, pair_of)
+            elif node.op == "call_module" and isinstance(module := self.body.get_submodule(node.target), ActivationQuantizer):
+                self.spreads.setdefault(module, ActivationSpread(module)).add(pair[0])
 
         run_float_and_quantized(self.body, inputs, visit, float_weights)
         return batch_size(inputs)
@@ -200,7 +208,15 @@ class _NoiseMeter:
                     **parts,
                 )
             )
-        return Diagnosis(rows=tuple(rows), coverage=self.placement.coverage, sqnr=self._db("", "all"), samples=samples)
+        noisy = noisy_layers([(row.layer or row.name, row.weights, row.activations) for row in rows])
+        spread = [finding for quantizer, seen in self.spreads.items() for finding in seen.findings(quantizer.label)]
+        return Diagnosis(
+            rows=tuple(rows),
+            coverage=self.placement.coverage,
+            sqnr=self._db("", "all"),
+            samples=samples,
+            findings=(*noisy, *spread),
+        )
 
     def _db(self, name: str, source: str) -> float:
         return decibels(*self.power[name, source])
