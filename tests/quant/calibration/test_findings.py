@@ -50,7 +50,7 @@ def test_a_channel_scaled_100x_is_named_and_equalizing_mends_it() -> None:
 def test_an_outlier_of_an_activation_is_named() -> None:
     x = X.clone()
     x[0, :, 0, 0] = 300.0
-    assert causes(net(), x)["outliers"] == "x"
+    assert causes(net(), x)["outliers"] == "input_1"
 
 
 def test_dead_channels_are_counted() -> None:
