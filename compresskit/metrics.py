@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ MOST_DECIBELS = 200.0  # of outputs that are equal
 @dataclass(frozen=True)
 class OutputAgreement:
     """The metric that `agreement` returns, `(predictions, targets) -> number`; larger is better."""
+
+    higher_is_better: ClassVar[bool] = True
 
     outputs: Outputs
     score: float = 0.5

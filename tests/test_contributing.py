@@ -231,7 +231,12 @@ def test_each_target_is_in_the_list() -> None:
 
 
 def test_each_stage_is_in_a_test_of_chains() -> None:
-    kinds = [kind for name in ck.__all__ if isinstance(kind := getattr(ck, name), type) and issubclass(kind, ck.Stage)]
+    kinds = [
+        kind
+        for place in (ck, ck.prune.depth)
+        for name in place.__all__
+        if isinstance(kind := getattr(place, name), type) and issubclass(kind, ck.Stage)
+    ]
     stages = {kind.__name__ for kind in kinds} - {"Stage"}
     exist = {c.__name__ for c in all_subclasses(ck.Stage) if c.__module__.startswith("compresskit")}
     assert exist == stages, f"a stage: export {sorted(exist ^ stages)} in compresskit/__init__.py"

@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,28 @@ CHECKPOINTS_KEPT = 2  # of a training
 CHECKPOINT_NAME = re.compile(r"(\d+)-(\d+|end)\.safetensors")
 
 
+def is_silenced() -> bool:
+    """Whether the user asked for silence: the logger "compresskit" has a level above INFO."""
+    return logging.getLogger("compresskit").level > logging.INFO
+
+
+def announce(logger: logging.Logger, text: str, *values: Any) -> None:
+    """Log a line about the progress of a run, from process 0, at level INFO.
+
+    Where nobody has set up `logging`, which would then drop it, it is written to standard error, unless `is_silenced`.
+    """
+    if distributed.rank() != 0:
+        return
+    if logger.hasHandlers() or is_silenced() or sys.stderr is None:
+        logger.info(text, *values)
+        return
+    with suppress(OSError, ValueError):  # a pipe whose reader has gone, a file that is closed
+        sys.stderr.write(text % values + "\n")
+
+
 def progress_bar(steps: Iterable[Any] | None = None, **settings: Any) -> tqdm[Any]:
-    """Return tqdm's progress bar, silent where standard error is no terminal, or is not there at all, as in a service."""
-    silent = sys.stderr is None or sys.stderr.closed or None  # None: tqdm looks whether it is a terminal
+    """Return tqdm's progress bar; silent on request, and where standard error is no terminal or is not there at all."""
+    silent = is_silenced() or sys.stderr is None or sys.stderr.closed or None  # None: tqdm looks whether it is a terminal
     return tqdm(steps, disable=silent, leave=False, **settings)
 
 
@@ -124,6 +143,7 @@ class Progress:
         every: how often a training writes a checkpoint.
         stop: a request to stop the run.
         writes: whether this process writes files; rank 0 by default.
+        on_step, on_epoch: functions that every training of the stage calls, besides its own; see `Train`.
 
     Attributes:
         trainings: how many trainings of the stage have begun.
@@ -137,10 +157,17 @@ class Progress:
     every: Every = field(default_factory=Every)
     stop: Stop = field(default_factory=Stop)
     writes: bool = field(default_factory=lambda: distributed.rank() == 0)
+    on_step: Sequence[Callable[[Any], Any]] = ()
+    on_epoch: Sequence[Callable[[Any], Any]] = ()
     trainings: int = 0
     seconds: float = 0.0
     decisions: int = 0
     histories: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def stage(self) -> str:
+        """Name of the stage's folder, such as "2-prune"."""
+        return self.folder.resolve().parent.name
 
     def __post_init__(self) -> None:
         mark = self.folder / "stage.json"
@@ -320,5 +347,6 @@ class Training:
     def raise_if_stopped(self, at: str) -> None:
         """Raise `Interrupted` where a signal asked for it; call it after `save`."""
         if (name := self.progress.stop.signal) is not None:
-            stage = self.progress.folder.parent.name
-            raise Interrupted(f"stopped by {name}; saved {stage}, {self.label}, {at}. Run the same command again to go on")
+            raise Interrupted(
+                f"stopped by {name}; saved {self.progress.stage}, {self.label}, {at}. Run the same command again to go on"
+            )

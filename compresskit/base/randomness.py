@@ -80,6 +80,16 @@ def reseed_(generator: Generator, seed: int) -> None:
         generator.seed(seed % 2**32)
 
 
+def seed_generators_(seed: int, *loaders: Any) -> None:
+    """Seed the global generators of torch, numpy and random, and those that data loaders hold; None is no loader."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  users' data loaders draw from it
+    for loader in loaders:
+        for generator in generators_in(loader):
+            reseed_(generator, seed)
+
+
 def generator_state(generator: Generator) -> Any:
     """Return the state of a generator as tensors and plain values."""
     if isinstance(generator, torch.Generator):

@@ -14,6 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from compresskit.base.errors import SettingError
 
+#: Metadata of a field that does not change the result of what the settings do: `field(metadata=NO_EFFECT)`. It is no part of
+#: what a run recognizes a stage by.
+NO_EFFECT: Mapping[str, bool] = {"compresskit_no_effect": True}
 #: How messages name a type. Fields annotated with other types are checked by the settings themselves.
 TYPE_WORDS: dict[type, str] = {
     int: "a whole number",

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +27,13 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 Metric = Callable[[Tensor, Any], Any]
 
 IGNORED = -100  # the label that PyTorch's losses leave out
+
+
+@runtime_checkable
+class DirectedMetric(Protocol):
+    """A metric that says whether more of it is better, such as those of torchmetrics."""
+
+    higher_is_better: bool | None
 
 
 @runtime_checkable
@@ -178,8 +187,8 @@ class Task:
         loss: `(predictions, target) -> scalar`. The label that its `ignore_index` names is not counted by `accuracy` either.
         metric: `(predictions, targets) -> number` over the whole validation set;
             or a `RunningMetric`, for validation sets whose predictions are too large to keep.
-        lower_is_better: whether a smaller metric is a better one (an error such as RMSE). None: not said; what has to know, such
-            as `channel_sensitivity`, asks for it where the measured values look like it.
+        higher_is_better: whether a larger metric is a better one: False for an error such as RMSE. None where `accuracy` or the
+            metric itself says it (torchmetrics do); what has to know asks for it where nothing says it.
         predict: returns the predictions in the output of the model.
         target: key of the target in batches that are dicts; the other entries are passed to the model by name.
         calibration: batches for quantization ranges, BatchNorm statistics and pruning scores; by default the training data.
@@ -194,7 +203,7 @@ class Task:
     train: Iterable[Any] | None = None
     loss: Callable[[Tensor, Any], Tensor] = F.cross_entropy
     metric: Metric | RunningMetric = accuracy
-    lower_is_better: bool | None = None
+    higher_is_better: bool | None = None
     predict: Callable[[Any], Tensor] = first_tensor
     target: str = "labels"
     calibration: Iterable[Any] | None = None
@@ -221,6 +230,21 @@ class Task:
                 "Task(metric=...): wanted a function (predictions, targets) -> number, or an object with update, compute and"
                 f" reset, got {type(self.metric).__name__}"
             )
+
+    @property
+    def prefers_higher(self) -> bool | None:
+        """Whether a larger metric is a better one; None where neither the task nor the metric says so."""
+        metric = self.metric.func if isinstance(self.metric, partial) else self.metric
+        if self.higher_is_better is None and isinstance(metric, DirectedMetric):
+            return metric.higher_is_better
+        return True if self.higher_is_better is None and metric is accuracy else self.higher_is_better
+
+    @property
+    def metric_name(self) -> str:
+        """The name of the metric, for people; "metric" where it has none."""
+        metric = self.metric.func if isinstance(self.metric, partial) else self.metric
+        name = metric.__name__ if isinstance(metric, FunctionType | type) else type(metric).__name__
+        return "metric" if name == "<lambda>" else name
 
     @property
     def ignore_index(self) -> int:
@@ -288,21 +312,30 @@ class Task:
             raise SettingError(f"this stage needs Task({which}=...), which was not given{more}")
         return loader if which == "train" else distributed.unsharded_loader(loader)  # type: ignore[no-any-return]
 
-    def length(self, which: str) -> int:
-        """Return the number of batches of a loader, at least 1. Raises DataError where it is zero or not known beforehand."""
+    def known_length(self, which: str) -> int | None:
+        """Return the number of batches of a loader, at least 1; None where it is not known beforehand.
+
+        Raises:
+            DataError: the loader is empty.
+        """
         loader = self.batches(which)
         try:
             count = len(loader) if isinstance(loader, Sized) else None
-        except TypeError:
+        except TypeError:  # a DataLoader of an IterableDataset without a length
             count = None
-        if count is None:
-            raise DataError(
-                f"Task({which}=...): its number of batches is not known beforehand ({type(loader).__name__}"
-                " has no length); schedules and resuming need it: use a map-style dataset or a list of batches, or give an"
-                " IterableDataset a __len__, its number of samples"
-            )
         if count == 0:
             raise DataError(f"Task({which}=...): the loader is empty; is batch_size larger than the data with drop_last=True?")
+        return count
+
+    def length(self, which: str) -> int:
+        """Return the number of batches of a loader, at least 1. Raises DataError where it is zero or not known beforehand."""
+        if (count := self.known_length(which)) is None:
+            steps = "count the training in optimizer steps, Train(steps=...), or " if which == "train" else ""
+            raise DataError(
+                f"Task({which}=...): its number of batches is not known beforehand ({type(self.batches(which)).__name__}"
+                f" has no length); {steps}use a map-style dataset or a list of batches, or give an IterableDataset a __len__, its"
+                " number of samples"
+            )
         return count
 
     def example(self) -> Inputs:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod, remove
 
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.surgery import get_tensor, owner
@@ -137,6 +138,27 @@ class Masks:
             flat = torch.from_numpy(np.unpackbits(bits.numpy(), count=count).astype(bool))
             masks[name] = flat.view(values.shape).to(values.device)
         return Masks(masks)
+
+    @staticmethod
+    def from_torch_prune_(model: nn.Module) -> Masks:
+        """Turn the masks of torch.nn.utils.prune into masks of this library, attached to the model, and return them.
+
+        The weights that were masked are 0, and every later stage keeps them so.
+
+        Raises:
+            ModelError: the model has no such masks.
+        """
+        found: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            for hook in [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, BasePruningMethod)]:
+                name = hook._tensor_name
+                found[f"{path}.{name}" if path else name] = module.get_buffer(f"{name}_mask").bool()
+                remove(module, name)
+        if not found:
+            raise ModelError(f"from_torch_prune_: {type(model).__name__} has no masks of torch.nn.utils.prune")
+        masks = Masks(dict(sorted(found.items())))
+        masks.apply_(model)
+        return masks
 
 
 def _attached(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.graph.replacements import replace_recorded_, replacements
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -177,8 +178,8 @@ def check_no_torch_masks(model: nn.Module, where: str = "") -> None:
             if isinstance(hook, BasePruningMethod):
                 raise ModelError(
                     f"{where}{': ' if where else ''}{type(model).__name__} has masks of torch.nn.utils.prune, in"
-                    f" {path or 'the model itself'}; make them permanent with torch.nn.utils.prune.remove(module,"
-                    f" {hook._tensor_name!r}), or pass the model that has none"
+                    f" {path or 'the model itself'}; take them over with prune.Masks.from_torch_prune_(model), make them"
+                    f" permanent with torch.nn.utils.prune.remove(module, {hook._tensor_name!r}), or pass the model that has none"
                 )
 
 
@@ -249,19 +250,21 @@ def _is_size(value: Any) -> bool:
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
-    """Return the shapes of all tensors and the integer attributes of all modules, as JSON-ready data.
+    """Return the shapes of all tensors, the integer attributes of all modules and the modules that took the place of others.
 
-    With it `restructure_` rebuilds a pruned model from a new instance of its class.
+    The result is JSON-ready. With it `restructure_` rebuilds a pruned model from a new instance of its class.
     """
     modules = {}
     for path, module in model.named_modules():
         attributes = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training" and _is_size(v)}
         modules[path] = {"class": type(module).__name__, "attributes": attributes}
-    return {"tensors": {k: list(v.shape) for k, v in model.state_dict().items()}, "modules": modules}
+    replaced = replacements(model)
+    tensors = {k: list(v.shape) for k, v in model.state_dict().items()}
+    return {"tensors": tensors, "modules": modules} | ({"replaced": replaced} if replaced else {})
 
 
 def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
-    """Give a new model of the same class the shapes and attributes that `structure` recorded.
+    """Give a new model of the same class the shapes, attributes and replaced modules that `structure` recorded.
 
     Only attributes that the model already has, with a value of the same type, are set, and no code is executed. The values of
     resized tensors are undefined until a state dict is loaded.
@@ -273,6 +276,7 @@ def restructure_(model: nn.Module, record: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the record is of another model, or has larger shapes.
     """
+    replace_recorded_(model, record.get("replaced", {}))
     here = structure(model)
     if missing := sorted(set(here["modules"]) ^ set(record["modules"])):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Pruning: remove channels (`Prune`), or hold single weights at zero under masks (`Sparsify`).
+"""Pruning: remove channels (`Prune`) or residual blocks (`depth.Depth`), or hold weights at zero under masks (`Sparsify`).
 
 plan = plan_channels(model, example, keep(macs=0.5))     # decides; the model is not changed
 apply_(model, plan)                                      # removes the channels
@@ -12,6 +12,7 @@ What scores, compares and distributes is in modules of its own: `criteria`, `ran
 
 from compresskit.graph.masks import Masks, detach_masks_, enforce_masks_, masks_of
 from compresskit.prune import allocations, criteria, normalizers, patterns, rankings, schedules
+from compresskit.prune import depth as depth
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import plan_channels
 from compresskit.prune.channels.prune import Prune, replayed
@@ -20,6 +21,7 @@ from compresskit.prune.channels.sparse_learning import greg, group_lasso
 from compresskit.prune.masks.plan_mask import plan_mask
 from compresskit.prune.masks.rewind import LotteryTicket, rewind, shuffled
 from compresskit.prune.masks.sparsify import Densify, Sparsify
+from compresskit.prune.masks.sweep import sweep
 from compresskit.prune.sensitivity import channel_sensitivity, mask_sensitivity
 from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.prune.structure.prove import prove
@@ -55,4 +57,5 @@ __all__ = [
     "rewind_",
     "schedules",
     "shuffled",
+    "sweep",
 ]

@@ -72,17 +72,17 @@ class SensitivityCurves:
 class ChannelSensitivity(SensitivityCurves):
     """The task's metric against the ratio of one layer's channels that is removed.
 
-    prefix: where the names of layers begin. lower_is_better: whether the metric is an error.
+    prefix: where the names of layers begin. higher_is_better: whether a larger metric is better.
     """
 
     prefix: str = ""
-    lower_is_better: bool = False
+    higher_is_better: bool = True
 
     def drop(self, name: str, ratio: float) -> float:
         """Drop of the metric at a ratio: linear between the points, never less than at a smaller ratio."""
         worst, known = 0.0, [(0.0, 0.0)]
         for r, metric in self.points[name]:
-            worst = max(worst, metric - self.dense if self.lower_is_better else self.dense - metric)
+            worst = max(worst, self.dense - metric if self.higher_is_better else metric - self.dense)
             known.append((r, worst))
         i = min(max(1, bisect_left([r for r, _ in known], ratio)), len(known) - 1)
         (r0, d0), (r1, d1) = known[i - 1], known[i]
@@ -142,7 +142,7 @@ def channel_sensitivity(
 
     Args:
         model: a float model.
-        task: metric and data; `lower_is_better` where the metric is an error.
+        task: metric and data; `higher_is_better=False` where the metric is an error.
         ratios: fractions of a group's channels to remove, in (0, 1); rounded to widths that are multiples of `round_to`.
         criterion: scores channels.
         reconstruct: also refit the layers that read them, as `Prune` does.
@@ -169,21 +169,21 @@ def channel_sensitivity(
             curve[count / group.size] = evaluate(pruned, task)
             group.removed = 0
     curves = {name: tuple(sorted(curve.items())) for name, curve in points.items() if curve}
-    lower_is_better = _lower_is_better(task, dense, [curve[-1][1] for curve in curves.values()])
-    return ChannelSensitivity(dense=dense, points=curves, prefix=prefix, lower_is_better=lower_is_better)
+    higher_is_better = _higher_is_better(task, dense, [curve[-1][1] for curve in curves.values()])
+    return ChannelSensitivity(dense=dense, points=curves, prefix=prefix, higher_is_better=higher_is_better)
 
 
-def _lower_is_better(task: Task, dense: float, pruned: Sequence[float]) -> bool:
+def _higher_is_better(task: Task, dense: float, pruned: Sequence[float]) -> bool:
     """What the task says; SettingError where it says nothing and the metric grows with what is removed."""
-    if task.lower_is_better is not None or not pruned:
-        return bool(task.lower_is_better)
+    if task.prefers_higher is not None or not pruned:
+        return task.prefers_higher is not False
     mean = sum(pruned) / len(pruned)
     if mean > dense:
         raise SettingError(
             f"channel_sensitivity: the metric grows from {dense:.4g} to {mean:.4g} on average where channels are removed; set"
-            " Task(lower_is_better=True) where it is an error such as RMSE, False where it is not"
+            " Task(higher_is_better=False) where it is an error such as RMSE, True where it is not"
         )
-    return False
+    return True
 
 
 def mask_sensitivity(

@@ -101,7 +101,7 @@ def describe_task(task: Task) -> dict[str, Description]:
         if getattr(task, name) is None:
             described[name] = Description(None)
             continue
-        batches = task.length(name)
+        batches = task.length(name) if name == "val" else task.known_length(name)
         loader = describe_by_value(getattr(task, name), f"Task({name}=...)", data=True)
         described[name] = Description([batches, loader.record], loader.unknown)
     return described

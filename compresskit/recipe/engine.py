@@ -10,14 +10,13 @@ for step in steps:
 from __future__ import annotations
 
 import logging
-import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,10 +24,10 @@ from compresskit.base import distributed
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.base.files import FORMAT, read_json, write_json
 from compresskit.base.fingerprint import describe
-from compresskit.base.progress import Every, Progress, Stop
-from compresskit.base.randomness import generators_in, reseed_
+from compresskit.base.progress import Every, Progress, Stop, announce
+from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task, accuracy, first_rows
+from compresskit.base.task import Task, first_rows
 from compresskit.export.check.environment import environment
 from compresskit.export.files import copy_model, file_bytes
 from compresskit.export.onnx import Opset
@@ -53,6 +52,7 @@ from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import StageReport, read_stage_report, write_report
 from compresskit.recipe.store import load, load_snapshots_, save, save_snapshots
+from compresskit.train.callbacks import OnEpoch, OnStep, call_back
 from compresskit.train.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class RunSettings:
         seed, save, dynamic, metadata: settings of the recipe.
         stop: whether a signal asked the run to stop.
         record: what recipe.json says of the recipe.
+        on_step, on_epoch, on_stage: functions that are told of every step, epoch and stage.
         reused: of each step so far, whether it was read from its folder.
     """
 
@@ -78,6 +79,9 @@ class RunSettings:
     metadata: bool
     stop: Stop
     record: dict[str, Any]
+    on_step: Sequence[OnStep] = ()
+    on_epoch: Sequence[OnEpoch] = ()
+    on_stage: Sequence[Callable[[StageReport], Any]] = ()
     reused: list[bool] = field(default_factory=list)
 
 
@@ -98,7 +102,14 @@ def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Ta
     for index, step in enumerate(steps):
         distributed.barrier()
         taken: Snapshots | None = None if step.snapshot is None else {step.snapshot: {}}
-        progress = Progress(folder=run.out / step.name / PROGRESS, key=step.key, every=run.save, stop=run.stop)
+        progress = Progress(
+            folder=run.out / step.name / PROGRESS,
+            key=step.key,
+            every=run.save,
+            stop=run.stop,
+            on_step=run.on_step,
+            on_epoch=run.on_epoch,
+        )
         step_task = replace(task, snapshots=taken or snapshots, progress=progress)
         model, report = run_or_read_step(run, step, index, model, step_task, taken)
         reports.append(report)
@@ -143,7 +154,7 @@ def run_step(
 ) -> tuple[nn.Module, StageReport]:
     """Run one step from its beginning, or from its trainings' last checkpoints, and write everything it leaves on disk."""
     folder = run.out / step.name
-    seed_generators(run.seed + index, task)
+    seed_generators_(run.seed + index, task.train, task.val, task.calibration)
     begin = time.perf_counter()
     log.info("%s: %s", folder.name, step.stage)
     if step.stage is not None:
@@ -170,7 +181,11 @@ def run_step(
         delete_checkpoints(folder)
         return report
 
-    return model, distributed.on_rank_zero(write_step)
+    report = distributed.on_rank_zero(write_step)
+    size = "" if report.bytes is None else f", {report.bytes / 1024:.1f} KiB"
+    announce(log, "%s: %s %.4g%s, %.1f s", step.name, task.metric_name, report.metric, size, seconds)
+    call_back(run.on_stage, report, f"{step.name}: Recipe(on_stage=...)")
+    return model, report
 
 
 def run_stage(stage: Stage, model: nn.Module, task: Task) -> nn.Module:
@@ -218,16 +233,6 @@ def check_masks_kept_(stage: Stage, model: nn.Module, zeros_before: dict[str, in
             raise ModelError(f"{kind}: the mask of {name} removed {before} weights before it and {now} after it; masks only grow")
 
 
-def seed_generators(seed: int, task: Task) -> None:
-    """Seed the global generators of torch, numpy and random, and the generators of the task's loaders."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  users' data loaders draw from it
-    for loader in (task.train, task.val, task.calibration):
-        for generator in generators_in(loader):
-            reseed_(generator, seed)
-
-
 def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> list[StageReport]:
     """Measure the latency of all ONNX files in turn, write the report, and copy the last step's file to model.onnx.
 
@@ -255,7 +260,7 @@ def write_reports(run: RunSettings, steps: list[RunStep], reports: list[StageRep
     extra = {
         "stages": run.record["stages"],
         "torch": torch.__version__,
-        "metric": describe_metric(task),
+        "metric": {"name": task.metric_name, "higher_is_better": task.prefers_higher},
         "reused": [step.name for step, reused in zip(steps, run.reused, strict=True) if reused],
         "history": {step.name: row.get("history", []) for step, row in zip(steps, rows, strict=True)},
         "environment": environment(),
@@ -264,14 +269,6 @@ def write_reports(run: RunSettings, steps: list[RunStep], reports: list[StageRep
     write_page(run.out / "report.html", [record])
     write_csv(run.out / "report.csv", [record])
     write_report(run.out / "report.json", reports, **extra)
-
-
-def describe_metric(task: Task) -> dict[str, Any]:
-    """The name of a task's metric, for people, and whether a smaller one is better; None where the task does not say."""
-    metric = task.metric.func if isinstance(task.metric, partial) else task.metric
-    name = getattr(metric, "__name__", type(metric).__name__)
-    lower = False if task.metric is accuracy else task.lower_is_better
-    return {"name": "metric" if name == "<lambda>" else name, "lower_is_better": lower}
 
 
 def reports_before(run: RunSettings) -> list[StageReport]:

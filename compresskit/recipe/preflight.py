@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,18 +16,20 @@ from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
 from compresskit.train.objective import supervised_loss
+from compresskit.train.train import Train
 
 
 def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) -> None:
     """Run the model, its capture, the loss and the metric once, on the first batch of each loader.
 
-    The model is not changed. Raises ModelError where the model does not run or cannot be captured, DataError where the loss or
-    the metric does not fit the data, or where a loader is empty.
+    The model is not changed. Raises ModelError where the model does not run or cannot be captured, SettingError where a training
+    has no data, DataError where the loss or the metric does not fit the data, where a loader is empty, or where a training counts
+    epochs of data without a length.
     """
     for which in ("val", "train", "calibration"):
         if which != "val" and getattr(task, which) is None:
             continue
-        task.length(which)
+        task.length(which) if which == "val" else task.known_length(which)
         batch = next(iter(task.batches(which)))
         inputs, target = task.split(batch) if which != "calibration" else (task.inputs(batch), None)
         probe = copy_model(model).to(task.device)
@@ -47,11 +50,19 @@ def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) 
                     f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
                     f" {shapes_of(target) or type(target).__name__}): {first_line}"
                 ) from error
+    for training in (training for stage in stages for training in _trainings_in(stage)):
+        training.length(task)
     probe = copy_model(model).to(task.device).eval()
     for stage in stages:
         stage.rehearse(probe, task)
     if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))
+
+
+def _trainings_in(stage: Stage) -> Iterator[Train]:
+    """The trainings of a stage: itself, and those among its settings."""
+    values: list[Any] = [vars(stage).get(field.name) for field in fields(stage)] if is_dataclass(stage) else []
+    yield from (value for value in [stage, *values] if isinstance(value, Train))
 
 
 def _all_ignored(task: Task, target: Any) -> bool:

@@ -9,7 +9,8 @@ out/model.onnx                  of the last stage
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from compresskit.recipe.engine import RunSettings, run_steps
 from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
+from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.modes import remember_modes_
 from compresskit.train.train import Train
 
@@ -50,17 +52,48 @@ class Result:
         onnx: its ONNX file.
         rows: one report per stage.
         out: the folder of the run.
+        higher_is_better: whether a larger metric is better; None where neither the task nor the metric says so.
     """
 
     model: nn.Module
     onnx: Path | None
     rows: tuple[StageReport, ...]
     out: Path
+    higher_is_better: bool | None = None
 
     @property
     def report(self) -> Path:
         """The JSON file with the rows."""
         return self.out / "report.json"
+
+    def best(self, *, drop: float | None = None, by: Callable[[StageReport], float | None] | None = None) -> StageReport:
+        """Return the row of the best stage; its files are in `out / row.stage`.
+
+        result.best()                                                  the best metric; of equal ones, the smallest file
+        result.best(drop=0.01)                                         the smallest file that loses at most 0.01 of the metric
+        result.best(drop=0.01, by=lambda row: row.latency_ms)          the fastest one
+
+        Args:
+            drop: how much worse than that of the first row the metric may be, in its own unit; None for any.
+            by: what is to be least, such as `lambda row: row.latency_ms`; rows for which it is None are left out. The default is
+                the metric, or, with `drop`, the size of the file.
+
+        Raises:
+            SettingError: which metric is better is not said, or no row is left.
+        """
+        if self.higher_is_better is None:
+            raise SettingError("Result.best: which of two metrics is better is not said; pass Task(higher_is_better=...)")
+        sign = 1 if self.higher_is_better else -1
+        least = min(sign * row.metric for row in self.rows) if drop is None else sign * self.rows[0].metric - drop
+        found = [row for row in self.rows if sign * row.metric >= least]
+        if by is None and drop is None:
+            return max(found, key=lambda row: (sign * row.metric, -(row.bytes or math.inf)))
+        measured = [(value, row) for row in found if (value := row.bytes if by is None else by(row)) is not None]
+        if not measured:
+            raise SettingError(
+                f"Result.best: of {len(found)} stages that lose at most {drop}, none has the figure that is asked for"
+            )
+        return min(measured, key=lambda pair: (pair[0], -sign * pair[1].metric))[1]
 
     def __str__(self) -> str:
         return "\n".join([table(self.rows), *remarks(self.rows), "", f"model: {self.onnx or self.out}"])
@@ -159,6 +192,9 @@ class Recipe:
         opset: version of ONNX's operators in all files, see `export_onnx`; "lowest" for the lowest that each of them needs.
         metadata: whether `out/model.onnx`, the file to hand on, holds the settings of its stage, its metric and its verification.
             The files in the folders of the stages always do.
+        on_step, on_epoch: functions that all trainings of the run call, besides their own; see `Train`.
+        on_stage: a function, or several, that is called with a `StageReport` after every stage that has run. Latencies are
+            measured at the end of the run.
 
     Raises SettingError for settings out of range, StageOrderError for an order of stages in which one would undo another.
     """
@@ -172,6 +208,9 @@ class Recipe:
         dynamic: Dynamic = (0,),
         opset: Opset | None = None,
         metadata: bool = True,
+        on_step: Callbacks = None,
+        on_epoch: Callbacks = None,
+        on_stage: Callbacks = None,
     ) -> None:
         if not stages:
             raise SettingError("Recipe(): give at least one stage")
@@ -193,6 +232,9 @@ class Recipe:
         self.stages, self.seed, self.export, self.save = stages, seed, export, save
         self.dynamic, self.opset = dynamic, opset
         self.metadata = metadata
+        self.on_step = as_callbacks(on_step, "Recipe(on_step=...)")
+        self.on_epoch = as_callbacks(on_epoch, "Recipe(on_epoch=...)")
+        self.on_stage = as_callbacks(on_stage, "Recipe(on_stage=...)")
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(repr, self.stages))}, seed={self.seed}, export={self.export!r})"
@@ -231,9 +273,12 @@ class Recipe:
                 metadata=self.metadata,
                 stop=stop,
                 record=record,
+                on_step=self.on_step,
+                on_epoch=self.on_epoch,
+                on_stage=self.on_stage,
             )
             model, rows = run_steps(run, self._steps(keys), model, task)
-        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out)
+        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out, higher_is_better=task.prefers_higher)
 
     def plan(self, model: nn.Module, task: Task, out: str | Path) -> RunPlan:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""

@@ -47,6 +47,12 @@ class History:
         """Note a measurement of the metric after a step."""
         self.record.setdefault("metrics", []).append([step, _finite(metric)])
 
+    @property
+    def last_metric(self) -> tuple[int, float] | None:
+        """The step and the value of the last measurement of the metric; None before the first."""
+        metrics = self.record.get("metrics")
+        return (int(metrics[-1][0]), float(metrics[-1][1])) if metrics and metrics[-1][1] is not None else None
+
     def close_epoch(self, epoch: int, step: int, rates: Sequence[float], scalers: Iterable[LossScaler]) -> float | None:
         """Enter an epoch, and return the mean of its losses; nothing and None where no batch was seen since the last one.
 

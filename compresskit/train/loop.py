@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,15 @@ from compresskit.base import distributed, randomness
 from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, is_out_of_memory
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
-from compresskit.base.progress import Training, progress_bar
+from compresskit.base.progress import Training, announce, progress_bar
 from compresskit.base.task import Task, shapes_of
 from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
 from compresskit.train.history import History
-from compresskit.train.lr import LRSchedule
-from compresskit.train.validation import OnStep, StepReport, Validation
+from compresskit.train.learning_rates import LearningRates
+from compresskit.train.length import Length
+from compresskit.train.validation import Validation
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +47,10 @@ class TrainingLoop:
         run: the model and its optimizer under a precision policy.
         objective: is minimised; bound to the model.
         task: has the data.
-        epochs, batches: number of epochs, and of batches in each.
-        accumulate: batches per optimizer step.
-        schedule: of the learning rates.
-        steps: optimizer steps of the whole training.
-        ends_within_epoch: whether the last step may come before the end of the last epoch.
+        length: how long the training is.
+        rates: sets the learning rates.
         validation: measures the metric on the way; None for no measurements.
-        on_step: is told of every step; None for nobody.
+        on_step, on_epoch: are told of every step, and of every epoch.
         hooks: called as `hook(step, steps)` after every optimizer step.
         resumables: objects whose state belongs into the checkpoints, besides the model, the optimizer and the objective.
         training: reads and writes checkpoints; None for none.
@@ -61,26 +61,24 @@ class TrainingLoop:
     run: mixed.Run
     objective: Objective
     task: Task
-    epochs: int
-    batches: int
-    accumulate: int
-    schedule: LRSchedule
-    steps: int
-    ends_within_epoch: bool
+    length: Length
+    rates: LearningRates
     validation: Validation | None
-    on_step: OnStep | None
+    on_step: Sequence[OnStep]
+    on_epoch: Sequence[OnEpoch]
     hooks: Sequence[Hook]
     resumables: Sequence[Resumable]
     training: Training | None
     label: str
     step: int = 0
-    base_rates: list[float] = field(init=False)
     cursor: DataCursor = field(init=False)
     history: History = field(init=False)
 
     def __post_init__(self) -> None:
         self.history = History({} if self.training is None else self.training.history)
-        self.base_rates = [group["lr"] for group in self.run.optimizer.param_groups]
+        if self.training is not None:
+            progress = self.training.progress
+            self.on_step, self.on_epoch = [*self.on_step, *progress.on_step], [*self.on_epoch, *progress.on_epoch]
 
     def train(self) -> None:
         """Run all epochs, or those that a checkpoint left to do."""
@@ -92,68 +90,109 @@ class TrainingLoop:
                 training.progress.stop.training = True
                 if (state := training.latest()) is not None:
                     self._resume_(state)
-            first = max(1, self.cursor.epoch)
-            done = (first - 1) * self.batches + self.cursor.batch
-            whole, rest = divmod(self.steps, math.ceil(self.batches / self.accumulate))
-            total = whole * self.batches + rest * self.accumulate
-            bar = progress_bar(total=total, initial=done, desc=self.label, unit="batch")
+            first, until = max(1, self.cursor.epoch), self.length.batches_until
+            bar = progress_bar(total=until(self.length.steps), initial=until(self.step), desc=self.label, unit="batch")
             with bar, distributed.synced_batchnorm(self.run.model):
-                for epoch in range(first, self.epochs + 1):
+                for epoch in itertools.count(first):
                     if self._is_over():
                         self.cursor.replay()
                         break
                     self._epoch(epoch, bar)
-            self._close_epoch(log_it=False)  # of a training that was over when it was interrupted
+            self._close_epoch(bar)  # of a training that was over when it was interrupted
         finally:
             torch.set_rng_state(self.cursor.stream)
             if training is not None:
                 training.progress.stop.training = False
 
     def _is_over(self) -> bool:
-        """Whether the training ends before its last epoch does."""
-        if self.validation is not None and self.validation.is_over:
-            return True
-        return self.ends_within_epoch and self.step >= self.steps
+        """Whether no step is left to do."""
+        return self.step >= self.length.steps or (self.validation is not None and self.validation.is_over)
 
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
         """Train on every batch once; DataError where their number is not the length of the loader."""
-        run, batches = self.run, self.batches
-        for batch in self.cursor.next_epoch():
-            seen = self.cursor.batch
+        run, batches, steps = self.run, self.length.batches, self.length.steps
+        for batch, seen, ends_step, batches_in_step in self._batches():
             where = f"epoch {epoch}, batch {seen}"
-            if seen > batches:
-                raise DataError(f"the training loader has length {batches} and gave more batches; it must not change")
-            first_of_step = (seen - 1) // self.accumulate * self.accumulate
-            batches_in_step = min(self.accumulate, batches - first_of_step)  # the last step of an epoch may have fewer
             rows, weight = distributed.shard_batch(batch, self.cursor.loader)
-            self.objective.advance(self.step / self.steps)
+            self.objective.advance(self.step / steps)
             # Reading the loss waits for the device, so off the CPU it is checked only now and then.
-            check = run.device.type == "cpu" or seen % 50 == 0 or seen == batches
+            check = run.device.type == "cpu" or seen % 50 == 0 or seen == batches or self.step + 1 == steps
             total, losses = _forward(run, self.objective, rows, where, check=check)
             _backward(run, total / batches_in_step * weight, rows, where)
             total = total.detach()
             self.history.add_loss(total)
-            if seen % self.accumulate == 0 or seen == batches:
+            if ends_step:
                 self._optimizer_step(where, losses)
             bar.update()
             if seen % 10 == 0 and not bar.disable:
-                bar.set_postfix(epoch=f"{epoch}/{self.epochs}", loss=f"{total.item():.3f}")
-            if self._is_over():
+                self._show(bar, total.item())
+            if self._is_over() and seen != batches:
                 break
-        if self.cursor.batch != batches and not self._is_over():
-            raise DataError(f"the training loader has length {batches} and gave {self.cursor.batch} batches; it must not change")
-        self._close_epoch(log_it=bar.disable)
+        if not self.cursor.batch or (batches not in (None, self.cursor.batch) and not self._is_over()):
+            has = "no length" if batches is None else f"length {batches}"
+            raise DataError(f"the training loader has {has} and gave {self.cursor.batch} batches; it must not change")
+        self._close_epoch(bar)
 
-    def _close_epoch(self, *, log_it: bool) -> None:
-        """Record the epoch that has ended."""
-        rates = [float(group["lr"]) for group in self.run.optimizer.param_groups]
-        mean = self.history.close_epoch(self.cursor.epoch, self.step, rates, self.run.scalers.values())
-        if mean is not None and log_it:
-            log.info("%s: epoch %d/%d, loss %.4g", self.label, self.cursor.epoch, self.epochs, mean)
+    def _batches(self) -> Iterator[tuple[Any, int, bool, int]]:
+        """Each batch of the epoch with its number from 1, whether it ends an optimizer step, and how many batches the step has.
+
+        The last step of an epoch may have fewer. Where the length of the data is not known, the batches of a step are read
+        before it begins.
+        """
+        batches, accumulate = self.length.batches, self.length.accumulate
+        waiting: list[Any] = []
+        for batch in self.cursor.next_epoch():
+            seen = self.cursor.batch
+            if batches is None:
+                waiting.append(batch)
+                if len(waiting) == accumulate:
+                    yield from _one_step(waiting, seen)
+                    waiting = []
+                continue
+            if seen > batches:
+                raise DataError(f"the training loader has length {batches} and gave more batches; it must not change")
+            first_of_step = (seen - 1) // accumulate * accumulate
+            yield batch, seen, seen % accumulate == 0 or seen == batches, min(accumulate, batches - first_of_step)
+        yield from _one_step(waiting, self.cursor.batch)
+
+    def _show(self, bar: tqdm[Any], loss: float) -> None:
+        """Write the epoch, the loss and the last metric into a progress bar."""
+        epoch = f"{self.cursor.epoch}/{self.length.epochs}" if self.length.epochs else str(self.cursor.epoch)
+        measured = self.history.last_metric
+        metric = {} if measured is None else {self.task.metric_name: f"{measured[1]:.4g}"}
+        bar.set_postfix(epoch=epoch, loss=f"{loss:.3f}", **metric)
+
+    def _close_epoch(self, bar: tqdm[Any]) -> None:
+        """Record the epoch that has ended, and tell of it."""
+        mean = self.history.close_epoch(self.cursor.epoch, self.step, self.rates.used, self.run.scalers.values())
+        if mean is None:
+            return
+        measured = self.history.last_metric
+        metric = measured[1] if measured is not None and measured[0] == self.step else None
+        report = EpochReport(
+            stage=self._stage,
+            training=self.label,
+            epoch=self.cursor.epoch,
+            epochs=self.length.epochs,
+            step=self.step,
+            steps=self.length.steps,
+            loss=mean,
+            metric=metric,
+            learning_rates=self.rates.used,
+        )
+        if bar.disable:
+            of = f"/{report.epochs}" if report.epochs else f", step {report.step}/{report.steps}"
+            said = "" if metric is None else f", {self.task.metric_name} {metric:.4g}"
+            announce(log, "%s: epoch %d%s, loss %.4g%s", self.label, report.epoch, of, mean, said)
+        call_back(self.on_epoch, report, f"epoch {report.epoch}: Train(on_epoch=...)")
+        self.rates.after_epoch()
+
+    @property
+    def _stage(self) -> str:
+        return "" if self.training is None else self.training.progress.stage
 
     def _optimizer_step(self, where: str, losses: Losses) -> None:
-        for group, rate in zip(self.run.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = rate * self.schedule(self.step / self.steps)
+        self.rates.before_step(self.step)
         save = self._average_gradients()
         try:
             self.run.step()
@@ -164,26 +203,40 @@ class TrainingLoop:
             raise
         self.step += 1
         for hook in self.hooks:
-            hook(self.step, self.steps)
-        metric = None
-        if self.validation is not None and (self.step % self.validation.every == 0 or self.step == self.steps):
-            metric = self.validation.measure(self.step)
-            self.history.add_metric(self.step, metric)
-        if self.on_step is not None:
-            self.on_step(self._report(losses, metric))
+            hook(self.step, self.length.steps)
+        metric = self._measure()
+        self.rates.after_step(metric)
+        if self.on_step:
+            call_back(self.on_step, self._report(losses, metric), f"{where}: Train(on_step=...)")
         if distributed.world_size() == 1:  # decided after the step: a signal may have come meanwhile
             save = self._save_is_due(self.step)
         if save and self.training is not None:
             self.training.save(self._state(), self.step)
             self.training.raise_if_stopped(where)
 
+    def _measure(self) -> float | None:
+        """Measure the metric, if that is due after this step."""
+        validation = self.validation
+        if validation is None or (self.step % validation.every and self.step != self.length.steps):
+            return None
+        metric = validation.measure(self.step)
+        if metric is not None:
+            self.history.add_metric(self.step, metric)
+            per_epoch = self.length.steps_per_epoch or self.length.steps
+            if self.step % per_epoch and self.step != self.length.steps:  # the line of an epoch says it at its end
+                said = (self.label, self.step, self.length.steps, self.task.metric_name, metric)
+                announce(log, "%s: step %d/%d, %s %.4g", *said)
+        return metric
+
     def _report(self, losses: Losses, metric: float | None) -> StepReport:
         return StepReport(
+            stage=self._stage,
+            training=self.label,
             step=self.step,
-            steps=self.steps,
+            steps=self.length.steps,
             epoch=self.cursor.epoch,
             losses={name: loss.detach() for name, loss in losses.items()},
-            learning_rates=[float(group["lr"]) for group in self.run.optimizer.param_groups],
+            learning_rates=self.rates.used,
             metric=metric,
         )
 
@@ -217,6 +270,7 @@ class TrainingLoop:
             "snapshots": self.task.snapshots or {},
             "cursor": self.cursor.resume_state(),
             "validation": None if self.validation is None else self.validation.resume_state(),
+            "rates": self.rates.resume_state(),
             "epoch_losses": self.history.resume_state(),
         }
 
@@ -233,12 +287,19 @@ class TrainingLoop:
             self.cursor.resume_from_(state["cursor"])
             if self.validation is not None:
                 self.validation.resume_from_(state["validation"])
+            self.rates.resume_from_(state["rates"])
             self.history.resume_from_(state.get("epoch_losses", (0.0, 0)))
             randomness.set_rng_state_(rank_state["random"])
         except CompressError:
             raise
         except MISMATCH_ERRORS as error:
             raise _mismatch(self.training, error) from error
+
+
+def _one_step(batches: Sequence[Any], last: int) -> Iterator[tuple[Any, int, bool, int]]:
+    """The batches of one optimizer step, the last of which has the number `last` in its epoch, as `_batches` yields them."""
+    for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+        yield batch, last - left, left == 0, len(batches)
 
 
 def align_processes_(model: nn.Module) -> None:

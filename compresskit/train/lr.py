@@ -3,17 +3,26 @@
     Train(epochs=30, schedule=lr.OneCycle(warmup=0.1))
     Train(epochs=30, schedule=lr.Function(lambda done: 1 - done))
 
+Those of torch step an optimizer instead, after every step or after every epoch:
+
+    Train(epochs=30, schedule=lr.EachEpoch(partial(MultiStepLR, milestones=[15, 25])))
+    Train(epochs=30, schedule=lr.EachStep(partial(OneCycleLR, max_lr=0.1)))
+
 They are not interchangeable with `prune.schedules`, which give a pruning ratio.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
 
 from compresskit.base.errors import SettingError
 
@@ -115,17 +124,99 @@ class Tail(LRSchedule):
         return self.schedule(self.start + (1 - self.start) * done)
 
 
+#: Parameters of a function that makes a scheduler to which the length of the schedule is passed, where they are not given.
+LENGTHS = ("total_steps", "T_max", "steps")
+#: Schedulers of torch that are made to step after every optimizer step.
+BATCHWISE = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+
+
+@dataclass(frozen=True)
+class TorchScheduler:
+    """A scheduler of torch, which the training makes for its optimizer; see `EachStep` and `EachEpoch`.
+
+    Args:
+        make: `(optimizer) -> scheduler`, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=30)`. The length of the
+            schedule, in optimizer steps or in epochs, is passed to its parameter `total_steps`, `T_max` or `steps`, where it has
+            one without a value. ReduceLROnPlateau steps after every measurement of the metric.
+    """
+
+    make: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise SettingError(
+                f"lr.{type(self).__name__}(...): wanted a function (optimizer) -> scheduler, such as partial(StepLR,"
+                f" step_size=30), got {type(self.make).__name__}"
+            )
+
+    def build(self, optimizer: torch.optim.Optimizer, length: int) -> Any:
+        """Return the scheduler of an optimizer.
+
+        Args:
+            optimizer: it is given to `make`.
+            length: how many times the scheduler steps in the whole training.
+
+        Raises:
+            SettingError: `make` returns no scheduler, or one of another optimizer.
+        """
+        given = self.make.keywords if isinstance(self.make, functools.partial) else {}
+        parameters = inspect.signature(self.make).parameters.values()
+        unset = [p.name for p in parameters if p.name in LENGTHS and p.default in (p.empty, None) and p.name not in given]
+        own = {"epochs", "steps_per_epoch"} <= given.keys()  # OneCycleLR computes its length of these
+        scheduler = self.make(optimizer, **({} if own else dict.fromkeys(unset, length)))
+        if not isinstance(scheduler, lr_scheduler.LRScheduler) or scheduler.optimizer is not optimizer:
+            of_another = " of another optimizer" if isinstance(scheduler, lr_scheduler.LRScheduler) else ""
+            raise SettingError(
+                f"lr.{type(self).__name__}(...): wanted a scheduler of the optimizer that its function is given, got"
+                f" {type(scheduler).__name__}{of_another}"
+            )
+        return scheduler
+
+
+@dataclass(frozen=True)
+class EachStep(TorchScheduler):
+    """A scheduler of torch that steps after every optimizer step: `EachStep(partial(OneCycleLR, max_lr=0.1))`."""
+
+
+@dataclass(frozen=True)
+class EachEpoch(TorchScheduler):
+    """A scheduler of torch that steps after every epoch: `EachEpoch(partial(StepLR, step_size=30))`."""
+
+
+#: What `Train(schedule=...)` takes; of the functions those that make a `BATCHWISE` scheduler.
+AnySchedule = LRSchedule | TorchScheduler | Callable[..., Any]
+
+
+def as_schedule(schedule: AnySchedule) -> LRSchedule | TorchScheduler:
+    """Return a schedule that `check_lr_schedule` has checked; a function that makes a scheduler as `EachStep`."""
+    return schedule if isinstance(schedule, LRSchedule | TorchScheduler) else EachStep(schedule)
+
+
+def tail_of(schedule: AnySchedule, start: float) -> Tail:
+    """Return the rest of a schedule from a fraction of its training on; SettingError for a scheduler of torch."""
+    if isinstance(schedule, LRSchedule):
+        return Tail(schedule=schedule, start=start)
+    raise SettingError(
+        f"rewind: {schedule!r} cannot begin in its middle; train with a schedule of the fraction done, such as lr.Cosine()"
+    )
+
+
 def check_lr_schedule(schedule: Any, where: str) -> None:
     """Raise `SettingError`, which begins with `where`, for anything but a learning-rate schedule."""
-    if isinstance(schedule, LRSchedule):
+    if isinstance(schedule, LRSchedule | TorchScheduler):
         return
     kind = schedule.func if isinstance(schedule, functools.partial) else schedule
-    kind = kind if isinstance(kind, type) else type(kind)
-    if kind.__module__ == "torch.optim.lr_scheduler":
+    if isinstance(kind, type) and issubclass(kind, BATCHWISE):
+        return
+    of_torch = kind if isinstance(kind, type) else type(kind)
+    if issubclass(of_torch, lr_scheduler.LRScheduler):
+        name, kept = (
+            of_torch.__name__,
+            "" if isinstance(kind, type) else "; a scheduler that is made already is of another optimizer",
+        )
         raise SettingError(
-            f"{where}: {kind.__name__} steps an optimizer in a loop of its own;"
-            " take a schedule such as lr.Cosine(), write its factor as lr.Function(lambda done: ...), or use it in your own loop"
-            " with run.schedule of mixed.prepare"
+            f"{where}: wanted to know when {name} steps: lr.EachEpoch(partial({name}, ...)) steps it after every epoch,"
+            f" lr.EachStep(partial({name}, ...)) after every optimizer step{kept}"
         )
     hint = "; wrap a function (done) -> factor in lr.Function(...), prune.schedules are for ratios" if callable(schedule) else ""
     raise SettingError(f"{where}: wanted a learning-rate schedule such as lr.Cosine() or lr.OneCycle(), got {schedule!r}{hint}")

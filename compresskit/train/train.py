@@ -25,19 +25,22 @@ from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.packing import Resumable
 from compresskit.base.progress import Training
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import NO_EFFECT, check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.mixed.formats.levels import require_policy
 from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.train.callbacks import Callbacks, as_callbacks
+from compresskit.train.learning_rates import LearningRates
+from compresskit.train.length import Length
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
-from compresskit.train.lr import Cosine, LRSchedule, check_lr_schedule
+from compresskit.train.lr import AnySchedule, Cosine, as_schedule, check_lr_schedule
 from compresskit.train.modes import remember_modes_, train_mode_
 from compresskit.train.objective import bind_objective
 from compresskit.train.param_groups import ParamGroups, groups_of
 from compresskit.train.snapshots import fill_snapshots_
-from compresskit.train.validation import OnStep, Validation
+from compresskit.train.validation import Validation
 
 #: Called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
 Setup = Callable[[mixed.Run, int], Callable[[], None]]
@@ -53,26 +56,28 @@ class Train(Stage):
         optimizer: `(parameters) -> torch optimizer`, such as `partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
         param_groups: `([(name, parameter), ...]) -> param groups`, which the optimizer gets in place of the parameters, such as
             `no_decay_on_vectors` of `compresskit.train.param_groups`.
-        schedule: factor on the learning rate over the training, such as `lr.OneCycle()`; evaluated before every step.
+        schedule: factor on the learning rate over the training, such as `lr.OneCycle()`, evaluated before every step; or one of
+            torch's schedulers, `lr.EachEpoch(partial(torch.optim.lr_scheduler.StepLR, step_size=30))`.
         precision: number formats of the training, a policy such as `mixed.AMP_BF16`.
         objective: what is minimised; by default the task's loss.
         clip: largest norm of the gradients; None for no clipping.
         accumulate: batches per optimizer step; their gradients are summed in fp32.
         flat: whether the optimizer updates all parameters as one tensor; see `mixed.prepare`.
         backend: how the optimizer's step is computed; see `mixed.prepare`.
-        validate_every: epochs between two measurements of the task's metric (with `steps`, optimizer steps). None does not
-            measure, but for `keep_best` and `patience` after every epoch. The last step is always followed by one.
+        validate_every: epochs between two measurements of the task's metric (with `steps`, optimizer steps); the last step is
+            always followed by one. None measures after every epoch where there is `Task(val=...)`, 0 never.
         keep_best: end with the weights of the best measurement in place of the last ones.
         patience: end the training after so many measurements in a row without a better one; None for no early end.
-        on_step: is called with a `StepReport` (losses, rates, metric) after every optimizer step; a resumed training calls it for
-            the steps that are left.
+        on_step: a function, or several, that is called with a `StepReport` (losses, rates, metric) after every optimizer step. A
+            resumed training calls it for the steps after the checkpoint.
+        on_epoch: the same after every epoch, with an `EpochReport` (mean loss, metric, rates).
 
     Raises:
         SettingError: a setting is out of range or of the wrong kind.
     """
 
     hints: ClassVar[Mapping[str, str]] = {
-        "callbacks": "on_step=, a function that is called after every step",
+        "callbacks": "on_step= or on_epoch=, functions that are called after every step, or epoch",
         "early_stopping": "patience=",
         "lr": "optimizer=partial(torch.optim.AdamW, lr=...)",
         "learning_rate": "optimizer=partial(torch.optim.AdamW, lr=...)",
@@ -93,7 +98,7 @@ class Train(Stage):
     steps: int | None = None
     optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.AdamW, lr=1e-3)
     param_groups: ParamGroups | None = None
-    schedule: LRSchedule = field(default_factory=Cosine)
+    schedule: AnySchedule = field(default_factory=Cosine)
     precision: mixed.Policy = mixed.FP32
     objective: Objective | LossFunction | None = None
     clip: float | None = None
@@ -103,7 +108,8 @@ class Train(Stage):
     validate_every: int | None = None
     keep_best: bool = False
     patience: int | None = None
-    on_step: OnStep | None = None
+    on_step: Callbacks = field(default=None, metadata=NO_EFFECT)
+    on_epoch: Callbacks = field(default=None, metadata=NO_EFFECT)
 
     def __post_init__(self) -> None:
         _check_length(self)
@@ -120,9 +126,15 @@ class Train(Stage):
             raise SettingError(f"Train(optimizer=...): wanted a function, got {type(self.optimizer).__name__}")
         check_lr_schedule(self.schedule, "Train(schedule=...)")
 
-    def optimizer_steps(self, batches: int) -> int:
-        """The optimizer steps of the whole training, with so many batches in an epoch."""
-        return self.steps if self.steps is not None else (self.epochs or 0) * math.ceil(batches / self.accumulate)
+    def length(self, task: Task) -> Length:
+        """How long the training is on a task; DataError where epochs are counted and the data have no length."""
+        if self.steps is None:
+            batches = task.length("train")
+            steps = (self.epochs or 0) * math.ceil(batches / self.accumulate)
+            return Length(steps=steps, epochs=self.epochs, batches=batches, accumulate=self.accumulate)
+        known = task.known_length("train")
+        epochs = None if known is None else math.ceil(self.steps / math.ceil(known / self.accumulate))
+        return Length(steps=self.steps, epochs=epochs, batches=known, accumulate=self.accumulate)
 
     @property
     def starts_from_trained(self) -> bool:
@@ -208,8 +220,8 @@ def _train_(
     label: str,
 ) -> None:
     """Run the training loop with an objective that is bound to the model, and clean up after it."""
-    batches = task.length("train")
-    steps = settings.optimizer_steps(batches)
+    length = settings.length(task)
+    steps = length.steps
     if (settings.keep_best or settings.patience is not None) and (setup is not None or task.snapshots):
         raise SettingError(
             f"Train(keep_best=..., patience=...): {label} changes masks on its way, or a later stage rewinds to a point in it, so"
@@ -225,19 +237,17 @@ def _train_(
             cleanup.callback(finish_setup)
         train_mode_(model, label)
         fill_snapshots_(task.snapshots, model, run, 0, steps)
-        validation = _validation(run, task, settings, steps_per_epoch=math.ceil(batches / settings.accumulate), label=label)
+        validation = _validation(run, task, settings, length, label)
+        measured = None if validation is None else task
         loop = TrainingLoop(
             run=run,
             objective=objective,
             task=task,
-            epochs=settings.epochs or math.ceil(steps / math.ceil(batches / settings.accumulate)),
-            batches=batches,
-            accumulate=settings.accumulate,
-            schedule=settings.schedule,
-            steps=steps,
-            ends_within_epoch=settings.steps is not None,
+            length=length,
+            rates=LearningRates(run.optimizer, as_schedule(settings.schedule), length, measured),
             validation=validation,
-            on_step=settings.on_step,
+            on_step=as_callbacks(settings.on_step, "Train(on_step=...)"),
+            on_epoch=as_callbacks(settings.on_epoch, "Train(on_epoch=...)"),
             hooks=[functools.partial(fill_snapshots_, task.snapshots, model, run), *after_step],
             resumables=resumables,
             training=training,
@@ -249,7 +259,7 @@ def _train_(
 
 
 def _check_trainable(model: nn.Module, task: Task) -> None:
-    task.length("train")  # raises where the loader is missing or empty
+    task.known_length("train")  # raises where the loader is missing or empty
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(f"{type(model).__name__} has no parameter with requires_grad; nothing can be trained")
 
@@ -267,14 +277,28 @@ def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
     return task.progress.training(label)
 
 
-def _validation(run: mixed.Run, task: Task, settings: Train, *, steps_per_epoch: int, label: str) -> Validation | None:
-    """What measures the metric during a training; None where nothing asks for it."""
-    every = settings.validate_every or (1 if settings.keep_best or settings.patience is not None else None)
-    if every is None:
+def _validation(run: mixed.Run, task: Task, settings: Train, length: Length, label: str) -> Validation | None:
+    """What measures the metric during a training; None where there are no data for it, or it is not wanted."""
+    needed = settings.keep_best or settings.patience is not None
+    asked = needed or bool(settings.validate_every)
+    if settings.validate_every == 0 or (task.val is None and not asked):
         return None
     task.length("val")
-    every *= 1 if settings.steps is not None else steps_per_epoch
-    return Validation(run=run, task=task, every=every, keep_best=settings.keep_best, patience=settings.patience, label=label)
+    per_epoch = length.steps_per_epoch
+    if needed and settings.validate_every is None and per_epoch is None:
+        raise SettingError(
+            "Train(keep_best=..., patience=...): the training data have no length; pass validate_every=, in optimizer steps"
+        )
+    every = settings.validate_every if settings.steps is not None else (settings.validate_every or 1) * (per_epoch or 1)
+    return Validation(
+        run=run,
+        task=task,
+        every=every or per_epoch or length.steps,
+        keep_best=settings.keep_best,
+        patience=settings.patience,
+        asked=asked,
+        label=label,
+    )
 
 
 def _check_length(settings: Train) -> None:
@@ -287,14 +311,15 @@ def _check_length(settings: Train) -> None:
 
 
 def _check_validation(settings: Train) -> None:
-    for name, value in (("validate_every", settings.validate_every), ("patience", settings.patience)):
-        if value is not None and value < 1:
-            raise SettingError(f"Train({name}=...): wanted a whole number >= 1, got {value}")
-    if settings.steps is not None and settings.validate_every is None and (settings.keep_best or settings.patience is not None):
-        raise SettingError("Train(steps=...): keep_best= and patience= want validate_every=, in optimizer steps")
-    for name, function in (("on_step", settings.on_step), ("param_groups", settings.param_groups)):
-        if function is not None and not callable(function):
-            raise SettingError(f"Train({name}=...): wanted a function, got {type(function).__name__}")
+    for name, value, least in (("validate_every", settings.validate_every, 0), ("patience", settings.patience, 1)):
+        if value is not None and value < least:
+            raise SettingError(f"Train({name}=...): wanted a whole number >= {least}, got {value}")
+    if settings.validate_every == 0 and (settings.keep_best or settings.patience is not None):
+        raise SettingError("Train(validate_every=0): keep_best= and patience= need measurements; leave validate_every= out")
+    if settings.param_groups is not None and not callable(settings.param_groups):
+        raise SettingError(f"Train(param_groups=...): wanted a function, got {type(settings.param_groups).__name__}")
+    as_callbacks(settings.on_step, "Train(on_step=...)")
+    as_callbacks(settings.on_epoch, "Train(on_epoch=...)")
 
 
 def _mixed_run(model: nn.Module, settings: Train) -> mixed.Run:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,37 +11,14 @@ from torch import Tensor, nn
 
 from compresskit import mixed
 from compresskit.base import distributed, randomness
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import SettingError, TrainingError, is_out_of_memory
 from compresskit.base.packing import module_states, restore_module_states_
-from compresskit.base.task import Task, accuracy
+from compresskit.base.progress import announce
+from compresskit.base.task import Task
 from compresskit.graph.surgery import mode
 from compresskit.measure import evaluate
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What `Train(on_step=...)` is told after an optimizer step.
-
-    Attributes:
-        step: optimizer steps that are done.
-        steps: of the whole training.
-        epoch: from 1.
-        losses: by name, of the step's last batch: scalars without a gradient, on the device; reading one waits for the device.
-        learning_rates: of this step, one for each param group.
-        metric: of the validation set, where this step was followed by a measurement; else None.
-    """
-
-    step: int
-    steps: int
-    epoch: int
-    losses: dict[str, Tensor]
-    learning_rates: list[float]
-    metric: float | None
-
-
-OnStep = Callable[[StepReport], None]
 
 
 class Validation:
@@ -56,31 +32,33 @@ class Validation:
         every: optimizer steps between two measurements.
         keep_best: whether the weights of the best measurement are kept.
         patience: measurements in a row without a better one after which the training is over; None for no end.
+        asked: whether the user asked for the metric. If not, a metric that cannot be computed is only logged.
         label: of the training, in the log.
 
     Raises:
-        SettingError: whether a smaller metric is a better one has to be known and is not said.
+        SettingError: whether a larger metric is a better one has to be known and is not said.
     """
 
-    def __init__(self, *, run: mixed.Run, task: Task, every: int, keep_best: bool, patience: int | None, label: str) -> None:
+    def __init__(
+        self, *, run: mixed.Run, task: Task, every: int, keep_best: bool, patience: int | None, asked: bool, label: str
+    ) -> None:
         self.run, self.task, self.every, self.keep_best, self.patience, self.label = run, task, every, keep_best, patience, label
-        if (keep_best or patience is not None) and task.lower_is_better is None and task.metric is not accuracy:
+        if (keep_best or patience is not None) and task.prefers_higher is None:
             raise SettingError(
                 "Train(keep_best=..., patience=...): which of two metrics is better is not said; pass"
-                " Task(lower_is_better=True) for an error, False for a score"
+                " Task(higher_is_better=False) for an error, True for a score"
             )
+        self.asked, self.failed = asked, False
         self.best, self.best_step, self.worse = 0.0, 0, 0  # step 0: nothing was measured yet
         self.values: dict[str, Tensor] = {}
         self.modules: Any = None
 
-    def measure(self, step: int) -> float:
-        """Measure the metric after a step."""
-        before = randomness.rng_state()
-        with mode(self.run.model, training=False):
-            here = evaluate(self.run, self.task, label=f"{self.label}, validation")
-        randomness.set_rng_state_(before)
-        metric = distributed.on_rank_zero(lambda: here)
-        sign = -1 if self.task.lower_is_better else 1
+    def measure(self, step: int) -> float | None:
+        """Measure the metric after a step; None where it cannot be computed and nobody asked for it."""
+        here = self._evaluate()
+        if (metric := distributed.on_rank_zero(lambda: here)) is None:
+            return None
+        sign = -1 if self.task.prefers_higher is False else 1
         if not self.best_step or sign * metric > sign * self.best:
             self.best, self.best_step, self.worse = metric, step, 0
             if self.keep_best:
@@ -89,8 +67,30 @@ class Validation:
                 self.modules = module_states(self.run.model)
         else:
             self.worse += 1
-        log.info("%s: step %d, metric %.4g, best %.4g of step %d", self.label, step, metric, self.best, self.best_step)
         return metric
+
+    def _evaluate(self) -> float | None:
+        generators = randomness.generators_in(self.task.batches("val"))
+        before = randomness.rng_state(), [randomness.generator_state(generator) for generator in generators]
+        try:
+            with mode(self.run.model, training=False):
+                return evaluate(self.run, self.task, label=f"{self.label}, validation")
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise TrainingError(
+                    f"{self.label}: no memory to measure the metric; lower the batch size of Task(val=...), pass a metric with"
+                    " update and compute, which keeps no predictions, or leave it out by Train(validate_every=0)"
+                ) from error
+            if self.asked:
+                raise
+            if not self.failed:
+                log.warning("%s: the metric is not measured during the training: %s", self.label, error)
+            self.failed = True
+            return None
+        finally:
+            randomness.set_rng_state_(before[0])
+            for generator, state in zip(generators, before[1], strict=True):
+                randomness.set_generator_state_(generator, state)
 
     @property
     def is_over(self) -> bool:
@@ -106,7 +106,9 @@ class Validation:
             if name in self.values:
                 tensor.copy_(self.values[name])
         restore_module_states_(model, self.modules)
-        log.info("%s: the weights of step %d are kept, metric %.4g", self.label, self.best_step, self.best)
+        announce(
+            log, "%s: the weights of step %d are kept, %s %.4g", self.label, self.best_step, self.task.metric_name, self.best
+        )
 
     def resume_state(self) -> dict[str, Any]:
         """Return the best so far, and for how many measurements nothing was better."""

@@ -57,12 +57,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
     "parts": "",
     "pruning": """
+from pathlib import Path
 from torch import Tensor
 from compresskit import prune
 from compresskit.prune import *
 from compresskit.prune.criteria import wanda
 from compresskit.prune.patterns import NM
-model, example = networks.build(networks.Residual), networks.image()
+from residual import ResNet
+model, example, blocks_model = networks.build(networks.Residual), networks.image(), networks.build(ResNet)
 """,
     "quantization": """
 from compresskit.quant import *
@@ -75,6 +77,12 @@ class Tokens(nn.Module):
 model, example = Tokens().eval(), (torch.randn(4, 12, 32),)
 batches = [(torch.randn(8, 12, 32),) for _ in range(2)]
 """,
+    "tracking": """
+import mlflow, os
+os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # without a database
+mlflow.set_tracking_uri("file:mlflow")
+""",
+    "training": "",
     "runs": """
 stages = [ck.Train(epochs=1)]
 model, recipe = networks.Chain(), ck.Recipe(*stages)
@@ -96,6 +104,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x, y = loader[0]
 """
 SLOW = {"quantization"}
+#: Packages of which a page shows the use, and without which it is skipped.
+NEEDS = {"tracking": ["tensorboard", "mlflow"]}
 
 
 def blocks(page) -> list[str]:
@@ -110,6 +120,8 @@ def test_there_are_pages() -> None:
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES], ids=lambda page: page.stem
 )
 def test_the_code_of_a_page_runs(page, run_script) -> None:
+    for name in NEEDS.get(page.stem, []):
+        pytest.importorskip(name, reason=f"{name} is not installed")
     run_script("\n".join([COMMON, GIVEN[page.stem], *blocks(page)]))
 
 

@@ -56,8 +56,8 @@ def regression(sign: int, **settings):
 
 def test_an_error_as_the_metric_gives_the_ratios_of_its_negative() -> None:
     ratios = []
-    for sign, lower in ((-1, None), (1, True)):
-        model, task, example = regression(sign, lower_is_better=lower)
+    for sign, higher in ((-1, None), (1, False)):
+        model, task, example = regression(sign, higher_is_better=higher)
         curves = channel_sensitivity(model, task)
         assert ChannelSensitivity.from_json(json.loads(json.dumps(curves.to_json()))) == curves
         ratios.append(curves.ratios(model, example, ck.keep(macs=0.5)))
@@ -67,7 +67,7 @@ def test_an_error_as_the_metric_gives_the_ratios_of_its_negative() -> None:
 
 def test_a_metric_that_grows_with_damage_has_to_say_its_direction() -> None:
     model, task, _ = regression(1)
-    with pytest.raises(SettingError, match=r"the metric grows from 0 to .* set Task\(lower_is_better=True\)"):
+    with pytest.raises(SettingError, match=r"the metric grows from 0 to .* set Task\(higher_is_better=False\)"):
         channel_sensitivity(model, task)
 
 

@@ -68,14 +68,6 @@ def test_losses_that_bring_them_into_one_shape_train(loss) -> None:
     fit(loss, COLUMN, outputs=1)
 
 
-def test_an_epoch_is_one_line_of_the_log_where_there_is_no_terminal(caplog) -> None:
-    caplog.set_level("INFO", "compresskit.train")
-    ck.fit_(nn.Linear(8, 4), ck.Task(train=BATCHES, val=BATCHES), ck.Train(epochs=3))
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.partition(", loss ")[0] for line in lines] == [f"train: epoch {i}/3" for i in (1, 2, 3)]
-    assert all(float(line.partition(", loss ")[2]) > 0 for line in lines)
-
-
 def test_training_is_silent_without_a_standard_error(monkeypatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     fit(F.cross_entropy)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import compresskit as ck
-from compresskit.base.errors import CompressError, SettingError
+from compresskit.base.errors import CompressError, SettingError, TrainingError
 from compresskit.base.progress import Every, Progress
+from compresskit.train.callbacks import StepReport
 from compresskit.train.param_groups import no_decay_on_vectors
 from compresskit.train.train import fit_
-from compresskit.train.validation import StepReport
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 DATA = TensorDataset(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4)
@@ -66,11 +66,11 @@ class Falling:
 @pytest.mark.parametrize("precision", [ck.mixed.FP32, ck.mixed.MASTER_BF16, ck.mixed.SPLIT_BF16], ids=str)
 def test_the_best_weights_are_kept(precision) -> None:
     settings = {"steps": 6, "optimizer": SGD, "precision": precision, "schedule": ck.lr.Constant()}
-    task = ck.Task(train=BATCHES, val=BATCHES, metric=Falling(), lower_is_better=False)
+    task = ck.Task(train=BATCHES, val=BATCHES, metric=Falling(), higher_is_better=True)
     best = fit_(network(), task, ck.Train(**settings, validate_every=1, keep_best=True))
     assert bits(best) == bits(fit_(network(), TASK, ck.Train(**{**settings, "steps": 2})))
     assert bits(best) != bits(fit_(network(), TASK, ck.Train(**settings)))
-    task = ck.Task(train=BATCHES, val=BATCHES, metric=Falling(), lower_is_better=True)
+    task = ck.Task(train=BATCHES, val=BATCHES, metric=Falling(), higher_is_better=False)
     first = fit_(network(), task, ck.Train(**settings, validate_every=1, keep_best=True))
     assert bits(first) == bits(fit_(network(), TASK, ck.Train(**{**settings, "steps": 1})))
 
@@ -80,7 +80,7 @@ def test_measuring_leaves_the_training_as_it_is() -> None:
     task = ck.Task(train=shuffled, val=DataLoader(DATA, batch_size=8, shuffle=True))
     seen: list[StepReport] = []
     torch.manual_seed(1)
-    plain = fit_(network(), task, ck.Train(epochs=3, optimizer=SGD))
+    plain = fit_(network(), task, ck.Train(epochs=3, optimizer=SGD, validate_every=0))
     torch.manual_seed(1)
     assert bits(fit_(network(), task, ck.Train(epochs=3, optimizer=SGD, validate_every=2, on_step=seen.append))) == bits(plain)
     assert [report.step for report in seen if report.metric is not None] == [10, 15]
@@ -88,7 +88,7 @@ def test_measuring_leaves_the_training_as_it_is() -> None:
 
 def test_patience_ends_a_training() -> None:
     seen: list[StepReport] = []
-    task = ck.Task(train=BATCHES, val=BATCHES, metric=Falling(), lower_is_better=False)
+    task = ck.Task(train=BATCHES, val=BATCHES, metric=Falling(), higher_is_better=True)
     fit_(network(), task, ck.Train(epochs=8, optimizer=SGD, patience=2, on_step=seen.append))
     assert [report.metric for report in seen if report.metric is not None] == [0.2, 0.7, 0.6, 0.5]
     assert seen[-1].step == 20
@@ -112,7 +112,7 @@ def test_an_interrupted_training_ends_with_the_same_bits(tmp_path: Path, stop_at
 
     whole = run(None, tmp_path / "whole")
     state = torch.get_rng_state()
-    with pytest.raises(Stop):
+    with pytest.raises(TrainingError, match="interrupt failed: Stop: Stop"):
         run(interrupt, tmp_path / "stopped")
     seen: list[StepReport] = []
     assert bits(run(seen.append, tmp_path / "stopped")) == bits(whole)
@@ -181,13 +181,16 @@ def test_param_groups_that_do_not_fit_are_refused(make, message: str) -> None:
         ({"steps": 0}, r"Train\(steps=...\): wanted a whole number >= 1, got 0"),
         ({"steps": 1.5}, r"Train\(steps=...\): wanted a whole number >= 1, got 1.5"),
         ({"epochs": 1, "patience": 0}, r"Train\(patience=...\): wanted a whole number >= 1, got 0"),
-        ({"steps": 5, "keep_best": True}, "want validate_every=, in optimizer steps"),
-        ({"epochs": 1, "on_step": 3}, r"Train\(on_step=...\): wanted a function, got int"),
+        ({"epochs": 1, "validate_every": -1}, r"Train\(validate_every=...\): wanted a whole number >= 0, got -1"),
+        ({"epochs": 1, "validate_every": 0, "keep_best": True}, r"Train\(validate_every=0\): keep_best= and patience= need meas"),
+        ({"epochs": 1, "on_step": 3}, r"Train\(on_step=...\): wanted a function, or a list of functions, got int"),
+        ({"epochs": 1, "on_epoch": [print, 3]}, r"Train\(on_epoch=...\): wanted a function, or a list of functions, got int"),
+        ({"epochs": 1, "param_groups": 3}, r"Train\(param_groups=...\): wanted a function, got int"),
         ({"epochs": 1, "callbacks": []}, r"Train\(callbacks=...\): there is no such setting; write on_step="),
         ({"epochs": 1, "lr": 0.1}, r"write optimizer=partial\(torch.optim.AdamW, lr=...\)"),
         ({"epoch": 1}, r"Train\(epoch=...\): there is no such setting; write epochs="),
-        ({"epochs": 1, "schedule": torch.optim.lr_scheduler.StepLR}, "StepLR steps an optimizer in a loop of its own"),
-        ({"epochs": 1, "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)}, "write its factor as lr.Function"),
+        ({"epochs": 1, "schedule": torch.optim.lr_scheduler.StepLR}, "wanted to know when StepLR steps"),
+        ({"epochs": 1, "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)}, r"lr.EachEpoch\(partial\(StepLR, ..."),
     ],
 )
 def test_settings_that_do_not_fit_are_one_message(settings, message: str) -> None:
@@ -204,7 +207,7 @@ def test_settings_have_names() -> None:
 
 def test_which_metric_is_better_has_to_be_said() -> None:
     task = ck.Task(train=BATCHES, val=BATCHES, metric=lambda p, y: F.cross_entropy(p, y).item())
-    with pytest.raises(SettingError, match=r"which of two metrics is better is not said; pass Task\(lower_is_better=True\)"):
+    with pytest.raises(SettingError, match=r"which of two metrics is better is not said; pass Task\(higher_is_better=False\)"):
         fit_(network(), task, ck.Train(epochs=1, keep_best=True))
 
 

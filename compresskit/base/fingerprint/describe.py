@@ -34,6 +34,7 @@ from compresskit.base.fingerprint.functions import (
     of_library,
 )
 from compresskit.base.fingerprint.tensors import array_digest
+from compresskit.base.settings import NO_EFFECT
 
 DEEPEST = 60  # values within values
 LONGEST = 64  # entries of a list or mapping that are written out
@@ -219,7 +220,8 @@ class _Describer:
 
     def _dataclass(self, value: Any) -> Any:
         declared = [field.name for field in fields(value)]
-        record = {"kind": type(value).__name__, **self.parts({name: getattr(value, name) for name in declared})}
+        effective = [field.name for field in fields(value) if not field.metadata.items() >= NO_EFFECT.items()]
+        record = {"kind": type(value).__name__, **self.parts({name: getattr(value, name) for name in effective})}
         more = {name: entry for name, entry in (attributes_of(value) or {}).items() if name not in declared}
         if more:
             record["attributes"] = _hash(self.parts(more))

@@ -5,6 +5,7 @@ All of them compute in fp32 whatever the dtype of their inputs, return a scalar 
 logits.py       predictions of the two networks        chunked.py    the same for large vocabularies, with less memory
 top_k.py        predictions of which only k are kept   features.py   features, attention maps, hidden states
 relations.py    how the samples of a batch relate      review.py     ReviewKD: features of several depths at once
+heads.py        attention, from queries and keys
 contrastive.py  CRD: contrast against a memory bank    common.py     checks and reductions that the losses share
 
 The tuples below group the losses by the arguments that they take; the tests run every loss of a group through one contract.
@@ -21,6 +22,7 @@ from compresskit.distill.losses.features import (
     hint,
     relation_kl,
 )
+from compresskit.distill.losses.heads import head_relations, query_key_scores
 from compresskit.distill.losses.logits import (
     dist,
     dkd,
@@ -58,6 +60,7 @@ __all__ = [
     "dkd",
     "hard_targets",
     "hcl",
+    "head_relations",
     "hint",
     "info_nce",
     "jsd",
@@ -66,6 +69,7 @@ __all__ = [
     "match_predictions",
     "pkt",
     "projection_heads",
+    "query_key_scores",
     "relation_kl",
     "reverse_kl",
     "reviewkd",

@@ -14,14 +14,34 @@ from compresskit.graph.taps import find_taps
 def layer_map(student: int, teacher: int) -> dict[int, int]:
     """Return the teacher's layer for each layer of the student, counted from 0: evenly spaced, the last one the teacher's last.
 
+    It is TinyBERT's map (1909.10351, section 4.2): of 12 layers, the 3rd, 6th, 9th and 12th teach a student of four.
+
     >>> layer_map(4, 12)
     {0: 2, 1: 5, 2: 8, 3: 11}
 
     Raises: SettingError unless 1 <= student <= teacher.
     """
-    if not 1 <= student <= teacher:
-        raise SettingError(f"layer_map(): wanted 1 <= student's layers <= teacher's, got {student} and {teacher}")
+    _check_depths("layer_map", student, teacher)
     return {i: (i + 1) * teacher // student - 1 for i in range(student)}
+
+
+def distilbert_layers(student: int = 6, teacher: int = 12) -> dict[int, int]:
+    """Return the teacher's layer for each layer of the student, counted from 0: evenly spaced, with its first and its last.
+
+    DistilBERT is initialised so (1910.01108, and the authors' script).
+
+    >>> distilbert_layers()
+    {0: 0, 1: 2, 2: 4, 3: 7, 4: 9, 5: 11}
+
+    Raises: SettingError unless 1 <= student <= teacher.
+    """
+    _check_depths("distilbert_layers", student, teacher)
+    return {i: round(i * (teacher - 1) / max(1, student - 1)) for i in range(student)}
+
+
+def _check_depths(where: str, student: int, teacher: int) -> None:
+    if not 1 <= student <= teacher:
+        raise SettingError(f"{where}(): wanted 1 <= student's layers <= teacher's, got {student} and {teacher}")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -111,6 +111,41 @@ class Term:
         """Name of the loss, for messages and for the names of the objective's losses."""
         loss = self.loss.func if isinstance(self.loss, functools.partial) else self.loss
         return loss.__name__ if inspect.isroutine(loss) or inspect.isclass(loss) else type(loss).__name__
+
+
+def layer_terms(
+    loss: DistillLoss,
+    layers: Mapping[int, int],
+    student: str | tuple[str, ...],
+    teacher: str | tuple[str, ...] | None = None,
+    *,
+    weight: LossWeight = 1.0,
+    adapt: AdapterFactory | None = None,
+) -> list[Term]:
+    """Return a term for each pair of layers, such as TinyBERT's or MiniLM's.
+
+    Args:
+        loss: of each pair.
+        layers: the student's layer -> the teacher's, such as `layer_map(4, 12)`.
+        student: a tap of the student with {} for the layer's number, or several: "bert.encoder.layer.{}".
+        teacher: the same of the teacher; None for the student's.
+        weight, adapt: of each term.
+
+    Raises: SettingError for a tap without {}.
+    """
+    other = student if teacher is None else teacher
+    for tap in (*_as_tuple(student), *_as_tuple(other)):
+        if "{}" not in tap:
+            raise SettingError(f"layer_terms({tap!r}): wanted a tap with {{}} for the number of the layer")
+
+    def numbered(taps: str | tuple[str, ...], layer: int) -> str | tuple[str, ...]:
+        return taps.format(layer) if isinstance(taps, str) else tuple(tap.format(layer) for tap in taps)
+
+    return [Term(loss, numbered(student, s), numbered(other, t), weight=weight, adapt=adapt) for s, t in layers.items()]
+
+
+def _as_tuple(taps: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (taps,) if isinstance(taps, str) else taps
 
 
 @dataclass(frozen=True, kw_only=True)

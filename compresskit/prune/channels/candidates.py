@@ -10,9 +10,7 @@ from torch import nn
 
 from compresskit.base.task import Inputs, first_rows
 from compresskit.export import export_onnx
-from compresskit.graph.surgery import copy_model
 from compresskit.measure import latency
-from compresskit.prune.structure.plan import Plan, apply_
 
 SECONDS, ROUNDS = 0.6, 15
 
@@ -37,9 +35,9 @@ class ExportedCandidates:
     def _write(self, model: nn.Module, name: str) -> Path:
         return export_onnx(model, Path(self.folder.name) / f"{name}.onnx", self.example)
 
-    def measure(self, plan: Plan) -> tuple[float, str]:
-        """Fraction of the dense model's figure that a plan keeps, and the measurement in words."""
-        file = self._write(apply_(copy_model(self.model), plan), "candidate")
+    def measure(self, candidate: nn.Module) -> tuple[float, str]:
+        """Fraction of the dense model's figure that a pruned copy of it keeps, and the measurement in words."""
+        file = self._write(candidate, "candidate")
         if self.kind == "bytes":
             before, after = (_onnx_bytes(f) for f in (self.dense, file))
             return after / before, f"ONNX file of {after} bytes, {after / before:.1%} of the {before} of the dense one"

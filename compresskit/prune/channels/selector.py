@@ -9,12 +9,13 @@ from torch import nn
 from compresskit.base.budget import Budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Inputs
+from compresskit.graph.surgery import copy_model
 from compresskit.prune.channels.candidates import ExportedCandidates
 from compresskit.prune.channels.resources import Limits, ResourceCounter, counted_unit, measured_quantity
 from compresskit.prune.rankings import Ranking, Step
 from compresskit.prune.structure.assemble import assemble_plan
 from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
-from compresskit.prune.structure.plan import Plan, PlanLine
+from compresskit.prune.structure.plan import Plan, PlanLine, apply_
 
 SLACK = 0.02  # fraction of the resource by which a plan may fall below its budget for the sake of aligned widths
 MOST_CANDIDATES = 6  # candidates that are exported for a measured budget
@@ -136,7 +137,7 @@ class ChannelSelector:
             tried: list[tuple[float, float]] = []
             for _ in range(MOST_CANDIDATES):
                 plan, counted = self._plan_for(guess)
-                reached, note = candidates.measure(plan)
+                reached, note = candidates.measure(apply_(copy_model(self.model), plan))
                 tried.append((reached, counted))
                 if reached <= target and (best is None or plan.macs > best.macs):
                     best = replace(plan, note=note)

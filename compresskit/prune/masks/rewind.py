@@ -25,7 +25,7 @@ from compresskit.prune.allocations import Allocation
 from compresskit.prune.criteria import WEIGHT_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_fraction
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
-from compresskit.train.lr import Tail
+from compresskit.train.lr import tail_of
 from compresskit.train.snapshots import rewind_
 from compresskit.train.train import Train, fit_
 
@@ -44,7 +44,7 @@ class Rewind:
 
     def rest(self, train: Train) -> Train:
         """The same training with the rest of its learning-rate schedule, stretched over all its epochs."""
-        return replace(train, schedule=Tail(schedule=train.schedule, start=self.to))
+        return replace(train, schedule=tail_of(train.schedule, self.to))
 
     def apply_(self, model: nn.Module, task: Task) -> None:
         """Rewind the weights; raises SettingError where the preceding training kept no snapshot."""
@@ -111,6 +111,9 @@ class LotteryTicket(Budgeted, Stage):
         removed_fraction(self.budget, self.pattern, "LotteryTicket")
         if not isinstance(self.train, Train):
             raise SettingError(f"LotteryTicket(train=...): wanted Train(...), got {type(self.train).__name__}")
+        if not isinstance(self.rewind, Rewind):
+            raise SettingError(f"LotteryTicket(rewind=...): wanted rewind(to=...), got {self.rewind!r}")
+        self.rewind.rest(self.train)  # raises where its schedule has no rest
         if self.rounds < 1:
             raise SettingError(f"LotteryTicket(rounds=...): wanted a whole number >= 1, got {self.rounds}")
         if isinstance(self.allocation, Mapping) and self.rounds > 1:

@@ -94,6 +94,8 @@ class Sparsify(Budgeted, Stage):
             raise SettingError(f"Sparsify({given}=...): it is part of a training; pass finetune=Train(...)")
         if self.rewind is not None and (self.schedule is not None or not isinstance(self.rewind, Rewind)):
             raise SettingError(f"Sparsify(rewind=...): wanted rewind(to=...) and no schedule, got {self.rewind!r}")
+        if self.rewind is not None and self.finetune is not None:
+            self.rewind.rest(self.finetune)  # raises where its schedule has no rest
         if not 0 < self.until <= 1:
             raise SettingError(f"Sparsify(until=...): wanted a fraction of the training in (0, 1], got {self.until}")
         if self.updates < 1 or self.samples < 1:

@@ -190,11 +190,11 @@ class OperatorRecorder(TorchDispatchMode):
 
     def add_output(self, output: Any) -> None:
         """Record the outputs of the model."""
-        self.graph.output([self._node_of(v) for v in pytree.tree_leaves(output) if isinstance(v, Tensor)])
+        self.graph.output([self.node_of(v) for v in pytree.tree_leaves(output) if isinstance(v, Tensor)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        node_args, node_kwargs = pytree.tree_map_only(Tensor, self._node_of, (list(args), kwargs))
+        node_args, node_kwargs = pytree.tree_map_only(Tensor, self.node_of, (list(args), kwargs))
         target = args[0] if args and isinstance(args[0], Tensor) else None
         aliased = func._schema.is_mutable and target is not None and self._has_alias(target)
         result = func(*args, **kwargs)
@@ -221,7 +221,8 @@ class OperatorRecorder(TorchDispatchMode):
         self.nodes[tensor] = node
         self.shapes[node.name] = tuple(tensor.shape)
 
-    def _node_of(self, tensor: Tensor) -> Node:
+    def node_of(self, tensor: Tensor) -> Node:
+        """The node of a tensor: the operator that made it, a parameter or buffer, or a new node for a constant."""
         node = self.nodes.get(tensor)
         if node is None:
             name = self.names.get(tensor)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
-from compresskit.quant.numerics.observers import Observer, extremes
+from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
 from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, to_integers
 
@@ -75,12 +75,18 @@ class ActivationQuantizer(Quantizer):
             return x
         # Once rounding is on, evaluation must not move the range.
         if self.observing and self.training:
-            self.observer.update(self.unrounded(x.detach()).reshape(1, -1))
+            self.observer.update(self._observed(x.detach()))
             self.freeze_range_()
         factor = 1.0
         if self.scale.requires_grad:
             factor = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
         return fake_quantize(x, self.effective_scale(), self.zero_point, self.scheme, gradient_scale=factor)
+
+    def _observed(self, x: Tensor) -> Tensor:
+        """What the observer sees of a value, (1, n): its two ends, where it looks at nothing else, cost no copy of the value."""
+        if x.numel() and type(self.observer) in (MinMax, MovingAverage):
+            x = torch.stack(torch.aminmax(x))
+        return self.unrounded(x).reshape(1, -1)
 
     def unrounded(self, x: Tensor, *rest: Any) -> Tensor:
         """The value, clamped where an activation function is merged into the quantizer."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from compresskit.base.errors import SettingError
 
@@ -136,9 +137,21 @@ def round_to_grid(
     gradient_scale: float = 1.0,
     rounded: Tensor | None = None,
 ) -> Tensor:
-    """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them)."""
+    """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them).
+
+    The backward pass needs x. Where the autograd node that made x has an attribute `computed_again`, a function of the node that
+    returns x to the bit, it is computed again then, and takes no memory until then.
+    """
     low, high = _bounds(zero_point, scale, scheme)
-    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded)  # type: ignore[no-any-return]
+    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded, _cheap_source(x))  # type: ignore[no-any-return]
+
+
+def _cheap_source(x: Tensor) -> Any:
+    """The autograd node that can compute x again, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    node = x.grad_fn
+    return node if isinstance(node, BackwardCFunction) and x.output_nr == 0 and "computed_again" in vars(node) else None
 
 
 def _bounds(zero_point: Tensor, scale: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor] | tuple[float, float]:
@@ -167,6 +180,7 @@ class _RoundToGrid(torch.autograd.Function):
         high: Tensor | float,
         gradient_scale: float,
         rounded: Tensor | None,
+        source: Any,
     ) -> Tensor:
         if rounded is None:
             y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
@@ -176,14 +190,16 @@ class _RoundToGrid(torch.autograd.Function):
         else:
             y = rounded * scale
         y = y.to(x.dtype)
-        ctx.gradient_scale, ctx.bounds = gradient_scale, (low, high)
-        ctx.save_for_backward(x, scale, y if ctx.needs_input_grad[1] else None)
+        ctx.gradient_scale, ctx.bounds, ctx.source = gradient_scale, (low, high), source
+        ctx.save_for_backward(x if source is None else None, scale, y if ctx.needs_input_grad[1] else None)
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, y = ctx.saved_tensors
+        if x is None:
+            x = ctx.source.computed_again(ctx.source)
         low, high = ctx.bounds
         step = scale.item() if scale.ndim == 0 and x.device.type == "cpu" else scale
         bottom, top = (low - 0.5) * step, (high + 0.5) * step
@@ -192,7 +208,7 @@ class _RoundToGrid(torch.autograd.Function):
         else:
             passed = grad * ((x > bottom) & (x < top))
         if y is None:
-            return passed, None, None, None, None, None
+            return passed, *(None,) * 6
         # d/ds inside the range: (y - x) / s; of clipped values: y / s.
         slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
         if slope is None:
@@ -200,7 +216,7 @@ class _RoundToGrid(torch.autograd.Function):
             total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
         else:
             total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
-        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), None, None, None, None
+        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), *(None,) * 5
 
 
 def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:

@@ -84,13 +84,13 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, max(last, first + 1) + 1)]
 
 
-def pareto_points(points: Sequence[tuple[float, float]], *, lower_is_better: bool) -> list[tuple[float, float]]:
+def pareto_points(points: Sequence[tuple[float, float]], *, higher_is_better: bool) -> list[tuple[float, float]]:
     """The points that no other beats in both: x, of which less is better, and y.
 
-    >>> pareto_points([(1, 0.8), (2, 0.7), (3, 0.9)], lower_is_better=False)
+    >>> pareto_points([(1, 0.8), (2, 0.7), (3, 0.9)], higher_is_better=True)
     [(1, 0.8), (3, 0.9)]
     """
-    sign = -1 if lower_is_better else 1
+    sign = 1 if higher_is_better else -1
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -sign * point[1])):
         if not best or sign * y > sign * best[-1][1]:
@@ -105,7 +105,7 @@ def draw(
     series: Sequence[Series],
     *,
     lines: bool,
-    lower_is_better: bool | None = None,
+    higher_is_better: bool | None = None,
     remark: str = "",
 ) -> Chart:
     """Lay out a chart of at least one point.
@@ -114,7 +114,7 @@ def draw(
         title, x_name, y_name: of the chart and its axes, with units.
         series: what is drawn.
         lines: whether the points of a series are joined. If not, x starts at 0 and the Pareto line of all points is drawn.
-        lower_is_better: whether a smaller y is better, for the Pareto line; None for none.
+        higher_is_better: whether a larger y is better, for the Pareto line; None for none.
         remark: of the chart.
     """
     every = [point for one in series for point in one.points]
@@ -142,7 +142,7 @@ def draw(
         path = _path(points) if lines and len(points) > 1 else ""
         marks = marks if len(marks) <= MOST_MARKED or not lines else []
         drawn.append(DrawnSeries(one.name, i % COLOURS, DASHES[i % len(DASHES)], path, marks, labels))
-    best = [] if lines or lower_is_better is None else pareto_points(every, lower_is_better=lower_is_better)
+    best = [] if lines or higher_is_better is None else pareto_points(every, higher_is_better=higher_is_better)
     if len(best) == 1 < len(every):
         label = next(label for one in series for label, point in zip(one.labels, one.points, strict=True) if point == best[0])
         remark = f"{label} is better in both than all others. {remark}".strip()

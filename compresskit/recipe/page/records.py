@@ -26,7 +26,7 @@ class RunRecord:
         stages: names of all stages of the recipe, finished or not, in their order.
         recipe: what recipe.json says: settings of the stages, seed, versions, model.
         metric: name of the metric.
-        lower_is_better: whether a smaller metric is better; None where the run does not say.
+        higher_is_better: whether a larger metric is better; None where the run does not say.
         environment: versions and machine, see `compresskit.export.check.environment`; empty where the run does not say.
         history: stage -> its trainings, see `compresskit.train.history`.
         reused: stages that the last run read from their folders.
@@ -39,7 +39,7 @@ class RunRecord:
     stages: list[str] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)
     metric: str = "metric"
-    lower_is_better: bool | None = None
+    higher_is_better: bool | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     reused: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class RunRecord:
             "folder": str(self.folder),
             "rows": [asdict(row) for row in self.rows],
             "stages": self.recipe.get("stages", []),
-            "metric": {"name": self.metric, "lower_is_better": self.lower_is_better},
+            "metric": {"name": self.metric, "higher_is_better": self.higher_is_better},
             "reused": self.reused,
             "history": self.history,
             "environment": self.environment,
@@ -165,8 +165,8 @@ def _read_rest(run: RunRecord, report: dict[str, Any]) -> None:
     metric, environment = report.get("metric"), report.get("environment")
     if isinstance(metric, dict):
         run.metric = str(metric.get("name", "metric"))
-        lower = metric.get("lower_is_better")
-        run.lower_is_better = lower if isinstance(lower, bool) else None
+        higher = metric.get("higher_is_better")
+        run.higher_is_better = higher if isinstance(higher, bool) else None
     run.environment = environment if isinstance(environment, dict) else {}
     history = report.get("history")
     if isinstance(history, dict):

@@ -194,9 +194,9 @@ def _cells(row: StageReport, first: StageReport, interval: str, p: str) -> list[
 
 def comparison_charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[Chart]:
     """The metric against the size and against the latency of the files, all runs on the same axes."""
-    kinds = {(run.metric, run.lower_is_better) for run in runs}
-    metric, lower = kinds.pop() if len(kinds) == 1 else ("metric", None)
-    remark = "" if lower is not None else "No Pareto line: the runs do not say whether a smaller metric is better."
+    kinds = {(run.metric, run.higher_is_better) for run in runs}
+    metric, higher = kinds.pop() if len(kinds) == 1 else ("metric", None)
+    remark = "" if higher is not None else "No Pareto line: the runs do not say whether a larger metric is better."
     largest = max((row.bytes or 0 for run in runs for row in run.rows), default=0)
     unit, size = ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
     charts = []
@@ -213,7 +213,7 @@ def comparison_charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[C
                 series.append(Series(name, [(figures[id(row)], row.metric) for row in found], [row.stage for row in found]))
         if series:
             name = f"{metric[:1].upper()}{metric[1:]} against {title}"
-            charts.append(draw(name, axis, metric, series, lines=False, lower_is_better=lower, remark=remark))
+            charts.append(draw(name, axis, metric, series, lines=False, higher_is_better=higher, remark=remark))
     return charts
 
 

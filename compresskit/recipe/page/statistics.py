@@ -29,10 +29,27 @@ def mcnemar(lost: int, gained: int) -> float:
         lost: samples that only the first model has right. gained: those that only the second has right.
     """
     n = lost + gained
-    if n == 0:
-        return 1.0
-    terms = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(min(lost, gained) + 1))
-    return min(1.0, 2.0 * math.fsum(math.exp(term - n * math.log(2.0)) for term in terms))
+    return min(1.0, 2.0 * binomial_tail(min(lost, gained), n, 0.5)) if n else 1.0
+
+
+def binomial_tail(most: int, n: int, p: float) -> float:
+    """The probability of at most `most` successes in n draws of probability p, 0 < p < 1."""
+    chosen = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(most + 1))
+    return math.fsum(math.exp(ways + k * math.log(p) + (n - k) * math.log1p(-p)) for k, ways in enumerate(chosen))
+
+
+def exact_interval(successes: int, n: int) -> tuple[float, float]:
+    """The 95 % interval of a probability by Clopper and Pearson (1934); it holds 1/2 where `mcnemar` gives 0.05 or more."""
+
+    def highest(most: int) -> float:
+        """The largest p at which at most `most` successes still have a chance of 2.5 %, by bisection."""
+        low, high = 0.0, 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if binomial_tail(most, n, middle) > 0.025 else (low, middle)
+        return (low + high) / 2
+
+    return 1.0 - highest(n - successes) if successes else 0.0, highest(successes) if successes < n else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +57,7 @@ class PairedTest:
     """Two models on the same samples.
 
     samples: of both. lost, gained: how many only the first, and only the second, has right. p: of McNemar's test.
-    low, high: 95 % interval of the difference in accuracy, second minus first, for paired samples.
+    low, high: 95 % interval of the difference in accuracy, second minus first, given how many samples changed.
     """
 
     samples: int
@@ -55,7 +72,6 @@ def paired_test(before: str, after: str, samples: int) -> PairedTest:
     """Compare two models by which samples they have right, as `measure_outcomes` writes it."""
     first, second = int(before, 16), int(after, 16)
     lost, gained = (first & ~second).bit_count(), (second & ~first).bit_count()
-    difference = (gained - lost) / samples
-    half = Z95 * math.sqrt(max(0.0, lost + gained - (gained - lost) ** 2 / samples)) / samples
-    p = mcnemar(lost, gained)
-    return PairedTest(samples=samples, lost=lost, gained=gained, p=p, low=difference - half, high=difference + half)
+    changed = lost + gained
+    low, high = ((2 * end - 1) * changed / samples for end in exact_interval(gained, changed)) if changed else (0.0, 0.0)
+    return PairedTest(samples=samples, lost=lost, gained=gained, p=mcnemar(lost, gained), low=low, high=high)

@@ -6,11 +6,12 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.prune import masks_of, plan_mask
+from compresskit.prune import Masks, masks_of, plan_mask
 from compresskit.prune.patterns import NM
 
 
@@ -96,3 +97,36 @@ def test_a_tied_weight_is_known_by_the_layer_that_has_it() -> None:
         masks = plan_mask(Tied(), ck.remove(weights=0.5))
     assert masks.ratios() == {"words": 0.5}
     assert masks.unmasked_weights == 0
+
+
+def test_masks_of_torch_are_taken_over() -> None:
+    """One on top of another, on a bias, on a recurrent layer and on the model itself; a training keeps the zeros."""
+    torch.manual_seed(0)
+
+    class Net(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.rnn, self.first = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 6)
+
+        def forward(self, x):
+            return super().forward(self.first(self.rnn(x)[0][:, -1]))
+
+    model = Net()
+    torch.nn.utils.prune.l1_unstructured(model.rnn, "weight_hh_l0", amount=0.5)
+    torch.nn.utils.prune.random_unstructured(model.first, "bias", amount=2)
+    torch.nn.utils.prune.ln_structured(model.first, "weight", amount=0.5, n=2, dim=0)
+    torch.nn.utils.prune.l1_unstructured(model.first, "weight", amount=0.5)
+    torch.nn.utils.prune.l1_unstructured(model, "weight", amount=4)
+    x = torch.randn(7, 3, 4)
+    wanted = model(x)
+    masks = Masks.from_torch_prune_(model)
+    assert {name: int((~mask).sum()) for name, mask in masks.masks.items()} == {
+        "first.bias": 2, "first.weight": 23, "rnn.weight_hh_l0": 38, "weight": 4}  # fmt: skip
+    assert not [name for name, _ in model.named_buffers() if name.endswith("_mask")]
+    assert {name for name, _ in model.named_parameters()} >= {"weight", "first.weight", "rnn.weight_hh_l0"}
+    torch.testing.assert_close(model(x), wanted)
+    task = ck.Task(train=[(x, torch.zeros(7, dtype=torch.long))] * 3)
+    trained = ck.Train(epochs=1)(model, task)
+    assert masks.violations(trained) == {}
+    with pytest.raises(ModelError, match="from_torch_prune_: Net has no masks of torch.nn.utils.prune"):
+        Masks.from_torch_prune_(model)

@@ -24,13 +24,13 @@ def test_a_single_value_has_an_axis(at) -> None:
 
 def test_the_pareto_line_goes_where_nothing_is_better_in_both() -> None:
     points = [(4.0, 0.9), (1.0, 0.7), (1.0, 0.8), (2.0, 0.75), (3.0, 0.85)]
-    assert pareto_points(points, lower_is_better=False) == [(1.0, 0.8), (3.0, 0.85), (4.0, 0.9)]
-    assert pareto_points(points, lower_is_better=True) == [(1.0, 0.7)]
+    assert pareto_points(points, higher_is_better=True) == [(1.0, 0.8), (3.0, 0.85), (4.0, 0.9)]
+    assert pareto_points(points, higher_is_better=False) == [(1.0, 0.7)]
 
 
 def test_points_lie_at_their_place_and_labels_apart() -> None:
     series = Series("run", [(1.0, 0.5), (2.0, 1.0), (1.99, 1.0)], ["a", "b", "c" * 40])
-    chart = draw("t", "ms", "accuracy", [series], lines=False, lower_is_better=False)
+    chart = draw("t", "ms", "accuracy", [series], lines=False, higher_is_better=True)
     assert [text.text for text in chart.x_ticks] == ["0", "0.5", "1", "1.5", "2"]
     marks = chart.series[0].marks
     assert marks[0][:2] == (LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 46)

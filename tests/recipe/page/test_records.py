@@ -81,7 +81,7 @@ def test_a_report_of_an_earlier_version_is_read(copied) -> None:
     for details in copied.glob("*/details.json"):
         details.unlink()
     run = read_run(copied)
-    assert (len(run.rows), run.history, run.environment, run.lower_is_better) == (3, {}, {}, None)
+    assert (len(run.rows), run.history, run.environment, run.higher_is_better) == (3, {}, {}, None)
     assert run.missing == []
     assert page_of_runs([run]).count("<svg viewBox") == 2
     write_json(copied / "report.json", {"rows": [1, {"stage": "x"}], "history": 3, "metric": [], "environment": 1, "reused": 2})

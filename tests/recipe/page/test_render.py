@@ -77,11 +77,11 @@ def test_the_page_of_a_run_shows_what_it_did(finished_run) -> None:
     titles = [chart["aria-label"] for chart in page.all("svg") if "aria-label" in chart]
     assert titles == [
         *("Accuracy against size of the file", "Accuracy against latency", "Channels by layer", "Quantization noise by layer"),
-        *("Loss", "Learning rate"),
+        *("Loss", "Accuracy during training", "Learning rate"),
     ]
     described = {attrs["id"] for attrs in page.all("desc")}
     assert described == {chart["aria-describedby"] for chart in page.all("svg") if "aria-label" in chart}
-    assert len(described) == 6
+    assert len(described) == 7
     assert "1-train: train" in "".join(page.texts["li"])
     assert "onnxruntime" in "".join(page.texts["dd"])
     assert '"kind": "Prune"' in "".join(page.texts["pre"])
@@ -92,7 +92,7 @@ def test_a_run_reads_the_same_from_its_folder(finished_run) -> None:
     run = read_run(out)
     assert tuple(run.rows) == result.rows
     assert run.missing == []
-    assert (run.metric, run.lower_is_better) == ("accuracy", False)
+    assert (run.metric, run.higher_is_better) == ("accuracy", True)
     assert page_of_runs([run]) == (out / "report.html").read_text()
     assert (out / "report.csv").read_text() == csv_of_runs([run])
     epochs = run.history["1-train"][0]["epochs"]
@@ -115,8 +115,8 @@ def test_what_users_write_is_escaped() -> None:
 def test_runs_share_their_axes_and_one_is_told_from_another() -> None:
     other = a_run("elsewhere/first")
     other.rows = [row("1-train", metric=0.7, bytes=2048, latency_ms=2.0)]
-    other.lower_is_better = False
-    run = a_run(lower_is_better=False)
+    other.higher_is_better = True
+    run = a_run(higher_is_better=True)
     assert run_names([run, other, a_run("x/y")]) == ["runs/first", "elsewhere/first", "y"]
     text = page_of_runs([run, other])
     page = Page(text)
@@ -136,7 +136,7 @@ def test_runs_share_their_axes_and_one_is_told_from_another() -> None:
 def test_the_pareto_line_needs_to_know_which_metric_is_better() -> None:
     assert "No Pareto line: the runs do not say" in page_of_runs([a_run()])
     assert 'class="pareto"' not in page_of_runs([a_run()])
-    two = a_run(lower_is_better=True)
+    two = a_run(higher_is_better=False)
     two.rows[1] = row("2-qat", metric=0.75, bytes=1024, latency_ms=0.5)
     assert 'class="pareto"' in page_of_runs([two])
     two.rows[1] = row("2-qat", metric=0.25, bytes=1024, latency_ms=0.5)  # better in all: no line to draw
@@ -194,7 +194,7 @@ def test_the_table_has_a_line_for_each_stage() -> None:
 
 @pytest.mark.parametrize("metric", ["<lambda>", "f1"])
 def test_axes_are_named_by_the_metric(metric) -> None:
-    run = a_run(lower_is_better=False)
+    run = a_run(higher_is_better=True)
     run.metric = metric
     assert f">{'&lt;lambda&gt;' if '<' in metric else 'f1'}</text>" in page_of_runs([run])
 
@@ -211,7 +211,7 @@ def test_a_difference_in_accuracy_carries_a_paired_test() -> None:
     assert "<td>0.5958 to 0.9821</td>" in text
     assert (
         "2-qat against 1-train, on the same 10 samples: 2 are no longer right, 1 became right; difference -0.1000"
-        " (-0.4338 to +0.2338), p 1.000: no difference is shown."
+        " (-0.2950 to +0.2434), p 1.000: no difference is shown."
     ) in text
     run.rows[1] = row("2-qat", metric=0.0)
     run.details["2-qat"] = outcomes(0, 10)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 from scipy.stats import binomtest
 
-from compresskit.recipe.page.statistics import mcnemar, paired_test, wilson_interval
+from compresskit.recipe.page.statistics import exact_interval, mcnemar, paired_test, wilson_interval
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 1), (1, 1), (5, 10), (535, 540), (9_876, 10_000)])
@@ -30,7 +29,16 @@ def test_a_paired_test_counts_samples() -> None:
     found = paired_test(*words, 1001)
     pairs = list(zip(before, after, strict=True))
     assert (found.lost, found.gained) == (pairs.count((True, False)), pairs.count((False, True)))
-    changes = [after - before for before, after in pairs]
-    mean = sum(changes) / 1001
-    error = math.sqrt(sum((change - mean) ** 2 for change in changes)) / 1001  # of the mean of paired differences
-    assert (found.low, found.high) == pytest.approx((mean - 1.959964 * error, mean + 1.959964 * error), abs=1e-6)
+    wanted = binomtest(found.gained, found.gained + found.lost).proportion_ci(method="exact")
+    assert (found.low, found.high) == pytest.approx(
+        tuple((2 * end - 1) * (found.gained + found.lost) / 1001 for end in (wanted.low, wanted.high)), abs=1e-9
+    )
+    same = paired_test("f0", "f0", 8)
+    assert (same.p, same.low, same.high) == (1.0, 0.0, 0.0)
+
+
+def test_the_interval_and_the_test_agree() -> None:
+    for changed in range(1, 40):
+        for gained in range(changed + 1):
+            low, high = exact_interval(gained, changed)
+            assert (low <= 0.5 <= high) == (mcnemar(changed - gained, gained) >= 0.05)

@@ -1,0 +1,65 @@
+"""Losses of attention heads from the linear layers that make queries, keys and values: no module has to return its scores.
+
+Hugging Face's BERT, for example, computes attention in one kernel that keeps no scores; its layers `query`, `key` and `value`
+can be tapped, and what the heads would compute follows from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from compresskit.base.errors import DataError
+from compresskit.distill.losses.features import attention_scores, relation_kl
+
+
+def query_key_scores(
+    student: Sequence[Tensor],
+    teacher: Sequence[Tensor],
+    *,
+    heads: int,
+    loss: Callable[[Tensor, Tensor], Tensor] = attention_scores,
+) -> Tensor:
+    """Compare the attention scores Q K' / sqrt(d) of two layers, before the softmax.
+
+    With `attention_scores` it is TinyBERT's loss of attention (1909.10351, eq. 7), with `attention_kl` MiniLM's (2002.10957,
+    eq. 6). Padding counts like words: the scores come from before the mask.
+
+    Args:
+        student, teacher: queries and keys of one layer, each (N, T, heads * d); d may differ.
+        heads: number of heads of both; MiniLMv2's relation heads may be any number that divides both widths.
+        loss: of scores (N, heads, T, T).
+
+    Returns: an fp32 scalar.
+    Raises: DataError for shapes that do not fit.
+    """
+    scores = []
+    for pair in (student, teacher):
+        if isinstance(pair, Tensor) or len(pair) != 2:
+            raise DataError("query_key_scores: wanted queries and keys; tap both, such as Term(..., ('attn.query', 'attn.key'))")
+        query, key = (split_heads("query_key_scores", values, heads) for values in pair)
+        scores.append(query.float() @ key.float().mT / query.shape[-1] ** 0.5)
+    return loss(scores[0], scores[1])
+
+
+def head_relations(student: Tensor, teacher: Tensor, *, heads: int) -> Tensor:
+    """Compare how the values of a layer relate: `relation_kl` of each head of V V' / sqrt(d) (MiniLM, 2002.10957, eq. 8-10).
+
+    Applied to queries or keys it is the loss of MiniLMv2 (2012.15828).
+
+    Args:
+        student, teacher: (N, T, heads * d), what the layer `value` gives; d may differ.
+        heads: number of heads of both, see `query_key_scores`.
+
+    Returns: an fp32 scalar.
+    Raises: DataError for shapes that do not fit.
+    """
+    return relation_kl(split_heads("head_relations", student, heads), split_heads("head_relations", teacher, heads))
+
+
+def split_heads(where: str, values: Tensor, heads: int) -> Tensor:
+    """(N, T, heads * d) to (N, heads, T, d). Raises `DataError`, which begins with `where`, for another shape."""
+    if values.ndim != 3 or heads < 1 or values.shape[2] % heads:
+        raise DataError(f"{where}: wanted (N, T, width) with a width that {heads} heads divide, got {tuple(values.shape)}")
+    return values.unflatten(2, (heads, -1)).transpose(1, 2)

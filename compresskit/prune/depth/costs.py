@@ -1,0 +1,115 @@
+"""What removing a block saves: `(model, example, blocks) -> {path: cost}`, larger = more is saved.
+
+milliseconds   of the block in ONNX Runtime on this machine, one sample on one thread: the default
+macs           multiply-accumulates of one sample
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compresskit.base.task import Inputs, call, first_rows
+from compresskit.export import export_onnx
+from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.measure import count_macs, latency
+from compresskit.prune.depth.find_blocks import ResidualBlock
+from compresskit.prune.depth.importance import bypassed
+
+log = logging.getLogger(__name__)
+
+REPEATS = 3  # times that a block is run in a row in a file, beside a file that runs it once: loading a sample does not count
+SECONDS = 0.5  # for each file
+
+Cost = Callable[[nn.Module, Inputs, Mapping[str, ResidualBlock]], dict[str, float]]
+
+
+def macs(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, float]:
+    """Multiply-accumulates of one sample that the model does without each block."""
+    model = frozen_copy(model)
+    whole = count_macs(model, example)
+    saved = {}
+    for path, block in blocks.items():
+        with bypassed(model, [block]):
+            saved[path] = float(whole - count_macs(model, example))
+    return saved
+
+
+def milliseconds(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, float]:
+    """Milliseconds of each block for one sample: exported alone and run in ONNX Runtime on one thread.
+
+    Blocks of the same layers and inputs are measured once. Where one cannot be exported alone, all count their MACs instead, and
+    a warning says so.
+    """
+    model = frozen_copy(model)
+    alike: dict[str, list[str]] = {}
+    received = _received(model, example, blocks)
+    for path in blocks:
+        shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, received[path])
+        alike.setdefault(f"{model.get_submodule(path)} {shapes}", []).append(path)
+    try:
+        times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]]) for paths in alike.values()]
+    except Exception as error:  # whatever the exporter or the runtime raises
+        log.warning("blocks are compared by MACs: %s cannot be measured alone (%s)", type(model).__name__, error)
+        return macs(model, example, blocks)
+    return {path: time for paths, time in zip(alike.values(), times, strict=True) for path in paths}
+
+
+def _received(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, tuple[Any, Any]]:
+    """The arguments, by position and by name, that every block gets for one sample."""
+    received: dict[str, tuple[Any, Any]] = {}
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, kwargs, path=path: received.update({path: (args, kwargs)}), with_kwargs=True
+        )
+        for path in blocks
+    ]
+    try:
+        with torch.no_grad():
+            call(model, first_rows(example, 1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return received
+
+
+class _InARow(nn.Module):
+    """A block several times in a row, with the other arguments that it got as constants."""
+
+    def __init__(
+        self, module: nn.Module, block: ResidualBlock, args: tuple[Any, ...], kwargs: dict[str, Any], times: int
+    ) -> None:
+        super().__init__()
+        self.module, self.block, self.args, self.kwargs, self.times = module, block, args, kwargs, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output after several calls."""
+        for _ in range(self.times):
+            args, kwargs = list(self.args), dict(self.kwargs)
+            if isinstance(self.block.argument, int):
+                args[self.block.argument] = x
+            else:
+                kwargs[self.block.argument] = x
+            output = self.module(*args, **kwargs)
+            x = output[self.block.index] if self.block.outputs else output
+        return x
+
+
+def _milliseconds(model: nn.Module, block: ResidualBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    module = copy_model(model.get_submodule(block.path))
+    x = args[block.argument] if isinstance(block.argument, int) else kwargs[block.argument]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [
+            export_onnx(_InARow(module, block, args, kwargs, times).eval(), Path(folder) / f"{times}.onnx", (x,), dynamic=())
+            for times in (1, 1 + REPEATS)
+        ]
+        once, often = latency(files, (x,), seconds=SECONDS)
+    # Noise may make the difference vanish; a part of the whole is then nearer.
+    return max((often - once) / REPEATS, 0.2 * once)

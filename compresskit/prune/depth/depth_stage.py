@@ -1,0 +1,88 @@
+"""`Depth`: the stage that removes residual blocks: plan, remove, re-estimate BatchNorm, fine-tune."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from compresskit.base.budget import Budget, Budgeted
+from compresskit.base.distributed import on_rank_zero, world_size
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import calibration_inputs
+from compresskit.base.settings import check_field_types
+from compresskit.base.stage import PROPERTIES, Stage
+from compresskit.base.task import Task
+from compresskit.graph.surgery import frozen_copy
+from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
+from compresskit.prune.depth.block_plan import BlockPlan
+from compresskit.prune.depth.costs import Cost, milliseconds
+from compresskit.prune.depth.importance import Importance, output_error
+from compresskit.prune.depth.plan_blocks import check_depth, plan_blocks
+from compresskit.train.train import Train, fit_
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth(Budgeted, Stage):
+    """Remove residual blocks, whole layers of a transformer among them, re-estimate BatchNorm, and fine-tune.
+
+    Args:
+        budget: how much stays, such as `ck.keep(latency=0.7)`; also macs, parameters or bytes.
+        blocks: in the place of a budget, how many blocks to remove, or their dotted names.
+        importance, cost, ignore: which block is removed next, see `plan_blocks`.
+        finetune: training afterwards, with a learning-rate schedule of its own; None trains nothing.
+        samples: samples that the importance reads. repair: samples for BatchNorm statistics.
+    """
+
+    needs: ClassVar[frozenset[str]] = PROPERTIES
+
+    budget: Budget | None = None
+    blocks: int | tuple[str, ...] | None = None
+    importance: Importance = output_error
+    cost: Cost = milliseconds
+    finetune: Train | None = None
+    samples: int = 256
+    repair: int = 3072
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_depth(self.budget, self.blocks, self.samples, "Depth")
+        check_field_types(self)
+        if self.repair < 1:
+            raise SettingError(f"Depth(repair=...): wanted a whole number >= 1, got {self.repair!r}")
+        for name, value in (("importance", self.importance), ("cost", self.cost)):
+            if not callable(value):
+                raise SettingError(f"Depth({name}=...): wanted a function of prune.depth, got {value!r}")
+
+    def __call__(self, model: nn.Module, task: Task) -> nn.Module:
+        model = model.to(task.device)
+        guided = task if task.reference is not None else replace(task, reference=frozen_copy(model))
+        plan = self._plan(model, task)
+        log.info("%s", plan)
+        plan.apply_(model)
+        reestimate_batchnorm_(model, calibration_inputs(task, self.repair, "re-estimate BatchNorm"))
+        if self.finetune is not None:
+            fit_(model, guided, self.finetune, label="fine-tune")
+        return model.eval()
+
+    def _plan(self, model: nn.Module, task: Task) -> BlockPlan:
+        def made() -> dict[str, Any]:
+            return plan_blocks(
+                model,
+                task.example(),
+                self.budget,
+                blocks=self.blocks,
+                importance=self.importance,
+                cost=self.cost,
+                task=task,
+                samples=self.samples,
+                ignore=self.ignore,
+            ).to_json()
+
+        if task.progress is not None:  # times differ from run to run: a resumed stage keeps the plan that was measured
+            return BlockPlan.from_json(task.progress.decide(made))
+        return BlockPlan.from_json(made() if world_size() == 1 else on_rank_zero(made))

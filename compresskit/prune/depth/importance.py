@@ -1,0 +1,140 @@
+"""Importance of blocks: `(BlockScoring) -> {path: what is lost without the block}`, measured on data.
+
+output_error   how far the predictions move from the original model's: no labels, one run for every block (the default)
+influence      how far the block's output is from its input, 1 - cosine: no labels, one run for all
+first_order    the change of the loss to first order in the block's branch: labels and one backward pass for all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compresskit.base.errors import DataError, SettingError
+from compresskit.base.inputs import some_batches
+from compresskit.base.task import Inputs, Task, call_checked, first_tensor
+from compresskit.distill.losses.logits import match_predictions
+from compresskit.prune.depth.find_blocks import ResidualBlock
+from compresskit.prune.evidence import readable
+from compresskit.train.objective import bind_objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScoring:
+    """What importances read.
+
+    model: in eval mode, without the blocks that were removed before. blocks: those to score.
+    batches: inputs. predictions: what the original model gave for each.
+    task: for importances that need labels; None where there is none. samples: how many labelled samples to read.
+    """
+
+    model: nn.Module
+    blocks: Sequence[ResidualBlock]
+    batches: Sequence[Inputs]
+    predictions: Sequence[Tensor]
+    task: Task | None
+    samples: int
+
+    def predict(self, inputs: Inputs) -> Tensor:
+        """The model's predictions."""
+        with torch.no_grad():
+            output = call_checked(self.model, inputs, "calibration data")
+        return first_tensor(output) if self.task is None else self.task.predict(output)
+
+
+Importance = Callable[[BlockScoring], dict[str, float]]
+
+
+@contextmanager
+def bypassed(model: nn.Module, blocks: Sequence[ResidualBlock]) -> Iterator[None]:
+    """Remove blocks from a model while the block of code runs."""
+    before = [(block, model.get_submodule(block.path)) for block in blocks]
+    try:
+        for block, _ in before:
+            model.set_submodule(block.path, block.bypass().eval())
+        yield
+    finally:
+        for block, module in before:
+            model.set_submodule(block.path, module)
+
+
+def output_error(scoring: BlockScoring) -> dict[str, float]:
+    """How much the error of the predictions grows without a block.
+
+    The error is `distill.losses.match_predictions`: KL divergence for two or more classes, else a relative squared error.
+    """
+
+    def error() -> float:
+        pairs = zip(scoring.batches, scoring.predictions, strict=True)
+        total = sum(float(match_predictions(scoring.predict(x), wanted)) * len(wanted) for x, wanted in pairs)
+        return total / sum(map(len, scoring.predictions))
+
+    before = error()
+    errors = {}
+    for block in scoring.blocks:
+        with bypassed(scoring.model, [block]):
+            errors[block.path] = error() - before
+    return errors
+
+
+def influence(scoring: BlockScoring) -> dict[str, float]:
+    """1 - cosine between a block's input and its output, the mean over samples (Men et al., 2403.03853)."""
+    total = dict.fromkeys((block.path for block in scoring.blocks), 0.0)
+
+    def add(path: str, before: Tensor, after: Tensor) -> None:
+        total[path] += float((1 - F.cosine_similarity(before.flatten(1), after.flatten(1))).sum())
+
+    with _watched_blocks(scoring, add):
+        for inputs in scoring.batches:
+            scoring.predict(inputs)
+    return {path: value / sum(map(len, scoring.predictions)) for path, value in total.items()}
+
+
+def first_order(scoring: BlockScoring) -> dict[str, float]:
+    """|dL/dy . (x - y)| of a block y = x + f(x), the mean over batches: a Taylor expansion of the loss in its branch.
+
+    As the criterion `taylor` (Molchanov et al., 1906.10771) with the branch as one unit.
+    """
+    task = scoring.task
+    if task is None or task.train is None:
+        raise SettingError("importance=first_order: it reads a loss; pass task=Task(train=...), or use output_error")
+    total, seen = dict.fromkeys((block.path for block in scoring.blocks), 0.0), 0
+    objective = bind_objective(None, scoring.model, task)
+    with readable(scoring.model):
+        for batch in some_batches(task, "train", scoring.samples, "score"):
+            kept: list[tuple[str, Tensor, Tensor]] = []
+            with _watched_blocks(scoring, partial(_keep, kept)):
+                loss = sum(objective(scoring.model, batch).values(), torch.zeros(()))
+            grads = torch.autograd.grad(loss, [after for _, _, after in kept], allow_unused=True)
+            for (path, before, after), grad in zip(kept, grads, strict=True):
+                total[path] += 0.0 if grad is None else float((grad * (before - after).detach()).sum().abs())
+            seen += 1
+    if not seen:
+        raise DataError("importance=first_order: Task(train=...) gave no batch")
+    return {path: value / seen for path, value in total.items()}
+
+
+def _keep(kept: list[tuple[str, Tensor, Tensor]], path: str, before: Tensor, after: Tensor) -> None:
+    kept.append((path, before, after))
+
+
+@contextmanager
+def _watched_blocks(scoring: BlockScoring, visit: Callable[[str, Tensor, Tensor], Any]) -> Iterator[None]:
+    """Call `visit(path, input, output)` for every block that runs."""
+
+    def hook(block: ResidualBlock, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = args[block.argument] if isinstance(block.argument, int) else kwargs[block.argument]
+        visit(block.path, before, output[block.index] if block.outputs else output)
+
+    with ExitStack() as handles:
+        for block in scoring.blocks:
+            module = scoring.model.get_submodule(block.path)
+            handles.callback(module.register_forward_hook(partial(hook, block), with_kwargs=True).remove)
+        yield

@@ -1,0 +1,260 @@
+"""Plan which residual blocks to remove: find them, measure importance and cost, choose greedily, prove."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
+from compresskit.base.task import Inputs, Task, call_checked, first_tensor
+from compresskit.graph.surgery import frozen_copy
+from compresskit.measure import count_macs, count_parameters
+from compresskit.prune.channels.candidates import ExportedCandidates
+from compresskit.prune.channels.plan_channels import check_prunable
+from compresskit.prune.channels.resources import measured_quantity
+from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
+from compresskit.prune.depth.costs import Cost, milliseconds
+from compresskit.prune.depth.find_blocks import Blocks, find_blocks
+from compresskit.prune.depth.importance import BlockScoring, Importance, output_error
+from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, remove_blocks_
+
+MOST_MEASURED = 6  # candidates that are exported and measured for one budget
+MOST_LOCKED = 6  # reasons that a refusal lists
+
+
+@takes_budget
+def plan_blocks(
+    model: nn.Module,
+    example: AnyInputs,
+    budget: Budget | None = None,
+    *,
+    blocks: int | tuple[str, ...] | None = None,
+    importance: Importance = output_error,
+    cost: Cost = milliseconds,
+    task: Task | None = None,
+    samples: int = 256,
+    ignore: tuple[str, ...] = (),
+) -> BlockPlan:
+    """Decide which residual blocks to remove. The model is not changed: `BlockPlan.apply_` does that.
+
+    Again and again the block goes whose importance is lowest for what it costs, with the importances measured anew. The plan is
+    proved on a copy: without the blocks the model gives what it gives with their branches at zero. A norm between a block's input
+    and its output, as in BERT, goes with it.
+
+    Args:
+        model: a float model. example: its inputs, a tensor or a tuple or mapping of inputs.
+        budget: how much stays: `ck.keep(latency=0.7)`, macs, parameters or bytes.
+        blocks: in the place of a budget, how many blocks to remove, or their dotted names.
+        importance: what is lost without a block, see `prune.depth.importance`.
+        cost: what is saved without a block, see `prune.depth.costs`; by default its measured milliseconds.
+        task: data for the importance, its calibration (or training) batches; None measures on the example.
+        samples: how many samples the importance reads.
+        ignore: dotted names of modules that stay, with all blocks inside.
+
+    Raises:
+        SettingError: a setting is out of range.
+        ModelError: there is no block to remove, or the budget cannot be met.
+    """
+    check_depth(budget, blocks, samples, "plan_blocks")
+    inputs = as_inputs(example)
+    check_prunable(model, inputs, "plan_blocks")
+    batches = [inputs] if task is None else list(calibration_inputs(task, samples, "read blocks"))
+    found = find_blocks(model, inputs, ignore=tuple(ignore))
+    found = found.without(blocks_that_cannot_go(model, found.removable, inputs))
+    while True:
+        planner = _Planner(model, inputs, found, importance, cost, task, batches, samples)
+        chosen = planner.named(blocks) if isinstance(blocks, tuple) else planner.chosen(budget, blocks or 0)
+        plan = planner.plan(chosen)
+        failure = check_blocks(model, plan.paths, inputs) if plan.blocks else None
+        if failure is None:
+            return planner.measured(plan, budget)
+        found = _locked(model, inputs, found, plan, failure)
+
+
+def check_depth(budget: Budget | None, blocks: int | tuple[str, ...] | None, samples: int, where: str) -> None:
+    """Raise SettingError unless there is a budget or blocks, of the right kind."""
+    if (budget is None) == (blocks is None):
+        raise SettingError(f"{where}(): wanted either budget=ck.keep(latency=0.7), or blocks=, a number or a tuple of names")
+    if budget is not None:
+        check_budget(budget, f"{where}(budget=...)", ("latency", "macs", "parameters", "bytes"))
+    named = isinstance(blocks, tuple) and blocks and all(isinstance(name, str) for name in blocks)
+    if blocks is not None and not named and not (type(blocks) is int and blocks >= 1):
+        raise SettingError(f"{where}(blocks=...): wanted a whole number >= 1, or a tuple of dotted names, got {blocks!r}")
+    if type(samples) is not int or samples < 1:
+        raise SettingError(f"{where}(samples=...): wanted a whole number >= 1, got {samples!r}")
+
+
+def check_removable(model: nn.Module, found: Blocks) -> None:
+    """Raise ModelError where a model has no block that can be removed."""
+    if found.removable:
+        return
+    some = [f"{path}: {reason}" for path, reason in list(found.locked.items())[:MOST_LOCKED]]
+    raise ModelError(
+        f"{type(model).__name__} has no residual block that can be removed: wanted modules that add their input to what they"
+        f" compute and keep its shape; it has {'; '.join(some) or 'none'}; remove channels with Prune instead"
+    )
+
+
+def _locked(model: nn.Module, inputs: Inputs, found: Blocks, plan: BlockPlan, failure: str) -> Blocks:
+    """The blocks without those whose removal fails alone; ModelError where only all of them together fail."""
+    bad = {path: reason for path in plan.paths if (reason := check_blocks(model, [path], inputs)) is not None}
+    if not bad:
+        raise ModelError(f"{type(model).__name__} without {', '.join(plan.paths)}: {failure}; leave one of them with ignore=")
+    return found.without(bad)
+
+
+@dataclass
+class _Planner:
+    """Greedy selection for one model."""
+
+    model: nn.Module
+    inputs: Inputs
+    found: Blocks
+    importance: Importance
+    cost: Cost
+    task: Task | None
+    batches: list[Inputs]
+    samples: int
+    lines: dict[str, BlockLine] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_removable(self.model, self.found)
+
+    @cached_property
+    def costs(self) -> dict[str, float]:
+        """What every block saves, in the unit of the ranking."""
+        return self.cost(self.model, self.inputs, self.found.removable)
+
+    @cached_property
+    def predictions(self) -> list[Tensor]:
+        """Of the original model, for every batch."""
+        dense = frozen_copy(self.model)
+        predict = first_tensor if self.task is None else self.task.predict
+        with torch.no_grad():
+            return [predict(call_checked(dense, x, "calibration data")) for x in self.batches]
+
+    def without(self, paths: tuple[str, ...]) -> nn.Module:
+        """A frozen copy of the model without some blocks."""
+        return remove_blocks_(frozen_copy(self.model), [self.found.removable[path] for path in paths])
+
+    def named(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The blocks that the user named; SettingError where one cannot be removed."""
+        for name in names:
+            if name not in self.found.removable:
+                why = self.found.locked.get(name, "it is no residual block")
+                have = ", ".join(self.found.removable)
+                raise SettingError(f"blocks=({name!r}, ...): it cannot be removed: {why}; there are: {have}")
+        scores = self._scores((), list(dict.fromkeys(names)))
+        self.lines = {n: BlockLine(path=n, importance=scores[n], cost=self.costs[n]) for n in scores}
+        return _outermost(tuple(scores))
+
+    def chosen(self, budget: Budget | None, count: int) -> tuple[str, ...]:
+        """Blocks in the order of their removal, until the budget is met by counting, or until `count` are removed."""
+        removed: tuple[str, ...] = ()
+        while len(removed) < count if budget is None else self._kept(removed, budget) > budget.kept * (1 + 1e-9):
+            step = self._next(removed)
+            if step is None:
+                raise ModelError(self._refusal(budget, count, removed))
+            removed = _outermost((*removed, step))
+        return removed
+
+    def _next(self, removed: tuple[str, ...]) -> str | None:
+        """The block with the lowest importance for its cost; None where none is left."""
+        left = [p for p in self.found.removable if not any(f"{p}.".startswith(f"{done}.") for done in removed)]
+        if not left:
+            return None
+        scores = self._scores(removed, left)
+
+        def price(path: str) -> float:
+            inside = sum(self.costs[done] for done in removed if done.startswith(f"{path}."))
+            saved = max(self.costs[path] - inside, 1e-12)
+            return scores[path] / saved if scores[path] > 0 else scores[path] * saved
+
+        best = min(left, key=price)
+        self.lines[best] = BlockLine(path=best, importance=scores[best], cost=self.costs[best])
+        return best
+
+    def _scores(self, removed: tuple[str, ...], paths: list[str]) -> dict[str, float]:
+        return self.importance(
+            BlockScoring(
+                model=self.without(removed),
+                blocks=[self.found.removable[path] for path in paths],
+                batches=self.batches,
+                predictions=self.predictions,
+                task=self.task,
+                samples=self.samples,
+            )
+        )
+
+    def _kept(self, removed: tuple[str, ...], budget: Budget) -> float:
+        """Fraction that stays, counted: of parameters for bytes, of MACs for a latency, which `measured` then corrects."""
+        unit = count_parameters if budget.quantity in ("parameters", "bytes") else self._macs
+        return unit(self.without(removed)) / max(1, unit(self.model))
+
+    def _macs(self, model: nn.Module) -> int:
+        return count_macs(model, self.inputs)
+
+    def _refusal(self, budget: Budget | None, count: int, removed: tuple[str, ...]) -> str:
+        wish = f"{count} blocks to remove" if budget is None else f"{budget.kept:.1%} of the {budget.quantity}"
+        reached = f"there are only {len(removed)}" if budget is None else f"only {self._kept(removed, budget):.1%} can be reached"
+        some = [f"{path}: {reason}" for path, reason in list(self.found.locked.items())[:MOST_LOCKED]]
+        return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {'; '.join(some) or 'none'}; ask for less"
+
+    def plan(self, paths: tuple[str, ...]) -> BlockPlan:
+        """The plan that removes some blocks."""
+        blocks = tuple(self.found.removable[path] for path in paths)
+        sizes = {
+            f"{path}.{name}": tuple(p.shape)
+            for path in paths
+            for name, p in self.model.get_submodule(path).named_parameters(remove_duplicate=False)
+        }
+        return BlockPlan(
+            blocks=blocks,
+            lines=tuple(self.lines[path] for path in paths),
+            unit="ms" if self.cost is milliseconds else "saved",
+            sizes=sizes,
+            macs=self._macs(self.without(paths)),
+            macs_before=self._macs(self.model),
+            kept=len(_outermost(tuple(p for p in self.found.removable if p not in paths and not _inside(p, paths)))),
+            locked=self.found.locked,
+        )
+
+    def measured(self, plan: BlockPlan, budget: Budget | None) -> BlockPlan:
+        """The plan; for a budget that is measured, with as many blocks as the exported files need."""
+        if budget is None or (quantity := measured_quantity(budget)) is None:
+            return plan
+        order, best, grew = plan.paths, None, False
+        with ExportedCandidates(self.model, self.inputs, quantity) as candidates:
+            for _ in range(MOST_MEASURED):
+                reached, note = candidates.measure(self.without(order))
+                if reached <= budget.kept:
+                    best = self.plan(order).noted(note)
+                    if grew or len(order) < 2:
+                        break
+                    order = order[:-1]  # counting may have removed more than it takes
+                    continue
+                if best is not None or (step := self._next(order)) is None:
+                    break
+                order, grew = _outermost((*order, step)), True
+        failure = None if best is None else check_blocks(self.model, best.paths, self.inputs)
+        if best is None or failure is not None:
+            raise ModelError(
+                f"{type(self.model).__name__}: wanted {budget.kept:.1%} of the {quantity}; the least that was measured is"
+                f" {reached:.1%}, without {', '.join(order)}{'' if failure is None else f' ({failure})'}; ask for less"
+            )
+        return best
+
+
+def _inside(path: str, others: Mapping[str, object] | tuple[str, ...]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)
+
+
+def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths that are not inside of another one."""
+    return tuple(path for path in paths if not _inside(path, paths))

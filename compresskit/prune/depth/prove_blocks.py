@@ -1,0 +1,143 @@
+"""Prove on a copy that removed blocks are what a plan says: the model with every addition and norm on their way skipped.
+
+The reference is the original model, run operator by operator: an addition on the way from a block's input to its output gives the
+operand on that way alone, so that the block's branch counts as zero; a norm on it gives what goes in. A ReLU on the way is run as
+it is: a block whose ReLU would change its input is not removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compresskit.base.task import Inputs, call, first_rows
+from compresskit.graph.surgery import copy_model, frozen_copy, mode
+from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks
+from compresskit.prune.structure.repeatable import buffers_restored, repeatable, varied_inputs
+from compresskit.prune.structure.trace import no_attention_fastpath, repeat_rows
+
+WIDE_TOLERANCE, SINGLE_TOLERANCE = 1e-9, 1e-4  # of the largest output, in float64 and float32
+
+
+class BranchesZeroed(TorchDispatchMode):
+    """While it is on, the operators of these numbers hand on one of their arguments: `ResidualBlock.skipped`."""
+
+    def __init__(self, skipped: Mapping[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.skipped, self.count = skipped, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        position = self.skipped.get(self.count)
+        self.count += 1
+        if position is None:
+            return func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            return args[0].copy_(args[position])
+        # A copy: what follows may write into it.
+        return (args[position].clone(), None, None) if len(func._schema.returns) > 1 else args[position].clone()
+
+
+def remove_blocks_(model: nn.Module, blocks: Collection[ResidualBlock]) -> nn.Module:
+    """Put a `Bypass` in the place of every block, in place, and return the model."""
+    for block in blocks:
+        model.set_submodule(block.path, block.bypass().train(model.get_submodule(block.path).training))
+    return model
+
+
+def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> str | None:
+    """Compare the model without some blocks with the original whose branches are zero, on other inputs and another batch size.
+
+    In float64, or in float32 for a model that does not run in it; in train mode the model without the blocks must run where the
+    original does.
+
+    Args:
+        model: the original; it is not changed. paths: of the blocks to remove. example: inputs.
+
+    Returns: None where they agree, else what is wrong.
+    """
+    example = first_rows(example, 2) if _runs_here(model, first_rows(example, 2)) else example
+    wide, double, tolerance = copy_model(model).double().eval(), _changed(example, Tensor.double), WIDE_TOLERANCE
+    if not _runs_here(wide, double):
+        wide, double, tolerance = copy_model(model).eval(), example, SINGLE_TOLERANCE
+    tried = [
+        inputs for inputs in (varied_inputs(double), _changed(first_rows(double, 1), Tensor.neg)) if _runs_here(wide, inputs)
+    ]
+    for inputs in tried or [double]:  # a model with a fixed batch takes no other
+        found = find_blocks(wide, inputs).removable
+        if missing := [path for path in paths if path not in found]:
+            return f"{missing[0]} is no residual block for inputs of another size"
+        wanted = _run_skipping(wide, inputs, {n: p for path in paths for n, p in found[path].skipped.items()})
+        removed = remove_blocks_(copy_model(wide), [found[path] for path in paths])
+        try:
+            got = _run_skipping(removed, inputs, {})
+        except Exception as error:
+            return f"the model does not run without it: {_first_line_of(error)}"
+        if [v.shape for v in got] != [v.shape for v in wanted]:
+            return "the outputs have other shapes without it"
+        worst = max((_relative(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+        if not worst <= tolerance:
+            return f"its input is not what is left with its branch at zero, by {worst:.2g}, as where a ReLU changes that input"
+    return _training_failure(model, paths, example)
+
+
+def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock], example: Inputs) -> dict[str, str]:
+    """Blocks without which the model does not run, each with the error: code that reads an attribute of its first layer."""
+    failures = {}
+    for path, block in blocks.items():
+        try:
+            _run_skipping(remove_blocks_(frozen_copy(model), [block]), first_rows(example, 2), {})
+        except Exception as error:
+            if _runs_here(model, first_rows(example, 2)):
+                failures[path] = f"the model does not run without it: {_first_line_of(error)}"
+    return failures
+
+
+def _changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Inputs with another value in the place of every floating point tensor."""
+    changed: Inputs = pytree.tree_map(lambda v: change(v) if isinstance(v, Tensor) and v.is_floating_point() else v, inputs)
+    return changed
+
+
+def _run_skipping(model: nn.Module, inputs: Inputs, skipped: Mapping[int, int]) -> list[Tensor]:
+    quiet = torch.inference_mode(), mode(model, training=False), torch.random.fork_rng(), no_attention_fastpath()
+    with quiet[0], quiet[1], quiet[2], quiet[3], repeatable(model), BranchesZeroed(skipped):
+        return [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _runs_here(model: nn.Module, inputs: Inputs) -> bool:
+    try:
+        _run_skipping(model, inputs, {})
+    except Exception:
+        return False
+    return True
+
+
+def _relative(got: Tensor, wanted: Tensor) -> float:
+    same = (got == wanted) | (got.isnan() & wanted.isnan())  # infinities too
+    difference = (got - wanted).abs().masked_fill(same, 0)
+    return float(difference.max() / max(1.0, float(wanted.nan_to_num(0, 0, 0).abs().max()))) if got.numel() else 0.0
+
+
+def _training_failure(model: nn.Module, paths: Collection[str], example: Inputs) -> str | None:
+    found = find_blocks(model, example).removable
+    removed = remove_blocks_(copy_model(model), [found[path] for path in paths])
+    inputs = repeat_rows(first_rows(example, 2))
+    failures = []
+    for each in (model, removed):
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), mode(each, training=True), buffers_restored(each):
+                call(each, inputs)
+            failures.append("")
+        except Exception as error:  # training may need more than inputs, such as targets
+            failures.append(_first_line_of(error))
+    return f"the model does not train without it: {failures[1]}" if failures[1] and not failures[0] else None
+
+
+def _first_line_of(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,155 @@
+"""Plans of blocks: what is removed equals a branch of zeros, budgets are met, plans print, serialize and apply."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import networks
+import oracles
+import pytest
+import torch
+from networks import build, image, images_task
+from residual import Mobile, ResNet, Transformer
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import CheckpointError, ModelError, SettingError
+from compresskit.prune import plan_channels
+from compresskit.prune.depth import BlockPlan, costs, importance, plan_blocks
+
+MACS = {"cost": costs.macs}
+FAMILIES = {"resnet": ResNet, "mobile": Mobile, "transformer": Transformer}
+
+
+def zero_branch_(model: nn.Module, path: str) -> None:
+    """The last layers of a block's branches give zeros: the same by hand."""
+    block = model.get_submodule(path)
+    with torch.no_grad():
+        for layer in {
+            ResNet: lambda: [block.b[1]], Mobile: lambda: [block.project[1]], Transformer: lambda: [block.out, block.mlp[2]],
+        }[type(model)]():  # fmt: skip
+            layer.weight.zero_()
+            layer.bias.zero_()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_removed_equals_a_branch_of_zeros(family) -> None:
+    model = build(FAMILIES[family]).eval()
+    plan = plan_blocks(model, image(4), blocks=2, importance=importance.influence, **MACS)
+    small, zeroed = plan.apply_(copy.deepcopy(model)), copy.deepcopy(model)
+    for path in plan.paths:
+        zero_branch_(zeroed, path)
+    for rows in (1, 7):
+        inputs = image(rows)
+        torch.testing.assert_close(small(*inputs), zeroed(*inputs), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(small(*inputs), model(*inputs))
+    assert ck.count_macs(small, image(2)) == plan.macs < plan.macs_before
+    assert not any(name.startswith(plan.paths) for name in small.state_dict())
+    assert small.train()(*image(7)).shape == (7, 10)
+
+
+def test_a_relu_that_would_change_the_input_keeps_its_block() -> None:
+    model = build(ResNet)
+    model.stem = nn.Conv2d(3, 8, 3, 1, 1)  # gives negative values, which the ReLU of the first block removes
+    plan = plan_blocks(model, image(4), blocks=2, importance=lambda s: {b.path: int(b.path[-1]) for b in s.blocks}, **MACS)
+    assert plan.paths == ("layer1.1", "layer2.1")
+    assert "as where a ReLU changes that input" in plan.locked["layer1.0"]
+
+
+def test_a_block_that_the_code_reads_stays() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False)
+    plan = plan_blocks(encoder.eval(), torch.randn(2, 5, 16), blocks=2, **MACS)
+    assert set(plan.paths) == {"layers.1", "layers.2"}
+    assert plan.locked["layers.0"].startswith("the model does not run without it: AttributeError")
+    assert "with 2 norms on its way" in str(plan)
+
+
+@pytest.mark.parametrize(("quantity", "kept"), [("macs", 0.6), ("parameters", 0.5), ("bytes", 0.6)])
+def test_budgets_are_met(quantity, kept) -> None:
+    model = build(ResNet)
+    plan = plan_blocks(model, image(2), ck.keep(**{quantity: kept}), importance=importance.influence, **MACS)
+    small = plan.apply_(copy.deepcopy(model))
+    count = {"macs": lambda m: ck.count_macs(m, image(2))}.get(quantity, ck.count_parameters)
+    assert count(small) / count(model) <= kept + (0.05 if quantity == "bytes" else 0)
+    assert len(plan.blocks) < 5
+    if quantity == "bytes":
+        assert "of the dense one" in plan.note
+
+
+def test_a_latency_is_measured() -> None:
+    plan = plan_blocks(build(Mobile), image(2), ck.keep(latency=0.95), importance=importance.influence)
+    assert "in ONNX Runtime" in plan.note
+    assert plan.unit == "ms"
+    assert all(line.cost > 0 for line in plan.lines)
+
+
+def test_importances() -> None:
+    """Against plain loops; the block whose branch is zero costs nothing, whatever the importance."""
+    task, model = images_task(ck, samples=32, classes=4), build(ResNet)
+    zero_branch_(model, "layer1.1")
+    for measure in (importance.output_error, importance.influence, importance.first_order):
+        plan = plan_blocks(model, image(4), blocks=1, importance=measure, task=task, samples=32, **MACS)
+        assert plan.paths == ("layer1.1",)
+        assert plan.lines[0].importance == pytest.approx(0, abs=1e-6)
+    plan = plan_blocks(model, image(4), blocks=("layer1.0",), task=task, samples=32, **MACS)
+    x, without = task.train[0][0], copy.deepcopy(model)
+    without.layer1[0] = nn.Identity()
+    with torch.no_grad():
+        expected = oracles.soft_targets(without(x), model(x), temperature=1.0)
+    assert plan.lines[0].importance == pytest.approx(float(expected), rel=1e-3)
+    plan = plan_blocks(model, image(4), blocks=("layer1.0",), importance=importance.influence, task=task, samples=32, **MACS)
+    with torch.no_grad():
+        before = model.stem(x).flatten(1)
+        after = model.layer1[0](model.stem(x)).flatten(1)
+    cosines = [float(a @ b / (a.norm() * b.norm())) for a, b in zip(before, after, strict=True)]
+    assert plan.lines[0].importance == pytest.approx(1 - sum(cosines) / len(cosines), rel=1e-3)
+
+
+def test_plans_print_serialize_and_apply_to_another_model() -> None:
+    model = build(Transformer)
+    plan = plan_blocks(model, image(2), blocks=1, **MACS)
+    again = BlockPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert str(plan).splitlines()[1].startswith(f"  {plan.paths[0]}: removed, ")
+    other = again.apply_(build(Transformer))
+    assert type(other) is Transformer
+    assert ck.count_macs(other, image(2)) == plan.macs
+    with pytest.raises(ModelError, match=f"{plan.paths[0]}.*: Transformer has no such block|: the plan was made for shape"):
+        plan.apply_(other)
+    with pytest.raises(ModelError, match="has no such block"):
+        plan.apply_(build(ResNet))
+    with pytest.raises(CheckpointError, match="not a plan of blocks"):
+        BlockPlan.from_json({"blocks": 3})
+
+
+def test_channels_are_pruned_afterwards() -> None:
+    model = build(ResNet)
+    small = plan_blocks(model, image(2), blocks=2, importance=importance.influence, **MACS).apply_(model)
+    before = ck.count_macs(small, image(2))
+    ck.prune.apply_(small, plan_channels(small, image(2), ck.keep(macs=0.5), round_to=4))
+    assert ck.count_macs(small, image(2)) <= 0.5 * before
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({}, SettingError, r"plan_blocks\(\): wanted either budget=ck.keep\(latency=0.7\), or blocks="),
+        ({"budget": ck.keep(macs=0.5), "blocks": 1}, SettingError, "wanted either budget="),
+        ({"budget": ck.remove(channels=0.5)}, SettingError, "wanted a budget of latency or macs"),
+        ({"blocks": 0}, SettingError, r"blocks=...\): wanted a whole number >= 1, or a tuple of dotted names, got 0"),
+        ({"blocks": 1, "samples": 0}, SettingError, r"samples=...\): wanted a whole number >= 1, got 0"),
+        ({"blocks": ("layer2.0",)}, SettingError, r"blocks=\('layer2.0', ...\): it cannot be removed: its output is"),
+        ({"blocks": 9}, ModelError, r"ResNet: wanted 9 blocks to remove, there are only 5; locked: layer2.0: its output"),
+        ({"budget": ck.keep(macs=0.01)}, ModelError, r"wanted 1.0% of the macs, only .*% can be reached; locked: layer2.0"),
+        ({"blocks": 1, "importance": importance.first_order}, SettingError, "first_order: it reads a loss; pass task="),
+    ],
+)
+def test_bad_input(settings, error, message) -> None:
+    with pytest.raises(error, match=message):
+        plan_blocks(build(ResNet), image(2), **{"importance": importance.influence, **MACS, **settings})
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="Chain has no residual block that can be removed: wanted modules that add their input"):
+        plan_blocks(build(networks.Chain), image(2), blocks=1, **MACS)

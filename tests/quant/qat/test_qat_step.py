@@ -1,0 +1,161 @@
+"""One step of quantization-aware training: what it computes without passes over memory that float training does not have."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import networks
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import image
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compresskit.quant import prepare_qat
+from compresskit.quant.numerics.observers import MinMax, MovingAverage
+from compresskit.quant.numerics.quantizers import ActivationQuantizer
+from compresskit.quant.numerics.scheme import Scheme
+from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
+
+
+class ConvNorm(nn.Module):
+    def __init__(self, bias, affine, linear) -> None:
+        super().__init__()
+        self.conv = nn.Linear(6, 5, bias=bias) if linear else nn.Conv2d(6, 5, 3, bias=bias)
+        self.norm = (nn.BatchNorm1d if linear else nn.BatchNorm2d)(5, affine=affine, momentum=0.3, eps=0.1)
+        if affine:
+            nn.init.uniform_(self.norm.weight, -2, 2)
+            nn.init.uniform_(self.norm.bias, -1, 1)
+        self.norm.running_mean.uniform_(-1, 1)
+        self.norm.running_var.uniform_(0.1, 4)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+@pytest.mark.parametrize(("bias", "affine", "linear"), list(itertools.product([False, True], repeat=3)))
+def test_batchnorm_of_the_unscaled_layer(bias, affine, linear) -> None:
+    """As torch's BatchNorm of conv(x, W k) / k + b, in float64; eps is large here, and some k are negative."""
+    torch.manual_seed(3)
+    model = ConvNorm(bias, affine, linear).double()
+    x = torch.randn(16, 6, dtype=torch.float64) if linear else torch.randn(8, 6, 7, 7, dtype=torch.float64)
+    alive = prepare_qat(copy.deepcopy(model).float().eval(), [x.float()])
+    alive.enable_(False)
+    alive.observe_(False)
+    layer = conv_bn_layers(alive.body)[0]
+    inputs = x.float().requires_grad_()
+    got = alive(inputs)
+    model.train()
+    x.requires_grad_()
+    wanted = model(x)
+    weigh = torch.linspace(-1, 2, got.numel()).view_as(got)
+    (got * weigh).sum().backward()
+    (wanted * weigh).sum().backward()
+    torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(inputs.grad.double(), x.grad, atol=1e-4, rtol=1e-3)
+    mine = {name.removeprefix("body."): parameter.grad for name, parameter in alive.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(mine[name].double(), parameter.grad, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(layer.running_mean.double(), model.norm.running_mean, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(layer.running_var.double(), model.norm.running_var, atol=1e-5, rtol=1e-4)
+
+
+def test_one_value_for_a_channel_is_refused_as_by_torch() -> None:
+    alive = prepare_qat(ConvNorm(False, True, True).eval(), [torch.randn(8, 6)])
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        alive(torch.randn(1, 6))
+
+
+def saved_bytes(model, x) -> int:
+    """Bytes of the activations that the backward pass keeps; parameters and buffers do not count."""
+    own = {value.untyped_storage().data_ptr() for value in [*model.parameters(), *model.buffers()]}
+    found = {}
+
+    def pack(value):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage  # kept, so that no address is used twice
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        output = model(*x)
+    assert output.requires_grad
+    return sum(storage.nbytes() for storage in found.values())
+
+
+class Blocks(nn.Module):
+    """Residual blocks as in the ResNets of CIFAR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, 1, 1, bias=False) for _ in range(8))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(8))
+
+    def forward(self, x):
+        for i in range(0, 8, 2):
+            inner = F.relu(self.norms[i](self.convs[i](x)))
+            x = F.relu(x + self.norms[i + 1](self.convs[i + 1](inner)))
+        return x
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_memory_of_a_step(held) -> None:
+    """The values before the rounding are computed again from the layer's output, not kept beside the rounded ones."""
+    torch.manual_seed(0)
+    model, x = Blocks().train(), (torch.randn(16, 16, 24, 24),)
+    model(*x)  # statistics of this network
+    alive = prepare_qat(copy.deepcopy(model).eval(), [x])
+    if held:
+        alive.freeze_statistics_()
+    assert saved_bytes(alive, x) <= 1.3 * saved_bytes(model, x)
+
+
+def test_gradients_are_those_with_everything_kept(monkeypatch) -> None:
+    model, x = networks.build(networks.Residual), image(16)
+    again, kept = (prepare_qat(copy.deepcopy(model), [x]) for _ in range(2))
+    again(*x).square().sum().backward()
+    monkeypatch.setattr("compresskit.quant.numerics.scheme._cheap_source", lambda x: None)
+    kept(*x).square().sum().backward()
+    for (name, one), other in zip(again.named_parameters(), kept.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+
+
+def test_a_graph_is_walked_twice_and_under_checkpoints() -> None:
+    x = image(16)
+    alive = prepare_qat(networks.build(networks.Residual), [x])
+    alive.observe_(False)
+    loss = alive(*x).square().sum()
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in alive.named_parameters()}
+    loss.backward()
+    for name, p in alive.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name])
+    alive.zero_grad()
+    checkpoint(alive, *x, use_reentrant=False).square().sum().backward()
+    for name, p in alive.named_parameters():
+        assert p.grad is not None, name
+        torch.testing.assert_close(p.grad, once[name], atol=1e-3, rtol=1e-2)  # ... whose running statistics are two steps older
+
+
+@pytest.mark.parametrize("clamp", [None, (0.0, None), (0.0, 6.0)])
+@pytest.mark.parametrize("observer", [MinMax, MovingAverage])
+def test_ranges_follow_the_ends_of_the_values(clamp, observer) -> None:
+    """The same as with an observer that is shown every value; one that is derived from ours still is."""
+
+    class Watching(observer):
+        def update(self, values):
+            seen.append(values.shape)
+            super().update(values)
+
+    seen = []
+    plain, derived = (ActivationQuantizer(Scheme(), kind(), clamp) for kind in (observer, Watching))
+    for quantizer in (plain, derived):
+        quantizer.observing = quantizer.enabled = True
+    for size in (1.0, 9.0, 0.1):
+        x = torch.randn(4, 3, 5, 5) * size
+        assert torch.equal(plain(x), derived(x))
+    assert torch.equal(plain.scale, derived.scale)
+    assert torch.equal(plain.zero_point, derived.zero_point)
+    assert seen == [(1, 300)] * 3
