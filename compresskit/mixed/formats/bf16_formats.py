@@ -21,6 +21,7 @@ from torch import Tensor
 from compresskit.mixed.formats.policy import Bf16Format
 
 _LOW_32_BITS = 0xFFFFFFFF
+PIECE = 2**17  # values that are written at once on a CPU: what is computed on the way stays in the cache
 
 
 def to_fp32(half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None) -> Tensor:
@@ -72,6 +73,39 @@ def from_fp32(
     return value.to(half.dtype), None
 
 
+def store_(
+    master: Tensor, half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None, seed: int, step: Tensor, offset: int
+) -> None:
+    """Write into `half` and `remainder` what `from_fp32` gives for `master`, whose values are lost.
+
+    On a CPU large tensors are written piece by piece, without temporary tensors of their size.
+    """
+    tensors = (master, half) if remainder is None else (master, half, remainder)
+    plain = all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    if not plain:
+        values, rest = from_fp32(master, half, remainder, bf16_format, seed, step, offset)
+        half.copy_(values)
+        if remainder is not None and rest is not None:
+            remainder.copy_(rest)
+        return
+    for start in range(0, master.numel(), PIECE):
+        value, low, *rests = (t.view(-1)[start : start + PIECE] for t in tensors)
+        bits = value.view(torch.int32)
+        if bf16_format == "split":
+            rests[0].copy_(bits)  # the low 16 bits, as in `split`
+            low.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+        elif bf16_format == "kahan":
+            new, error = compensate(value, low, rests[0])
+            low.copy_(new)
+            rests[0].copy_(error)
+        else:
+            drawn = random_bits(seed, step, offset + start, value)
+            if math.isfinite(value.sum().item()):  # one sum costs less than two selections
+                low.view(torch.int16).copy_(bits.add_(drawn).bitwise_right_shift_(16))
+            else:
+                low.copy_(round_stochastically(value, drawn))
+
+
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 into bf16 and the int16 remainder of its bits; `join` gives the fp32 back exactly, for all finite values.
 
@@ -104,8 +138,20 @@ def compensate(value: Tensor, half: Tensor, compensation: Tensor) -> tuple[Tenso
     """
     new = value.bfloat16()
     error = (value - new.float()).bfloat16()
-    same = value == half.float() + compensation.float()
-    return torch.where(same, half, new), torch.where(same, compensation, error)
+    old = half.float() + compensation.float()
+    if value.device.type != "cpu" or torch.compiler.is_compiling():
+        same = value == old
+        return torch.where(same, half, new), torch.where(same, compensation, error)
+    # On a CPU a comparison and two selections take five times as long as the same on bits: -1 where they differ, else 0.
+    other = old.view(torch.int32) ^ value.view(torch.int32)
+    differs = ((other | -other) >> 31).to(torch.int16)
+    return _selected(half, new, differs), _selected(compensation, error, differs)
+
+
+def _selected(old: Tensor, new: Tensor, differs: Tensor) -> Tensor:
+    """bf16 values: `new` where `differs`, int16, is -1, and `old` where it is 0."""
+    kept = old.view(torch.int16)
+    return (kept ^ ((kept ^ new.view(torch.int16)) & differs)).view(torch.bfloat16)
 
 
 def _hash32(x: Tensor) -> Tensor:
@@ -130,10 +176,13 @@ def random_bits(seed: int, step: Tensor, offset: int, like: Tensor) -> Tensor:
     No generator: nothing to save, and every rank of a distributed run draws the same (Salmon et al., SC 2011, counter-based
     random numbers). `offset` is the global index of the tensor's first value.
     """
-    index = torch.arange(offset, offset + like.numel(), device=like.device).view(like.shape)
-    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)  # the cast drops the upper bits
     key = _hash32((step + (seed & _LOW_32_BITS) * 0x9E3779B1).to(torch.int32))
     key = _hash32(key + _as_int32(seed >> 32))
+    if not torch.compiler.is_compiling() and offset + like.numel() <= 2**31:  # the upper half of every index is zero
+        index = torch.arange(offset, offset + like.numel(), device=like.device, dtype=torch.int32).view(like.shape)
+        return _hash32(_hash32(index ^ key)) & 0xFFFF
+    index = torch.arange(offset, offset + like.numel(), device=like.device).view(like.shape)
+    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)  # the cast drops the upper bits
     return _hash32(_hash32(low ^ key) + high) & 0xFFFF
 
 

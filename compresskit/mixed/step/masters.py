@@ -233,13 +233,8 @@ class MasterWeights:
                 self.record_(written=not self.compared)
             return
         for half in self.halves:
-            data = half.parameter.data
-            values, remainder = bf16_formats.from_fp32(
-                half.master, data, half.remainder, bf16_format, seed, self.steps, half.offset
-            )
-            data.copy_(values)
-            if half.remainder is not None and remainder is not None:
-                half.remainder.copy_(remainder)  # in place, as a CUDA graph reads from this memory
+            # In place, as a CUDA graph reads from this memory.
+            bf16_formats.store_(half.master, half.parameter.data, half.remainder, bf16_format, seed, self.steps, half.offset)
             half.master.untyped_storage().resize_(0)
         self.masters_in_memory = False
         self.record_(written=not self.compared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import oracles
@@ -144,3 +145,30 @@ def test_all_masters_are_filled_with_what_each_is(bf16_format, stale: bool) -> N
         wanted = bf16_formats.to_fp32(half, rest, bf16_format)
         assert torch.equal(master.view(torch.int32), wanted.view(torch.int32))
         assert not (stale and master.isnan().any())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bf16_format", ["split", "kahan", "stochastic"])
+def test_weights_are_stored_as_the_formats_say(bf16_format, layout, monkeypatch) -> None:
+    """In pieces, whose last one is shorter, bit for bit: also inf, nan, ties and the largest values."""
+    monkeypatch.setattr(bf16_formats, "PIECE", 1000)
+    value = torch.randn(7, 13, 5, 9) * torch.logspace(-38, 38, 9)
+    special = [math.inf, -math.inf, math.nan, 0.0, -0.0, 3.4e38, -3.4e38, 1.00390625, -1.00390625]
+    value[3, 2, 1] = torch.tensor(special)
+    value = value.to(memory_format=layout)
+    half, remainder = bf16_formats.split(value * 1.01)
+    remainder = {"split": remainder, "kahan": (value * 1e-3).bfloat16(), "stochastic": None}[bf16_format]
+    rest = (bf16_format, 5, torch.tensor(3), 11)
+    wanted = bf16_formats.from_fp32(value, half, remainder, *rest)
+    bf16_formats.store_(value.clone(), half, remainder, *rest)
+    assert torch.equal(half.view(torch.int16), wanted[0].view(torch.int16))
+    if remainder is not None:
+        assert torch.equal(remainder.view(torch.int16), wanted[1].view(torch.int16))
+
+
+def test_random_bits_beyond_two_thirty_one() -> None:
+    """The bits of a value do not depend on whether its index, or that of a neighbour, fits in int32."""
+    start = 2**31 - 3
+    whole = bf16_formats.random_bits(7, torch.tensor(2), start, torch.empty(6))
+    parts = [bf16_formats.random_bits(7, torch.tensor(2), start + i, torch.empty(1)) for i in range(6)]
+    assert torch.equal(whole, torch.cat(parts))
