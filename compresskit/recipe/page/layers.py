@@ -17,7 +17,7 @@ def layer_charts(details: Details) -> list[Chart]:
     channels = _series(details, _layers, lambda layer: layer["shape"][0])
     if channels:
         charts.append(_chart("Channels by layer", "output channels", channels))
-    zeros = _series(details, _layers, _zeros)
+    zeros = _series(details, _layers, _zero_fraction)
     if any(y >= FEWEST_ZEROS for one in zeros for _, y in one.points):
         charts.append(_chart("Zeros by layer", "fraction of the weights that is 0", zeros))
     noise = _series(details, _noisy_layers, lambda layer: layer.get("sqnr"))
@@ -38,7 +38,9 @@ def layer_rows(details: Details) -> list[list[str]]:
         found = noise.get(name, {})
         sqnr = found.get("sqnr")
         shape = " x ".join(map(str, layer["shape"]))
-        rows.append([name, shape, f"{_zeros(layer):.1%}", str(found.get("runs", "")), f"{sqnr:.1f}" if _is_number(sqnr) else ""])
+        rows.append(
+            [name, shape, f"{_zero_fraction(layer):.1%}", str(found.get("runs", "")), f"{sqnr:.1f}" if _is_figure(sqnr) else ""]
+        )
     return rows
 
 
@@ -61,18 +63,18 @@ def _series(
 ) -> list[Series]:
     found = []
     for stage, entry in details.items():
-        points = [(float(i), value(layer), _name(layer)) for i, layer in enumerate(layers(entry), 1)]
-        points = [point for point in points if _is_number(point[1])]
+        points = [(float(i), value(layer), _layer_name(layer)) for i, layer in enumerate(layers(entry), 1)]
+        points = [point for point in points if _is_figure(point[1])]
         if points:
             found.append(Series(stage, [(x, float(y)) for x, y, _ in points], [f"{stage}, {name}" for *_, name in points]))
     return found
 
 
-def _name(layer: Mapping[str, Any]) -> str:
+def _layer_name(layer: Mapping[str, Any]) -> str:
     return str(layer.get("name", layer.get("layer", "layer")))
 
 
-def _zeros(layer: Mapping[str, Any]) -> float:
+def _zero_fraction(layer: Mapping[str, Any]) -> float:
     count = 1
     for size in layer["shape"]:
         count *= size
@@ -82,11 +84,11 @@ def _zeros(layer: Mapping[str, Any]) -> float:
 def _layers(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The layers of a stage, as far as they are whole."""
     found = entry.get("layers")
-    return [layer for layer in found if _is_layer(layer)] if isinstance(found, list) else []
+    return [layer for layer in found if _is_whole(layer)] if isinstance(found, list) else []
 
 
-def _is_layer(layer: Any) -> bool:
-    if not isinstance(layer, dict) or not _is_number(layer.get("zeros", 0)):
+def _is_whole(layer: Any) -> bool:
+    if not isinstance(layer, dict) or not _is_figure(layer.get("zeros", 0)):
         return False
     shape = layer.get("shape")
     return isinstance(shape, list) and bool(shape) and all(isinstance(size, int) and size >= 0 for size in shape)
@@ -98,5 +100,5 @@ def _noisy_layers(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [layer for layer in found if isinstance(layer, dict)] if isinstance(found, list) else []
 
 
-def _is_number(value: Any) -> bool:
+def _is_figure(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
