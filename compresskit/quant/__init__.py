@@ -6,10 +6,10 @@ stores weights in `quant.weight_only`.
 
 from compresskit.quant import weight_only
 from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
-from compresskit.quant.calibration.adaround import adaround_
 from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
+from compresskit.quant.calibration.reconstruct import adaround_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized
