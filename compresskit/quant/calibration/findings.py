@@ -18,7 +18,7 @@ OUTLIERS = 8.0  # times that the range is wider than 99.9 % of the values
 UNEVEN = 16.0  # times that the range is wider than the values of the middle channel
 MOST = 0.999  # of the values
 LOW_DECIBELS = 25.0  # of a layer's weights or input alone, below which it is named
-WORST = 3  # layers that are named for their noise
+NAMED = 3  # layers that are named for their noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +100,5 @@ def noisy_layers(rows: list[tuple[str, float | None, float | None]]) -> list[Fin
     what = {"weights": "rounding its weights alone", "activations": "rounding its input alone"}
     return [
         Finding(layer=layer, cause=cause, text=f"{what[cause]} leaves {value:.1f} dB", remedy=remedies[cause])
-        for value, layer, cause in sorted(causes)[:WORST]
+        for value, layer, cause in sorted(causes)[:NAMED]
     ]

@@ -13,9 +13,9 @@ from torch import nn
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.metrics import decibels
+from compresskit.quant.accuracy_target.layer_sensitivity import LayerSensitivity, layer_sensitivities
 from compresskit.quant.build import build_quantized
 from compresskit.quant.effort.samples import OutputError, joined_samples
-from compresskit.quant.mixed_bits.sensitivity import LayerSensitivity, layer_sensitivities
 from compresskit.quant.model import CALIBRATION_BYTES
 from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.observers import MinMax
@@ -56,14 +56,14 @@ class BitPlan:
             noise = [f"{decibels(1.0, layer.noise[width], most=120.0):.1f} dB" for width in widths]
             table.append([layer.layer, f"{layer.weights:,}", f"{layer.macs:,}", *noise, str(self.bits[layer.layer].weights)])
         columns = [max(len(row[i]) for row in table) for i in range(len(head))]
-        lines = [_padded(row, columns) for row in table]
+        lines = [_table_row(row, columns) for row in table]
         frontier = ", ".join(f"{average:.2f} bits {quality:.1f} dB" for average, quality in self.frontier)
         total = f"{self.average:.2f} bits a weight" + (" of a MAC" if self.weighting == "macs" else "")
         first = f"{total}, {self.weight_bytes:,} bytes of weights, {self.decibels:.1f} dB predicted"
         return "\n".join([first, *lines, f"frontier: {frontier}"])
 
 
-def _padded(row: Sequence[str], columns: Sequence[int]) -> str:
+def _table_row(row: Sequence[str], columns: Sequence[int]) -> str:
     return "  ".join(
         cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, columns, strict=True))
     )

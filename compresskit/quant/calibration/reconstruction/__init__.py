@@ -1,0 +1,1 @@
+"""Learned rounding, layer by layer or block by block."""

@@ -1,1 +1,0 @@
-"""Bits chosen layer by layer under a budget."""
