@@ -10,7 +10,7 @@ from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_a
 from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
-from compresskit.quant.calibration.reconstruction.reconstruct import adaround_, reconstruct_blocks_
+from compresskit.quant.calibration.reconstruct import adaround_, reconstruct_blocks_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized

@@ -1,5 +1,5 @@
 """Calibration: activation statistics, equalization, smoothing, rounding, diagnosis; the blocks that reconstruction works on."""
 
-from compresskit.quant.calibration.reconstruction.blocks import GraphBlock, find_graph_blocks
+from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks
 
 __all__ = ["GraphBlock", "find_graph_blocks"]

@@ -19,7 +19,7 @@ from torch import nn
 
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import Captured
-from compresskit.quant.calibration.reconstruction.reconstruct import reconstruct_blocks_
+from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 from compresskit.quant.calibration.rounding_noise import rounding_noise
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.balance import balance_channels_

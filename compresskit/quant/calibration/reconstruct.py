@@ -29,11 +29,11 @@ from compresskit.graph.interpreter import Compute, ValueOf, execute
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
+from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks, given_nodes
 from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.paired_run import Pair
-from compresskit.quant.calibration.reconstruction.blocks import GraphBlock, find_graph_blocks, given_nodes
-from compresskit.quant.calibration.reconstruction.soft_rounding import SoftRounding, fit_scale_
 from compresskit.quant.calibration.rows import shuffled_parts
+from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import LEAST_SCALE, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_

@@ -1,1 +1,0 @@
-"""Learned rounding, layer by layer or block by block."""
