@@ -193,7 +193,7 @@ class _ActivationSpread:
         return found
 
 
-def _noisy_layers(rows: list[tuple[str, float | None, float | None]]) -> list[Finding]:
+def _noise_findings(rows: list[tuple[str, float | None, float | None]]) -> list[Finding]:
     """Name the layers whose own rounding makes most noise. rows: (layer, dB of its weights alone, dB of its input alone)."""
     causes = [
         (value, layer, cause)
@@ -296,7 +296,7 @@ class _NoiseMeter:
                     **parts,
                 )
             )
-        noisy = _noisy_layers([(row.layer or row.name, row.weights, row.activations) for row in rows])
+        noisy = _noise_findings([(row.layer or row.name, row.weights, row.activations) for row in rows])
         spread = [finding for quantizer, seen in self.spreads.items() for finding in seen.findings(quantizer.label)]
         return Diagnosis(
             rows=tuple(rows),
