@@ -5,11 +5,12 @@ stores weights in `quant.weight_only`.
 """
 
 from compresskit.quant import weight_only
+from compresskit.quant.accuracy_target.choose_bits import choose_bits
 from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
 from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
-from compresskit.quant.calibration.reconstruct import adaround_
+from compresskit.quant.calibration.reconstruct import adaround_, reconstruct_blocks_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized
@@ -38,6 +39,7 @@ __all__ = [
     "Target",
     "WeightQuant",
     "adaround_",
+    "choose_bits",
     "correct_bias_",
     "diagnose",
     "equalize_",
@@ -47,6 +49,7 @@ __all__ = [
     "quantize_static",
     "quantize_to_accuracy",
     "quantize_weights",
+    "reconstruct_blocks_",
     "smooth_",
     "targets",
     "weight_only",

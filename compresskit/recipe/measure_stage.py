@@ -22,7 +22,8 @@ from compresskit.export.rewrite.sparse import compressed_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
-from compresskit.measure import count_macs, count_nonzero, count_parameters, evaluate, numpy_inputs, session
+from compresskit.measure import count_macs, count_nonzero, count_parameters, numpy_inputs, session
+from compresskit.recipe.details import DETAILS, measure_outcomes, stage_details
 from compresskit.recipe.report import StageReport
 
 #: Entries of an ONNX file's metadata that a run adds.
@@ -43,7 +44,7 @@ def measure_stage(
     """Measure a stage's model; with `export`, write its ONNX file first, verify it, and take the metric from it.
 
     Args:
-        folder: of the stage; `model.onnx` and `verify.json` are written into it.
+        folder: of the stage; `model.onnx`, `verify.json` and `details.json` are written into it.
         settings: of the stage, JSON-ready; they are written into the ONNX file, with the metric and the verification.
         seconds: how long the stage took.
         export: whether to write an ONNX file.
@@ -63,7 +64,8 @@ def measure_stage(
             path.replace(folder / "model.rejected.onnx")
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {verification}")
         run = _like_model(session(path), model, task.example())
-    metric = evaluate(run, task)
+    metric, correct, samples = measure_outcomes(run, task)
+    write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, correct=correct, samples=samples)})
     if verification is not None:
         stage, found = {"name": folder.name, "settings": settings}, verification.to_json()
         annotate(path, **dict(zip(RUN_METADATA, (stage, metric, found), strict=True)))

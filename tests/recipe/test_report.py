@@ -25,7 +25,7 @@ def test_a_run_writes_its_folder_and_prints_a_table(finished_run) -> None:
         "report.json",
     ]
     assert {p.name for p in (out / "2-prune").iterdir()} == {
-        "model.onnx", "model.safetensors", "row.json", "structure.json", "verify.json"
+        "details.json", "model.onnx", "model.safetensors", "row.json", "structure.json", "verify.json"
     }  # fmt: skip
     text = str(result)
     assert text.splitlines()[0].split() == [

@@ -1,1 +1,1 @@
-"""Quantize a model as fast as an accuracy target allows, matrix by matrix."""
+"""Precision chosen layer by layer: for a target of accuracy, or a budget of bits."""

@@ -1,6 +1,5 @@
-"""Calibration: activation statistics, equalization, smoothing, rounding, diagnosis."""
+"""Calibration: activation statistics, equalization, smoothing, rounding, diagnosis; the blocks that reconstruction works on."""
 
 from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks
-from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 
-__all__ = ["GraphBlock", "find_graph_blocks", "reconstruct_blocks_"]
+__all__ = ["GraphBlock", "find_graph_blocks"]

@@ -1,4 +1,4 @@
-"""Diagnose a quantized model: the noise that each operator adds, why operators stay float, and how much runs in integers."""
+"""Diagnose a quantized model: the noise of each operator, its causes, why operators stay float, how much runs in integers."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ from compresskit.quant.passes.prepare_graph import prepare_graph
 
 log = logging.getLogger(__name__)
 
+OUTLIERS = 8.0  # times that the range is wider than 99.9 % of the values
+UNEVEN = 16.0  # times that the range is wider than the values of the middle channel
+MOST = 0.999  # of the values
+LOW_DECIBELS = 25.0  # of a layer's weights or input alone, below which it is named
+NAMED = 3  # layers that are named for their noise
+
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorNoise:
@@ -57,17 +63,36 @@ class OperatorNoise:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause of rounding errors.
+
+    layer: dotted name of the module, or of the value. cause: "outliers", "uneven channels", "dead channels", "weights" or
+        "activations". text: what was measured. remedy: what to try.
+    """
+
+    layer: str
+    cause: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.text}; {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The result of `diagnose`; prints as a table.
 
     rows: the noise of each operator. coverage: how much of the model runs in integers.
     sqnr: of the model's output, in dB. samples: how many rows it was measured on.
+    findings: causes of the noise, in words; see `Finding`.
     """
 
     rows: tuple[OperatorNoise, ...]
     coverage: Coverage
     sqnr: float
     samples: int
+    findings: tuple[Finding, ...] = ()
 
     def __str__(self) -> str:
         head = ("operator", "layer", "runs", "params", "MACs", "SQNR dB", "weights", "activations", "saturated")
@@ -77,13 +102,15 @@ class Diagnosis:
             "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))).rstrip()
             for cells in table
         ]
-        return "\n".join([f"output {self.sqnr:.1f} dB on {self.samples} samples; {self.coverage}", *lines])
+        found = [f"* {finding}" for finding in self.findings]
+        return "\n".join([f"output {self.sqnr:.1f} dB on {self.samples} samples; {self.coverage}", *lines, *found])
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready record; an infinite SQNR (no noise) becomes None."""
         rows = [{k: None if isinstance(v, float) and math.isinf(v) else v for k, v in asdict(r).items()} for r in self.rows]
         sqnr = None if math.isinf(self.sqnr) else self.sqnr
-        return {"sqnr": sqnr, "samples": self.samples, "coverage": self.coverage.to_json(), "rows": rows}
+        record = {"sqnr": sqnr, "samples": self.samples, "coverage": self.coverage.to_json(), "rows": rows}
+        return record | {"findings": [asdict(finding) for finding in self.findings]}
 
 
 def _table_cells(row: OperatorNoise) -> tuple[str, ...]:
@@ -119,6 +146,72 @@ def diagnose(quantized: Quantized, batches: Batches, *, model: nn.Module | None 
     return meter.report(samples)
 
 
+class _ActivationSpread:
+    """What the values of one activation look like against the range of its quantizer, over batches."""
+
+    def __init__(self, quantizer: ActivationQuantizer) -> None:
+        self.quantizer = quantizer
+        self.channels: Tensor | None = None
+        self.middle: list[float] = []
+
+    def add(self, values: Tensor) -> None:
+        """See the float values of a batch, (N, channels, ...), or (N, tokens, channels)."""
+        if values.ndim < 2 or not values.numel():
+            return
+        sizes = values.detach().abs().movedim(-1 if values.ndim == 3 else 1, 0).flatten(1)
+        largest = sizes.amax(1)
+        self.channels = largest if self.channels is None or len(self.channels) != len(largest) else self.channels.maximum(largest)
+        flat = sizes.flatten()
+        flat = flat[flat > 0]  # zero is exact in every format
+        if len(flat):
+            self.middle.append(float(flat.kthvalue(max(1, math.ceil(MOST * len(flat)))).values))
+
+    def findings(self, name: str) -> list[Finding]:
+        """What is wrong with the range; nothing for most activations."""
+        if self.channels is None or not self.middle:
+            return []
+        scheme, zero = self.quantizer.scheme, self.quantizer.zero_point
+        reach = float(self.quantizer.scale) * max(scheme.high - int(zero), int(zero) - scheme.low)
+        found = []
+        dead = self.channels == 0
+        if bool(dead.any()):
+            which = torch.nonzero(dead).flatten().tolist()
+            some = ", ".join(map(str, which[:4])) + ", ..." * (len(which) > 4)
+            text = f"{len(which)} of {len(dead)} channels are always 0 ({some})"
+            found.append(Finding(layer=name, cause="dead channels", text=text, remedy="Prune removes them without a loss"))
+        alive = self.channels[~dead]
+        middle_channel, most = float(alive.median()), max(self.middle)
+        if len(alive) > 1 and reach > UNEVEN * middle_channel:
+            widest = int(self.channels.argmax())
+            text = f"its range is {reach / middle_channel:.0f} times that of its middle channel (channel {widest})"
+            remedy = 'equalize_ before quantizing, or effort="balanced", evens channels out'
+            found.append(Finding(layer=name, cause="uneven channels", text=text, remedy=remedy))
+        elif reach > OUTLIERS * most:
+            text = f"99.9 % of its values use 1/{reach / most:.0f} of its range"
+            remedy = 'observer=HistogramMSE or Percentile clips outliers, effort="balanced" chooses'
+            found.append(Finding(layer=name, cause="outliers", text=text, remedy=remedy))
+        return found
+
+
+def _noise_findings(rows: list[tuple[str, float | None, float | None]]) -> list[Finding]:
+    """Name the layers whose own rounding makes most noise. rows: (layer, dB of its weights alone, dB of its input alone)."""
+    causes = [
+        (value, layer, cause)
+        for layer, weights, activations in rows
+        for value, cause in ((weights, "weights"), (activations, "activations"))
+        if value is not None and value < LOW_DECIBELS
+    ]
+    remedies = {
+        "weights": "more bits for it (bits=), adaround_, or QAT",
+        "activations": "another range (observer=), more bits for it (bits=), or leave it float (skip=)",
+    }
+    what = {"weights": "rounding its weights alone", "activations": "rounding its input alone"}
+    return [
+        Finding(layer=layer, cause=cause, text=f"{what[cause]} leaves {value:.1f} dB", remedy=remedies[cause])
+        for value, layer, cause in sorted(causes)[:NAMED]
+    ]
+
+
 class _NoiseMeter:
     """Sums of squares of signal and noise, for each operator and source of noise."""
 
@@ -127,6 +220,7 @@ class _NoiseMeter:
         self.named = {**self.placement.integer, **self.placement.floating}
         self.power: dict[tuple[str, str], list[float]] = {}  # (operator, source) -> [signal, noise]
         self.saturated: dict[str, float] = {}
+        self.spreads: dict[ActivationQuantizer, _ActivationSpread] = {}
 
     def add(self, inputs: Inputs, float_weights: dict[str, Tensor] | None, *, saturation: bool) -> int:
         """Run one batch; returns its number of rows. saturation: whether to count saturated sums on it."""
@@ -143,6 +237,8 @@ class _NoiseMeter:
                     self._add_sources(node, pair, pair_of)
                     if saturates:
                         self._count_saturated(node, pair_of)
+            elif node.op == "call_module" and isinstance(module := self.body.get_submodule(node.target), ActivationQuantizer):
+                self.spreads.setdefault(module, _ActivationSpread(module)).add(pair[0])
 
         run_float_and_quantized(self.body, inputs, visit, float_weights)
         return batch_size(inputs)
@@ -200,7 +296,15 @@ class _NoiseMeter:
                     **parts,
                 )
             )
-        return Diagnosis(rows=tuple(rows), coverage=self.placement.coverage, sqnr=self._db("", "all"), samples=samples)
+        noisy = _noise_findings([(row.layer or row.name, row.weights, row.activations) for row in rows])
+        spread = [finding for quantizer, seen in self.spreads.items() for finding in seen.findings(quantizer.label)]
+        return Diagnosis(
+            rows=tuple(rows),
+            coverage=self.placement.coverage,
+            sqnr=self._db("", "all"),
+            samples=samples,
+            findings=(*noisy, *spread),
+        )
 
     def _db(self, name: str, source: str) -> float:
         return decibels(*self.power[name, source])

@@ -17,7 +17,7 @@ LONGEST_LABEL = 22
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: its name, its points (x, y) and a label for each, or none."""
+    """A line of a chart: its name, its points (x, y) and a label for each, or none. Labels of joined points are tooltips."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -135,8 +135,9 @@ def draw(
     for i, one in enumerate(series):
         shown = thinned(one.points) if lines else one.points
         points = [place(point) for point in shown]
-        labels = [_free_place(x, y, label, taken) for (x, y), label in zip(points, one.labels, strict=True)] if one.labels else []
-        names = one.labels or [one.name] * len(shown)
+        written = () if lines else one.labels
+        labels = [_free_place(x, y, label, taken) for (x, y), label in zip(points, written, strict=True)] if written else []
+        names = one.labels if len(one.labels) == len(shown) else [one.name] * len(shown)
         marks = [(*at, f"{name}: {x:.6g}, {y:.6g}") for at, name, (x, y) in zip(points, names, shown, strict=True)]
         path = _path(points) if lines and len(points) > 1 else ""
         marks = marks if len(marks) <= MOST_MARKED or not lines else []

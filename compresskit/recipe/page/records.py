@@ -8,6 +8,7 @@ from typing import Any
 
 from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json
+from compresskit.recipe.details import DETAILS
 from compresskit.recipe.folder import PROGRESS, ROW
 from compresskit.recipe.report import StageReport, read_stage_report
 
@@ -29,6 +30,7 @@ class RunRecord:
         environment: versions and machine, see `compresskit.export.check.environment`; empty where the run does not say.
         history: stage -> its trainings, see `compresskit.train.history`.
         reused: stages that the last run read from their folders.
+        details: stage -> which samples are right, layers and noise, see `compresskit.recipe.details`; of finished stages.
         missing: a sentence for everything that should be there and is not.
     """
 
@@ -41,6 +43,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     reused: list[str] = field(default_factory=list)
+    details: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -82,6 +85,10 @@ def read_run(folder: str | Path, report: dict[str, Any] | None = None) -> RunRec
     _read_stages(run, report)
     if report is not None:
         _read_rest(run, report)
+    for row in run.rows:
+        path = run.folder / Path(row.stage).name / DETAILS
+        if path.exists() and (found := _read(run, path, "the details of a finished stage")) is not None:
+            run.details[row.stage] = found
     return run
 
 

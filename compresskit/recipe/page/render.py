@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import cache
@@ -14,13 +15,15 @@ from typing import Any
 from compresskit.base.files import atomic
 from compresskit.base.version import __version__
 from compresskit.recipe.page.charts import Chart, Series, draw
+from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows
 from compresskit.recipe.page.records import RunRecord
+from compresskit.recipe.page.statistics import PairedTest, paired_test, wilson_interval
 from compresskit.recipe.report import StageReport, remarks
 
 TEMPLATE = "report.html.jinja"
 LONGEST_RECIPE = 60_000  # characters of a recipe that a page shows; report.json holds all of it
 MOST_LINES = 12  # of one chart
-COLUMNS = "stage metric change parameters non-zeros MACs file smaller latency faster verified time".split()
+COLUMNS = "stage metric interval change p parameters non-zeros MACs file smaller latency faster verified time".split()
 #: What is drawn over the steps of a training: title, name of the axis, key of an epoch's entry.
 CURVES = (
     ("Loss", "mean loss of an epoch", "loss"),
@@ -93,7 +96,11 @@ def _context(name: str, run: RunRecord) -> dict[str, Any]:
         "chain": [{"name": stage, "done": stage in {row.stage for row in run.rows}} for stage in run.stages],
         "reused": run.reused,
         "summary": summary(run),
-        "rows": [_cells(row, run.rows[0]) for row in run.rows],
+        "rows": [_cells(row, run.rows[0], *_certainty(run, row)) for row in run.rows],
+        "tests": [sentence for row in run.rows[1:] if (sentence := _test_in_words(run, row))],
+        "layer_charts": layer_charts(run.details),
+        "layers": layer_rows(run.details),
+        "floating": floating_layers(run.details),
         "estimated": any(not row.executed for row in run.rows),
         "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],
         "missing": run.missing,
@@ -124,12 +131,55 @@ def ratio(first: float, now: float) -> str:
     return f"{first / now:.2f}x"
 
 
-def _cells(row: StageReport, first: StageReport) -> list[str]:
+def _certainty(run: RunRecord, row: StageReport) -> tuple[str, str]:
+    """The confidence interval of a stage's accuracy, and p of the paired test against the first stage; "" where unknown."""
+    outcomes = _outcomes(run, row)
+    if outcomes is None:
+        return "", ""
+    low, high = wilson_interval(int(outcomes[0], 16).bit_count(), outcomes[1])
+    test = _test(run, row)
+    return f"{low:.4f} to {high:.4f}", "" if test is None or row is run.rows[0] else _p_value(test.p)
+
+
+def _outcomes(run: RunRecord, row: StageReport) -> tuple[str, int] | None:
+    """Which samples a stage has right, and how many there are, if that is recorded and fits its accuracy."""
+    entry = run.details.get(row.stage, {})
+    correct, samples = entry.get("correct"), entry.get("samples")
+    if not isinstance(correct, str) or not isinstance(samples, int) or samples < 1:
+        return None
+    right = int(correct, 16).bit_count() if re.fullmatch("[0-9a-f]+", correct) else -1
+    return (correct, samples) if abs(right / samples - row.metric) < 1e-6 else None
+
+
+def _test(run: RunRecord, row: StageReport) -> PairedTest | None:
+    first, now = _outcomes(run, run.rows[0]), _outcomes(run, row)
+    return paired_test(first[0], now[0], now[1]) if first and now and first[1] == now[1] else None
+
+
+def _test_in_words(run: RunRecord, row: StageReport) -> str:
+    test = _test(run, row)
+    if test is None:
+        return ""
+    verdict = "no difference is shown" if test.p >= 0.05 else "worse" if test.lost > test.gained else "better"
+    return (
+        f"{row.stage} against {run.rows[0].stage}, on the same {test.samples:,} samples: {test.lost} are no longer right,"
+        f" {test.gained} became right; difference {(test.gained - test.lost) / test.samples:+.4f} ({test.low:+.4f} to"
+        f" {test.high:+.4f}), p {_p_value(test.p)}: {verdict}."
+    )
+
+
+def _p_value(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _cells(row: StageReport, first: StageReport, interval: str, p: str) -> list[str]:
     change = row.metric - first.metric
     return [
         row.stage,
         f"{'' if row.executed else '~'}{row.metric:.4f}",
+        interval,
         "" if row is first else f"{change:+.4f}",
+        p,
         f"{row.parameters:,}",
         f"{row.nonzero:,}",
         f"{row.macs:,}",

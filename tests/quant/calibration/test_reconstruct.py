@@ -17,8 +17,8 @@ import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
 from compresskit.graph.masks import masks_of
 from compresskit.prune import plan_mask
-from compresskit.quant import X86, adaround_, quantize_static
-from compresskit.quant.calibration import find_graph_blocks, reconstruct_blocks_
+from compresskit.quant import X86, adaround_, quantize_static, reconstruct_blocks_
+from compresskit.quant.calibration import find_graph_blocks
 
 
 def bits(count: int):

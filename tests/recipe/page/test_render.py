@@ -76,15 +76,12 @@ def test_the_page_of_a_run_shows_what_it_did(finished_run) -> None:
     assert cells.count("yes") == 3
     titles = [chart["aria-label"] for chart in page.all("svg") if "aria-label" in chart]
     assert titles == [
-        "Accuracy against size of the file",
-        "Accuracy against latency",
-        "Loss",
-        "Accuracy during training",
-        "Learning rate",
+        *("Accuracy against size of the file", "Accuracy against latency", "Channels by layer", "Quantization noise by layer"),
+        *("Loss", "Accuracy during training", "Learning rate"),
     ]
     described = {attrs["id"] for attrs in page.all("desc")}
     assert described == {chart["aria-describedby"] for chart in page.all("svg") if "aria-label" in chart}
-    assert len(described) == 5
+    assert len(described) == 7
     assert "1-train: train" in "".join(page.texts["li"])
     assert "onnxruntime" in "".join(page.texts["dd"])
     assert '"kind": "Prune"' in "".join(page.texts["pre"])
@@ -200,3 +197,43 @@ def test_axes_are_named_by_the_metric(metric) -> None:
     run = a_run(higher_is_better=True)
     run.metric = metric
     assert f">{'&lt;lambda&gt;' if '<' in metric else 'f1'}</text>" in page_of_runs([run])
+
+
+def outcomes(right, samples):
+    return {"correct": f"{right:0{-(-samples // 4)}x}", "samples": samples}
+
+
+def test_a_difference_in_accuracy_carries_a_paired_test() -> None:
+    run = a_run()
+    run.rows = [row("1-train", metric=0.9), row("2-qat", metric=0.8)]
+    run.details = {"1-train": outcomes(0b1111111110, 10), "2-qat": outcomes(0b1011111011, 10)}
+    text = page_of_runs([run])
+    assert "<td>0.5958 to 0.9821</td>" in text
+    assert (
+        "2-qat against 1-train, on the same 10 samples: 2 are no longer right, 1 became right; difference -0.1000"
+        " (-0.2950 to +0.2434), p 1.000: no difference is shown."
+    ) in text
+    run.rows[1] = row("2-qat", metric=0.0)
+    run.details["2-qat"] = outcomes(0, 10)
+    assert "p 0.004: worse." in page_of_runs([run])
+    for other in ({}, {"correct": "xyz", "samples": 10}, outcomes(0b1, 10), {"correct": 5, "samples": "3"}, outcomes(0, 12)):
+        run.details["2-qat"] = other  # not recorded, damaged, of another measurement, of other samples
+        assert "Is the difference real?" not in page_of_runs([run])
+
+
+def test_layers_are_drawn_and_listed() -> None:
+    run = a_run()
+    first = [{"name": "a", "shape": [8, 3, 3, 3], "zeros": 0}, {"name": "b", "shape": [4, 8], "zeros": 0}]
+    last = [{"name": "a", "shape": [6, 3, 3, 3], "zeros": 81}, {"name": "b", "shape": [4, 6], "zeros": 0}]
+    noise = {"layers": [{"layer": "a", "runs": "integer", "sqnr": 31.25}, {"layer": "b", "runs": "float: <last>", "sqnr": None}]}
+    run.details = {"1-train": {"layers": first, "noise": None}, "2-qat": {"layers": last, "noise": noise}}
+    page = Page(page_of_runs([run]))
+    titles = [chart["aria-label"] for chart in page.all("svg") if "aria-label" in chart]
+    assert titles[2:] == ["Channels by layer", "Zeros by layer", "Quantization noise by layer"]
+    described = page.texts["desc"][2]
+    assert "1-train: from 8 at 1 to 4 at 2. 2-qat: from 6 at 1 to 4 at 2." in described
+    assert "2-qat, a: 1, 0.5" in page.texts["title"]
+    assert page.texts["td"][-7:-3] == ["6 x 3 x 3 x 3", "50.0%", "integer", "31.2"]
+    assert "2-qat: b: float: <last>" in page.texts["li"]
+    run.details["2-qat"] = {"layers": [{"name": "a", "shape": "x"}, 3], "noise": {"layers": 1}}  # damaged
+    assert "Zeros by layer" not in page_of_runs([run])

@@ -1,0 +1,76 @@
+"""What a report shows of a stage besides its row: which samples are right, the layers, and their quantization noise."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compresskit.base.errors import CompressError
+from compresskit.base.task import Task, accuracy
+from compresskit.measure import evaluate
+from compresskit.quant import Quantized, diagnose
+
+log = logging.getLogger(__name__)
+
+DETAILS = "details.json"  # in the folder of a stage
+NOISE_BATCHES = 1  # of the validation data: noise by layer is for looking at
+
+
+def measure_outcomes(run: Callable[..., Any], task: Task) -> tuple[float, str | None, int]:
+    """The metric of a model or a file, and, where that is `accuracy` of one class for each sample, which samples are right.
+
+    Returns:
+        The metric; the samples as bits, the first one highest, in hexadecimal digits, or None; and how many samples there are.
+    """
+    right: list[Tensor] = []
+
+    def recorded(predictions: Tensor, target: Tensor) -> float:
+        found = accuracy(predictions, target, ignore_index=task.ignore_index)
+        if predictions.ndim == 2 and bool((target >= 0).all()):
+            right.append(predictions.argmax(1) == target)
+        return found
+
+    if task.metric is not accuracy:
+        return evaluate(run, task), None, 0
+    metric = evaluate(run, replace(task, metric=recorded))
+    if not right:
+        return metric, None, 0
+    bits = "".join("1" if value else "0" for value in right[0].tolist())
+    return metric, f"{int(bits, 2):0{-(-len(bits) // 4)}x}", len(bits)
+
+
+def stage_details(model: nn.Module, task: Task, *, correct: str | None, samples: int) -> dict[str, Any]:
+    """What details.json holds, JSON-ready: `correct` and `samples` of `measure_outcomes`, the layers, and noise.
+
+    A layer is a parameter of two dimensions or more: its name, shape, and how many of its values are 0.
+    """
+    layers = [
+        {"name": name.removesuffix(".weight"), "shape": list(value.shape), "zeros": int((value == 0).sum())}
+        for name, value in model.named_parameters()
+        if value.ndim >= 2
+    ]
+    return {"correct": correct, "samples": samples, "layers": layers, "noise": _noise(model, task)}
+
+
+def _noise(model: nn.Module, task: Task) -> dict[str, Any] | None:
+    if not isinstance(model, Quantized):
+        return None
+    batches = [task.split(batch)[0] for batch, _ in zip(task.batches("val"), range(NOISE_BATCHES), strict=False)]
+    try:
+        with torch.no_grad():
+            found = diagnose(model, batches)
+    except CompressError as error:
+        log.info("noise by layer could not be measured, and is not in the report: %s", error)
+        return None
+    rows = [
+        {"layer": row.layer or row.name, "runs": row.runs, "sqnr": row.sqnr if math.isfinite(row.sqnr) else None}
+        for row in found.rows
+        if row.macs
+    ]
+    return {"sqnr": found.sqnr if math.isfinite(found.sqnr) else None, "samples": found.samples, "layers": rows}

@@ -1,0 +1,104 @@
+"""Charts and rows of a report by layer: channels, zeros, quantization noise, and what stays float."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from compresskit.recipe.page.charts import Chart, Series, draw
+
+FEWEST_ZEROS = 0.005  # fraction of a layer's values from which zeros are drawn
+Details = Mapping[str, Mapping[str, Any]]  # stage -> its details.json
+
+
+def layer_charts(details: Details) -> list[Chart]:
+    """Output channels, zeros and SQNR of each layer, a line for each stage; layers in the order of the model."""
+    charts = []
+    channels = _series(details, _layers, lambda layer: layer["shape"][0])
+    if channels:
+        charts.append(_chart("Channels by layer", "output channels", channels))
+    zeros = _series(details, _layers, _zero_fraction)
+    if any(y >= FEWEST_ZEROS for one in zeros for _, y in one.points):
+        charts.append(_chart("Zeros by layer", "fraction of the weights that is 0", zeros))
+    noise = _series(details, _noisy_layers, lambda layer: layer.get("sqnr"))
+    if noise:
+        charts.append(_chart("Quantization noise by layer", "SQNR, dB; larger is better", noise))
+    return charts
+
+
+def layer_rows(details: Details) -> list[list[str]]:
+    """A row for each layer of the last stage: its name, shape, zeros, how it runs and its noise."""
+    if not details:
+        return []
+    last = list(details.values())[-1]
+    noise = {str(layer.get("layer")): layer for layer in _noisy_layers(last)}
+    rows = []
+    for layer in _layers(last):
+        name = str(layer.get("name"))
+        found = noise.get(name, {})
+        sqnr = found.get("sqnr")
+        shape = " x ".join(map(str, layer["shape"]))
+        rows.append(
+            [name, shape, f"{_zero_fraction(layer):.1%}", str(found.get("runs", "")), f"{sqnr:.1f}" if _is_figure(sqnr) else ""]
+        )
+    return rows
+
+
+def floating_layers(details: Details) -> list[str]:
+    """A sentence for each layer that a quantized stage left float, with the reason."""
+    return [
+        f"{stage}: {layer.get('layer')}: {layer['runs']}"
+        for stage, found in details.items()
+        for layer in _noisy_layers(found)
+        if isinstance(layer.get("runs"), str) and layer["runs"].startswith("float")
+    ]
+
+
+def _chart(title: str, axis: str, series: list[Series]) -> Chart:
+    return draw(title, "layer, in the order of the model", axis, series, lines=True)
+
+
+def _series(
+    details: Details, layers: Callable[[Mapping[str, Any]], list[Mapping[str, Any]]], value: Callable[[Mapping[str, Any]], Any]
+) -> list[Series]:
+    found = []
+    for stage, entry in details.items():
+        points = [(float(i), value(layer), _layer_name(layer)) for i, layer in enumerate(layers(entry), 1)]
+        points = [point for point in points if _is_figure(point[1])]
+        if points:
+            found.append(Series(stage, [(x, float(y)) for x, y, _ in points], [f"{stage}, {name}" for *_, name in points]))
+    return found
+
+
+def _layer_name(layer: Mapping[str, Any]) -> str:
+    return str(layer.get("name", layer.get("layer", "layer")))
+
+
+def _zero_fraction(layer: Mapping[str, Any]) -> float:
+    count = 1
+    for size in layer["shape"]:
+        count *= size
+    return float(layer.get("zeros", 0)) / max(1, count)
+
+
+def _layers(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The layers of a stage, as far as they are whole."""
+    found = entry.get("layers")
+    return [layer for layer in found if _is_whole(layer)] if isinstance(found, list) else []
+
+
+def _is_whole(layer: Any) -> bool:
+    if not isinstance(layer, dict) or not _is_figure(layer.get("zeros", 0)):
+        return False
+    shape = layer.get("shape")
+    return isinstance(shape, list) and bool(shape) and all(isinstance(size, int) and size >= 0 for size in shape)
+
+
+def _noisy_layers(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    noise = entry.get("noise")
+    found = noise.get("layers") if isinstance(noise, dict) else None
+    return [layer for layer in found if isinstance(layer, dict)] if isinstance(found, list) else []
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
