@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import compresskit as ck
+from compresskit.quant.weight_only import MATMUL_NBITS
 
 HERE = Path(__file__).parent
 RUN = """
@@ -77,7 +78,7 @@ def models() -> dict[str, tuple[nn.Module, Tensor, dict[str, Any]]]:
         "dynamic int8 text": (ck.quant.quantize_dynamic(text, ids, dynamic=lengths), ids, {}),
         "int4 weights, DEQUANTIZE_LINEAR": (ck.quant.quantize_weights(text, ids, dynamic=lengths), ids, {}),
         "int4 weights, MATMUL_NBITS": (
-            ck.quant.quantize_weights(text, ids, dynamic=lengths, embeddings=None, storage=ck.quant.MATMUL_NBITS), ids, {}
+            ck.quant.quantize_weights(text, ids, dynamic=lengths, embeddings=None, storage=MATMUL_NBITS), ids, {}
         ),
     }  # fmt: skip
 

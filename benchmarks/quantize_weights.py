@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import BlockScheme, gptq, quantize_weights, round_to_nearest
+from compresskit.quant import BlockScheme, quantize_weights
+from compresskit.quant.weight_only import gptq, round_to_nearest
 
 HERE = Path(__file__).parent
 HOW: dict[str, dict[str, Any]] = {

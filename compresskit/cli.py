@@ -1,4 +1,4 @@
-"""The command line: `compresskit verify|audit|bench|inspect FILE...` for ONNX files, `report FOLDER...` for runs, `doctor`."""
+"""The command line: `verify|audit|bench|inspect FILE...` for ONNX files, `report FOLDER...` for runs, `doctor`, `completion`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,39 @@ from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
 
 SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
+#: Lines at the end of the help of a command.
+EXAMPLES = {
+    "verify": """  compresskit verify model.onnx int8.onnx --inputs samples.npz   real data: an array for each input
+  compresskit verify model.onnx                                  the file at every optimization level
+
+exit code: 0 agrees, 1 does not agree, 2 cannot be read, 3 no verdict on random inputs""",
+    "audit": """  compresskit audit int8.onnx
+  compresskit audit int8.onnx --profile --against fp32.onnx --threads 2   why it is not faster""",
+    "bench": """  compresskit bench fp32.onnx int8.onnx --threads 2 --seconds 5
+  compresskit bench fp32.onnx int8.onnx --batch 8 --size 224 --runtime onnxruntime""",
+    "inspect": """  compresskit inspect int8.onnx
+  compresskit inspect int8.onnx --json | jq '.[0].layers[] | select(.dtype != "int8") | .name'""",
+    "report": """  compresskit report runs/digits
+  compresskit report runs/digits runs/small -o page.html
+
+exit code: 0 finished, 1 something is unfinished or damaged, 2 cannot be read""",
+    "doctor": """  compresskit doctor
+
+exit code: 0 all that is needed is there, 1 something is missing or too old""",
+    "completion": """  eval "$(compresskit completion)"   for example in ~/.bashrc or ~/.zshrc""",
+}
+COMPLETION = """\
+if [ -n "$ZSH_VERSION" ]; then autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; fi
+_compresskit() {{
+  local words=''
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  if [ "$COMP_CWORD" -le 1 ]; then words='{first}'; fi
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _compresskit compresskit
+"""
 LONGEST_ENTRY = 80  # characters of an entry of the metadata that `audit` prints
 
 
@@ -41,8 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if a file does not agree with its reference, a run is not finished or a package is
         missing, 2 if a file cannot be read, 3 if random inputs do not allow a verdict.
     """
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.command == "completion":
+        sys.stdout.write(_completion_script(parser))
+        return 0
+    try:
+        return COMMANDS[options.command](options)
+    except CompressError as error:
+        sys.stderr.write(f"compresskit: {error}\n")
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="compresskit", description="Verify, audit, benchmark and inspect ONNX files of any tool; report on runs."
+        prog="compresskit",
+        description="Verify, audit, benchmark and inspect ONNX files of any tool; report on runs.",
+        epilog="compresskit COMMAND --help shows the options of a command, with examples and exit codes.",
     )
     parser.add_argument("--version", action="version", version=f"compresskit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -52,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("bench", "median latency of each file, measured in turn, and its ratio to the first"),
         ("inspect", "inputs, outputs, and what each layer stores, in which type, with which scales"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = _add_command(commands, name, text)
         command.add_argument("files", nargs="+", metavar="FILE", help="ONNX file")
         command.add_argument("--json", action="store_true", help="print JSON")
         if name != "inspect":
@@ -62,18 +111,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     audited = commands.choices["audit"]
     audited.add_argument("--profile", action="store_true", help="also time each layer")
     audited.add_argument("--against", metavar="FILE", help="with --profile: a file to compare with, usually of the float model")
-    report = commands.add_parser("report", help="the table of a run, or a page or a CSV file of one or several")
+    report = _add_command(commands, "report", "the table of a run, or a page or a CSV file of one or several")
     report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run, finished or not")
     report.add_argument("-o", "--output", metavar="FILE", help="write a page (.html) or a table (.csv) of all runs")
     report.add_argument("--json", action="store_true", help="print JSON")
-    doctor = commands.add_parser("doctor", help="versions, what is missing, and what this processor can do for int8")
+    doctor = _add_command(commands, "doctor", "versions, what is missing, and what this processor can do for int8")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    try:
-        return COMMANDS[options.command](options)
-    except CompressError as error:
-        sys.stderr.write(f"compresskit: {error}\n")
-        return 2
+    _add_command(commands, "completion", "a script that lets bash and zsh complete commands and options")
+    return parser
+
+
+def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """Add a command whose help ends with its examples."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, help=text, description=text, epilog=f"examples:\n{EXAMPLES[name]}", formatter_class=layout)
+
+
+def _completion_script(parser: argparse.ArgumentParser) -> str:
+    """What a shell evaluates to complete the words of the parser; other words are completed as files."""
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            commands = action.choices
+    first = " ".join([*commands, *parser._option_string_actions])
+    cases = [f"    {name}) words='{' '.join(command._option_string_actions)}' ;;" for name, command in commands.items()]
+    return COMPLETION.format(cases="\n".join(cases), first=first)
 
 
 def _add_input_options(command: argparse.ArgumentParser, name: str) -> None:

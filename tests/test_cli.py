@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import networks
@@ -13,7 +14,7 @@ from networks import build, image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit.cli import main
+from compresskit.cli import COMMANDS, main, make_parser
 from compresskit.export.check.environment import Package
 
 
@@ -152,6 +153,33 @@ def test_the_version_is_printed(capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"compresskit {ck.__version__}\n"
+
+
+def test_every_command_teaches_by_example(capsys) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        text = capsys.readouterr().out
+        assert f"examples:\n  compresskit {name} " in text or name == "doctor"
+        lines = [line.split("   ")[0].split(" | ")[0] for line in text.splitlines() if line.startswith("  compresskit ")]
+        for line in lines:
+            assert make_parser().parse_args(line.split()[1:]).command == name
+
+
+def test_shells_complete_commands_and_options(capsys) -> None:
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    for words, expected in (
+        (["", "ver"], ["verify"]),
+        (["", "--v"], ["--version"]),
+        (["", "bench", "--r"], ["--runtime"]),
+        (["", "report", "--o"], ["--output"]),
+        (["", "verify", "model"], []),
+    ):
+        typed = f"COMP_WORDS=({' '.join(word or 'compresskit' for word in words)}); COMP_CWORD={len(words) - 1}"
+        code = f'{script}\n{typed}\n_compresskit\necho "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        assert (done.stdout.split(), done.stderr) == (expected, "")
 
 
 def test_audit_shortens_long_metadata(capsys, tmp_path) -> None:

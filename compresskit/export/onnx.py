@@ -27,8 +27,9 @@ from compresskit.graph.exportable import refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
 from compresskit.graph.surgery import copy_model, mode
 
-OPSETS = range(13, 24)  # 13: the first whose QuantizeLinear has a scale for each channel; 23: the newest of torch's exporter
+OPSETS = range(13, 26)  # 13: the first whose QuantizeLinear has a scale for each channel; 25: the first with int2
 EXPORTED = 18  # the oldest opset that torch's exporter writes; for older ones its graph is rewritten
+EXPORTED_LAST = 23  # the newest
 Opset = int | Literal["lowest"]
 
 
@@ -50,8 +51,8 @@ def export_onnx(
         path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
             `<path>.data`.
         example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.
-        opset: version of ONNX's operators, 13 to 23, or "lowest" for the lowest that the operators of the file have a form in,
-            which the oldest runtimes read; None takes that of a quantized model's target, else 20.
+        opset: version of ONNX's operators, 13 to 25, or "lowest" for the lowest that the operators of the file have a form in,
+            which the oldest runtimes read; None takes that of a quantized model's target, or what its types need, else 20.
         dynamic: dimensions of the inputs that may vary: `(0, 2, 3)` for batch, height and width of every input, or names for
             those of each, `{"x": {0: "batch", 2: "height"}}`; `()` for none. None takes the batch; for a quantized model, the
             dimensions that it was quantized with.
@@ -99,11 +100,19 @@ def check_opset(opset: Opset | None, where: str) -> None:
 
 def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
     """The onnx-ir model in an opset; see `export_onnx`."""
-    from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset  # loads onnx_ir
+    # They load onnx_ir, which only exporting needs.
+    from compresskit.export.rewrite.compact import compact_
+    from compresskit.export.rewrite.few_bits import pack_few_bits, raise_opset_
+    from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset
 
     def written(version: int) -> Any:
-        program = to_program(model, example, opset=max(version, EXPORTED), dynamic=dynamic)
-        return _optimized_file(program.model, model, dynamic, metadata)
+        exported = min(max(version, EXPORTED), EXPORTED_LAST)
+        file = _optimized_file(to_program(model, example, opset=exported, dynamic=dynamic).model, model, dynamic, metadata)
+        if any(part.stores_few_bits for part in quantized_parts(model).values()):
+            pack_few_bits(file, version)
+        if version > exported:
+            raise_opset_(file, version)
+        return file
 
     if opset == "lowest":
         file = written(EXPORTED)
@@ -118,10 +127,12 @@ def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynam
             if version in (EXPORTED, _default_opset(model)) or not (unknown := first_unknown(written(EXPORTED), version)):
                 raise
             raise ExportError(unknown) from error
-    if opset is not None or version <= EXPORTED:
+    if (opset is not None and version <= EXPORTED_LAST) or version <= EXPORTED:
         lower_opset_(file, version)
     if version <= EXPORTED:
         check_lowered(file)
+    if quantized_parts(model):
+        compact_(file)
     return file
 
 

@@ -1,4 +1,4 @@
-"""Modules that take the place of a user's own, and how a saved structure names them: a removed block becomes a `Bypass`.
+"""Modules that take the place of a user's own: a `Bypass` of a removed block, `Factored` layers of one that was too large.
 
 A record is plain data, `{path: {"kind": "bypass", ...}}`; nothing in it is executed. `replace_recorded_` makes the modules again
 in a new model of the same class.
@@ -6,9 +6,11 @@ in a new model of the same class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard
 
+import torch
 from torch import nn
 
 from compresskit.base.errors import CheckpointError
@@ -43,9 +45,48 @@ class Bypass(nn.Module):
         return {"kind": "bypass", "argument": self.argument, "outputs": self.outputs, "index": self.index}
 
 
+class Place(TypedDict):
+    """Where the tensors of a new layer are, and of which dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Factored(nn.Sequential):
+    """Two or three layers in the place of a linear layer or a convolution: a product of low rank.
+
+    Of a linear layer, and of a convolution of size 1x1: inputs to rank, rank to outputs. Of another convolution, Tucker-2: 1x1 to
+    the first rank, the convolution from the first rank to the second, 1x1 to the outputs. The last one has the bias.
+    """
+
+    @staticmethod
+    def like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
+        """Factors of these ranks for a layer; their weights are still to be set.
+
+        Args:
+            layer: linear, or a convolution of one group.
+            ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1.
+        """
+        bias, place = layer.bias is not None, Place(device=layer.weight.device, dtype=layer.weight.dtype)
+        outputs, inputs = layer.weight.shape[:2]
+        if isinstance(layer, nn.Linear):
+            return Factored(nn.Linear(inputs, ranks[0], False, **place), nn.Linear(ranks[0], outputs, bias, **place))
+        conv: Any = layer  # torch's stubs take pairs, where the attributes are tuples of any length
+        moves = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, 1, False, conv.padding_mode)
+        last = nn.Conv2d(ranks[-1], outputs, 1, bias=bias, **place)
+        if math.prod(layer.kernel_size) == 1:
+            return Factored(nn.Conv2d(inputs, ranks[0], *moves, **place), last)
+        first = nn.Conv2d(inputs, ranks[0], 1, bias=False, **place)
+        return Factored(first, nn.Conv2d(ranks[0], ranks[1], *moves, **place), last)
+
+    def record(self) -> dict[str, Any]:
+        """The present ranks as plain data."""
+        return {"kind": "factored", "ranks": [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]}
+
+
 def replacements(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The record of every module that took the place of a user's own, by its dotted name."""
-    return {path: module.record() for path, module in model.named_modules() if isinstance(module, Bypass)}
+    return {path: module.record() for path, module in model.named_modules() if isinstance(module, Bypass | Factored)}
 
 
 def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
@@ -55,11 +96,32 @@ def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
     """
     for path, saved in record.items():
         here = _module_at(model, path)
+        if isinstance(saved, dict) and saved.get("kind") == "factored":
+            _factor_(model, path, here, saved.get("ranks"))
+            continue
         made = _made(saved, path)
         if not isinstance(here, Bypass):
             model.set_submodule(path, made.train(here.training))
         elif here.record() != made.record():
             raise CheckpointError(f"{path}: the record says {made}, the model has {here}; it is of another model")
+
+
+def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
+    """Put factors of these ranks into the place of a layer that is not factored yet; of others the shapes are set later."""
+    if isinstance(here, Factored):
+        return
+    if not isinstance(here, nn.Linear | nn.Conv2d):
+        raise CheckpointError(
+            f"{path}: the record says a layer of low rank, the model has {type(here).__name__}; it is of another model"
+        )
+    outputs, inputs = here.weight.shape[:2]
+    tucker = isinstance(here, nn.Conv2d) and math.prod(here.kernel_size) > 1
+    most = (inputs, outputs) if tucker else (min(inputs, outputs),)
+    fits = isinstance(ranks, list) and len(ranks) == len(most)
+    if not fits or not all(_is_count(r) and 1 <= r <= m for r, m in zip(ranks, most, strict=True)):
+        raise CheckpointError(f"{path}: wanted a rank up to each of {most}, got {ranks!r}; delete the folder")
+    made = Factored.like(here, tuple(ranks)).requires_grad_(here.weight.requires_grad)
+    model.set_submodule(path, made.train(here.training))
 
 
 def _module_at(model: nn.Module, path: Any) -> nn.Module:

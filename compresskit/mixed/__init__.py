@@ -23,6 +23,7 @@ from compresskit.mixed.histograms import Histograms, histograms
 from compresskit.mixed.memory import MemoryReport, memory_report
 from compresskit.mixed.optim.ema import WeightEMA
 from compresskit.mixed.optim.lion import Lion
+from compresskit.mixed.optim.run_optimizer import RunOptimizer
 from compresskit.mixed.run import Run, prepare
 from compresskit.mixed.step.scaler import LossScaler
 
@@ -46,6 +47,7 @@ __all__ = [
     "MemoryReport",
     "Policy",
     "Run",
+    "RunOptimizer",
     "WeightEMA",
     "advise",
     "fp32_allreduce_hook",

@@ -13,6 +13,7 @@ What scores, compares and distributes is in modules of its own: `criteria`, `ran
 from compresskit.graph.masks import Masks, detach_masks_, enforce_masks_, masks_of
 from compresskit.prune import allocations, criteria, normalizers, patterns, rankings, schedules
 from compresskit.prune import depth as depth
+from compresskit.prune import low_rank as low_rank
 from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import plan_channels
 from compresskit.prune.channels.prune import Prune, replayed

@@ -1,36 +1,35 @@
 """Quantization of captured models: simulated as the target runtime computes, trainable, exported with integers stored.
 
-Observers are in `quant.observers`, everything about targets in `quant.targets`.
+Observers are in `quant.observers`, everything about targets in `quant.targets`, and how weight-only quantization rounds and
+stores weights in `quant.weight_only`.
 """
 
+from compresskit.quant import weight_only
 from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
-from compresskit.quant.calibration.adaround import adaround_
 from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
+from compresskit.quant.calibration.reconstruct import adaround_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics import observers, targets
-from compresskit.quant.numerics.block_grid import BlockScheme, round_to_nearest
+from compresskit.quant.numerics.bit_widths import Bits
+from compresskit.quant.numerics.block_grid import BlockScheme
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import ARM, OPENVINO, TENSORRT, X86, X86_NO_VNNI, Target
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
-from compresskit.quant.weight_only.gptq import gptq
 from compresskit.quant.weight_only.quantize_weights import WeightQuant, quantize_weights
-from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, MATMUL_NBITS, MATMUL_NBITS_INT8
 
 __all__ = [
     "ARM",
-    "DEQUANTIZE_LINEAR",
-    "MATMUL_NBITS",
-    "MATMUL_NBITS_INT8",
     "OPENVINO",
     "QAT",
     "TENSORRT",
     "X86",
     "X86_NO_VNNI",
+    "Bits",
     "BlockScheme",
     "DynamicQuant",
     "Quantized",
@@ -42,14 +41,13 @@ __all__ = [
     "correct_bias_",
     "diagnose",
     "equalize_",
-    "gptq",
     "observers",
     "prepare_qat",
     "quantize_dynamic",
     "quantize_static",
     "quantize_to_accuracy",
     "quantize_weights",
-    "round_to_nearest",
     "smooth_",
     "targets",
+    "weight_only",
 ]

@@ -17,6 +17,7 @@ from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.sensitive_ends import sensitive_ends
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.numerics.targets import Target
@@ -39,6 +40,7 @@ def build_quantized(
     dynamic: Dynamic = (0,),
     strict: bool = False,
     trainable: bool = False,
+    bits: BitWidths = TARGET_BITS,
     smooth: Inputs | None = None,
     adjust: Callable[[Captured], object] | None = None,
 ) -> Quantized:
@@ -47,7 +49,7 @@ def build_quantized(
     The result still computes in float: `calibrate_` finds the ranges of its quantizers and switches them on.
 
     Args:
-        model, example, target, observer, skip, dynamic, strict: as in `quantize_static`.
+        model, example, target, observer, skip, dynamic, strict, bits: as in `quantize_static`.
         floating: nodes of the graph that stay float, each with its reason, besides those that the target's rules leave float.
         trainable: keep what `Quantized.unfold_batchnorm_` needs.
         smooth: inputs by which `smooth_` evens out channels; the sensitive first and last layers then stay float, too
@@ -61,7 +63,7 @@ def build_quantized(
     if smooth is not None:
         origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth]))
         floating = {**sensitive_ends(captured.module.graph), **(floating or {})}
-    origin = replace(origin, floating=dict(floating or {}))
+    origin = replace(origin, floating=dict(floating or {}), bits=bits)
     if adjust is not None:
         adjust(captured)
     placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
@@ -69,7 +71,7 @@ def build_quantized(
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
     if strict:
         _refuse_float_layers(captured.module.graph, target, placement)
-    insert_quantizers_(captured.module, placement, target, observer)
+    insert_quantizers_(captured.module, placement, target, observer, bits)
     return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
 
 

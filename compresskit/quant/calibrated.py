@@ -19,6 +19,7 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
 from compresskit.graph.surgery import copy_model, mode
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, check_bits, check_target_takes
 from compresskit.quant.numerics.observers import Observer, check_observer
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target, check_target
 
@@ -33,6 +34,7 @@ class CalibratedOptions(TypedDict, total=False):
     deployment: Deployment
     dynamic: Dynamic
     strict: bool
+    bits: BitWidths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class CalibratedSettings:
     deployment: threads and batch that "measure" measures for.
     dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
     strict: raise where a layer with weights would stay float that no other setting leaves float.
+    bits: of weights and activations, for all layers or by module; None in them for the target's. `Bits(weights=4)`.
     inside: dotted name of the one submodule that is quantized; None for the whole model.
     """
 
@@ -56,12 +59,16 @@ class CalibratedSettings:
     deployment: Deployment = DEFAULT_DEPLOYMENT
     dynamic: Dynamic = (0,)
     strict: bool = False
+    bits: BitWidths = TARGET_BITS
     inside: str | None = None
 
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         check_target(self.target, where)
         check_observer(self.observer, where)
+        check_bits(self.bits, where)
+        if isinstance(self.bits, Bits):
+            check_target_takes(self.bits, self.target, "")
         if self.choose not in ("rules", "measure"):
             raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
         if not isinstance(self.deployment, Deployment):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import CheckpointError
+from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.surgery import restructure_
@@ -19,6 +19,7 @@ from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.build import build_quantized
 from compresskit.quant.dynamic.insert_dynamic import build_dynamic
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, bits_from_record
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import Support, Target
@@ -62,7 +63,8 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         restructure_(model, origin["structure"])
         how = origin.get("dynamically")
         skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        bits = bits_from_record(origin["bits"]) if "bits" in origin else TARGET_BITS
+    except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     quantized: Quantized
     if "mixed" in origin:
@@ -70,7 +72,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
     elif "plan" in saved:
         quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
     elif how is None:
-        quantized = build_quantized(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic)
+        quantized = build_quantized(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic, bits=bits)
     else:
         operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
         quantized = build_dynamic(

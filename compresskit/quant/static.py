@@ -145,6 +145,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
             floating={**choice.floating, **(floating or {})},
             dynamic=dynamic,
             strict=settings.strict,
+            bits=settings.bits,
             smooth=example if settings.smooth else None,
             adjust=adjust,
         )

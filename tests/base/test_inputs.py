@@ -21,7 +21,7 @@ def test_one_tensor_stands_for_the_inputs(tmp_path) -> None:
     quantized = ck.quant.quantize_static(model, [x, [x]])
     assert ck.quant.equalize_(model, x) >= 0
     assert ck.quant.quantize_dynamic(model, x)(x).shape == (8, 10)
-    assert ck.quant.quantize_weights(model, [x], rounding=ck.quant.gptq)(x).shape == (8, 10)
+    assert ck.quant.quantize_weights(model, [x], rounding=ck.quant.weight_only.gptq)(x).shape == (8, 10)
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
     assert ck.verify_onnx(path, quantized, [x]).passed
     assert len(latency([path], x, seconds=0.01)) == 1

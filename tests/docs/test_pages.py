@@ -47,10 +47,7 @@ def untrained(weights):
 
 torchvision.models.resnet18 = untrained
 """,
-    "loops": """
-import other_loops
-other_loops.install()
-""",
+    "loops": "",
     "mixed": """
 model, loader, loss_fn = networks.Chain(), task.train, nn.functional.cross_entropy
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -105,7 +102,7 @@ x, y = loader[0]
 """
 SLOW = {"quantization"}
 #: Packages of which a page shows the use, and without which it is skipped.
-NEEDS = {"tracking": ["tensorboard", "mlflow"]}
+NEEDS = {"loops": ["lightning", "transformers", "accelerate"], "tracking": ["tensorboard", "mlflow"]}
 
 
 def blocks(page) -> list[str]:

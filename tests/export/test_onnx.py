@@ -48,7 +48,7 @@ def test_the_argument_order_of_torch_is_refused(tmp_path) -> None:
 
 def test_bad_settings_and_paths_are_refused(tmp_path) -> None:
     model = build(networks.Chain)
-    with pytest.raises(SettingError, match=r"wanted 13\.\.23, \"lowest\" or None, got 9"):
+    with pytest.raises(SettingError, match=r"wanted 13\.\.25, \"lowest\" or None, got 9"):
         ck.export_onnx(model, tmp_path / "f.onnx", image(2), opset=9)
     with pytest.raises(ExportError, match="does not exist"):
         ck.export_onnx(model, tmp_path / "nowhere" / "f.onnx", image(2))

@@ -102,7 +102,7 @@ def _stored_behind(value: str, sources: dict[str, Any]) -> str:
 def _module_name(weight: str) -> str:
     """The module that a stored weight belongs to, "" where its name is not one of the model."""
     name = re.sub(r"(_quantized|_transposed\.integers|\.integers|_transposed)$", "", weight)
-    if own := re.match(r"quantizers\.weight_(.+)$", name):
+    if own := re.match(r"quantizers\.weight_(.+)$", name) or re.match(r"weight_(.+_weight)$", name):
         return re.sub(r"_weight$", "", own[1])
     module, _, last = name.rpartition(".")
     return "" if not module or "::" in name else module if last.startswith("weight") else name

@@ -17,7 +17,7 @@ from torch import Tensor
 def quantize_linear(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     """fp32 to the integer dtype of `zero_point`: saturate(round(x / scale) + zero_point); scale is a scalar."""
     limits = torch.iinfo(zero_point.dtype)
-    return (torch.round(x / scale) + zero_point).clamp(limits.min, limits.max).to(zero_point.dtype)
+    return (torch.round(x / scale) + zero_point.to(x.dtype)).clamp(limits.min, limits.max).to(zero_point.dtype)
 
 
 @quantize_linear.register_fake

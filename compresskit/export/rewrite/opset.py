@@ -23,7 +23,7 @@ from compresskit.base.errors import ExportError
 from compresskit.export.files import LIMIT
 from compresskit.export.rewrite.common import constant, replace
 
-OLDEST, NEWEST = 13, 23  # 13: QuantizeLinear with a scale for each channel
+OLDEST, NEWEST = 13, 25  # 13: QuantizeLinear with a scale for each channel; 25: int2
 #: IR version of a file -> the newest opset that it may have; runtimes refuse a newer one than they know.
 _IR_VERSIONS = {7: 14, 8: 18, 9: 20}
 _REDUCTIONS = frozenset(f"Reduce{name}" for name in "L1 L2 LogSum LogSumExp Max Mean Min Prod SumSquare".split())

@@ -81,6 +81,6 @@ class OptimizerGuard:
         if not self.is_open:
             raise TrainingError(
                 f"optimizer.step(): {type(self.optimizer).__name__} belongs to a run of mixed.prepare, and by itself would skip"
-                " the loss scale, the clipping and the model's half weights; call run.step() in its place (in Lightning by manual"
-                " optimization), or run.finish() first"
+                " the loss scale, the clipping and the model's half weights; call run.step() in its place, or run.finish()"
+                " first; a loop that steps an optimizer itself takes mixed.RunOptimizer(run)"
             )

@@ -63,7 +63,7 @@ def reconstruct_(
     first = next(stream, None)
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")
-    statistics = _input_statistics(dense, names, itertools.chain([first], stream))
+    statistics = input_statistics(dense, names, itertools.chain([first], stream))
     before, wanted = copy.deepcopy(model.state_dict()), _outputs(dense, first)
     distance = _distance(_outputs(model, first), wanted)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def _refits(dense: nn.Module, name: str) -> bool:
     return sum(p is get_tensor(dense, name) for m in dense.modules() for p in m._parameters.values()) == 1
 
 
-class _InputStatistics:
+class InputStatistics:
     """Sums over rows of a layer's inputs, and the BatchNorms that read its output, where a constant may go."""
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class _InputStatistics:
         self.products = self.products + (x.T @ x).double()
 
 
-def _input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict[str, _InputStatistics]:
+def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Inputs]) -> dict[str, InputStatistics]:
     """Run the dense model once over the data and sum up what its layers read, by the name of their weights."""
-    statistics = {name.removesuffix(".weight"): _InputStatistics() for name in names}
+    statistics = {name.removesuffix(".weight"): InputStatistics() for name in names}
     norms = [
         path
         for path, module in dense.named_modules()
@@ -167,7 +167,7 @@ def _random_indices(total: int, count: int, generator: torch.Generator) -> Tenso
     return torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
 
 
-def _refit_(model: nn.Module, dense: nn.Module, plan: Plan, name: str, inputs: _InputStatistics, damping: float) -> float:
+def _refit_(model: nn.Module, dense: nn.Module, plan: Plan, name: str, inputs: InputStatistics, damping: float) -> float:
     """Least squares for one layer; returns the fraction of the output's variance that is lost."""
     weight = get_tensor(dense, name).detach()
     keep = {dim: kept.to(weight.device) for dim, kept in plan.keep(name).items()}

@@ -10,6 +10,7 @@ from compresskit.prune.depth import costs, importance
 from compresskit.prune.depth.block_plan import BlockPlan
 from compresskit.prune.depth.depth_stage import Depth
 from compresskit.prune.depth.find_blocks import find_blocks
+from compresskit.prune.depth.narrow import narrow
 from compresskit.prune.depth.plan_blocks import plan_blocks
 
-__all__ = ["BlockPlan", "Depth", "costs", "find_blocks", "importance", "plan_blocks"]
+__all__ = ["BlockPlan", "Depth", "costs", "find_blocks", "importance", "narrow", "plan_blocks"]

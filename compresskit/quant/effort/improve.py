@@ -1,8 +1,8 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> choose ranges -> keep the noisiest layers float -> correct biases -> imitate the float model
-    each made by `fit`; kept where the outputs on `judge` are closer to the float model's
+balance channels -> choose ranges -> keep the noisiest layers float -> reconstruct blocks -> correct biases -> imitate the float
+    model; each made by `fit`, kept where the outputs on `judge` are closer to the float model's
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from compresskit.base.task import Inputs
+from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import Captured
+from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 from compresskit.quant.calibration.rounding_noise import rounding_noise
+from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.balance import balance_channels_
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.float_layers import choose_float_layers
@@ -41,6 +43,11 @@ MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the no
 TUNING_STEPS = {"balanced": 100, "best": 300}  # of imitation
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 TUNING_ROWS = 8
+RECONSTRUCTION_STEPS, RECONSTRUCTION_ROWS = 300, 16  # for each block, at most; rows of a step
+LEAST_RECONSTRUCTION_STEPS = 50
+MOST_RECONSTRUCTION_MACS = 6e12  # of all steps of all blocks, forward and backward: some minutes
+MOST_RECONSTRUCTION_BYTES = 2**30  # of the largest activation for all rows; some three of that size are kept
+RECONSTRUCTION_TRAVEL = 6.0  # how far the choice of a weight can move, in logits: its learning rate times the steps
 
 
 class Build(Protocol):
@@ -89,6 +96,8 @@ def quantize_with_effort(
     trains = trials.has_gradients()
     if trains and float_macs > 0:
         trials.try_float_layers(float_macs)
+    if effort == "best":
+        trials.try_reconstruction()  # before biases are corrected: its float model is what the model holds
     trials.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(fit, PROBE_SAMPLES)))
     if trains and (effort == "best" or trials.macs <= MOST_TUNED_MACS):
         steps, learn_from = TUNING_STEPS[effort], trials.error_on(fit)
@@ -183,6 +192,30 @@ class _Trials:
         change(candidate)
         nudge_scales_(candidate.body)
         self._judged(name, candidate, began)
+
+    def try_reconstruction(self) -> None:
+        """Try to learn the rounding block by block, for as many steps as take some minutes."""
+        affordable = int(MOST_RECONSTRUCTION_MACS / (3 * RECONSTRUCTION_ROWS * max(1, self.macs)))
+        if affordable < LEAST_RECONSTRUCTION_STEPS:
+            log.info("blocks are not reconstructed: %.2g MACs a sample would take too long", self.macs)
+            return
+        steps, data = min(RECONSTRUCTION_STEPS, affordable), self._rows_that_fit(MOST_RECONSTRUCTION_BYTES)
+        rate = RECONSTRUCTION_TRAVEL / steps
+
+        def change(quantized: Quantized) -> None:
+            reconstruct_blocks_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
+
+        self.try_changed(f"reconstruct blocks, {steps} steps", change)
+
+    def _rows_that_fit(self, size: int) -> list[Inputs]:
+        """As much of the data to learn from, a batch at least, as has largest activations of `size` bytes together."""
+        left, taken = max(1, size // self.model.row_bytes), list[Inputs]()
+        for inputs in in_chunks(self.fit, max(1, min(RECONSTRUCTION_ROWS, left))):
+            if taken and left < batch_size(inputs):
+                break
+            taken.append(inputs)
+            left -= batch_size(inputs)
+        return taken
 
     def result(self, batches: Sequence[Inputs]) -> Quantized:
         """The model so far, with its remedies; where none paid, calibrated on all data."""

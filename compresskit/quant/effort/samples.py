@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.surgery import mode
 from compresskit.metrics import decibels
+from compresskit.quant.calibration.rows import in_chunks, row_count, take_rows
 
 LEAST_SAMPLES = 8  # of each half
 
@@ -42,29 +43,6 @@ def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[In
             f' others to judge by, got {sum(counts)}, {counts[0]} and {counts[1]}; give more, or effort="fast"'
         )
     return parts
-
-
-def row_count(inputs: Inputs) -> int | None:
-    """The number of samples where every tensor has one row for each of them."""
-    sizes = {v.shape[0] if v.ndim else 0 for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)}
-    size = sizes.pop() if len(sizes) == 1 else 0
-    return size or None
-
-
-def take_rows(inputs: Inputs, rows: slice | Tensor) -> Inputs:
-    """Some rows of every tensor of the inputs."""
-    taken: Inputs = pytree.tree_map(lambda v: v[rows] if isinstance(v, Tensor) else v, inputs)
-    return taken
-
-
-def in_chunks(batches: Sequence[Inputs], rows: int) -> Iterator[Inputs]:
-    """The batches in parts of at most `rows` rows, where they have rows."""
-    for inputs in batches:
-        count = row_count(inputs)
-        if count is None or count <= rows:
-            yield inputs
-        else:
-            yield from (take_rows(inputs, slice(start, start + rows)) for start in range(0, count, rows))
 
 
 def joined_samples(batches: Sequence[Inputs], count: int) -> Inputs:

@@ -11,7 +11,8 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
-from compresskit.quant.effort.samples import OutputError, float_leaves, row_count, take_rows
+from compresskit.quant.calibration.rows import row_count, take_rows
+from compresskit.quant.effort.samples import OutputError, float_leaves
 from compresskit.quant.model import Quantized
 
 WEIGHT_RATE = 0.005  # learning rate of a weight, in steps of its grid

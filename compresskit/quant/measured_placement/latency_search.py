@@ -147,6 +147,7 @@ class _Variants:
 
     def __init__(self, captured: Captured, origin: Origin, settings: CalibratedSettings, folder: Path, seconds: float) -> None:
         self.captured, self.origin, self.target, self.skip = captured, origin, settings.target, settings.skip
+        self.bits = settings.bits
         self.folder, self.seconds, self.deployment = folder, seconds, settings.deployment
         self.files: dict[frozenset[str], Path] = {}
         self.float_file = export_onnx(captured.module, folder / "float.onnx", captured.example)
@@ -196,7 +197,7 @@ class _Variants:
         placement = place_quantizers(captured.module.graph, self.target, skip=self.skip, floating=floating)
         if not placement.integer:
             return captured.module
-        insert_quantizers_(captured.module, placement, self.target, MinMax)
+        insert_quantizers_(captured.module, placement, self.target, MinMax, self.bits)
         quantized = Quantized(captured, self.target, placement, self.origin)
         quantized.calibrate_([captured.example])  # the latency does not depend on the ranges
         return quantized.eval()

@@ -134,11 +134,16 @@ def is_global(node: Node) -> bool:
 
 
 def moved_input(node: Node) -> Node | None:
-    """The input of a node that only moves values, so that they stay on the grid of the input; None for other nodes."""
+    """The first input of a node that only moves values, so that they stay on the grid of the input; None for other nodes."""
+    return next(iter(moved_inputs(node)), None)
+
+
+def moved_inputs(node: Node) -> list[Node]:
+    """The inputs of a node that only moves values or joins them; none of other nodes."""
     if OPERATOR_KINDS.get(node.target) not in ("move", "concat") or not keeps_grid(node):
-        return None
-    first = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
-    return first if isinstance(first, fx.Node) else None
+        return []
+    given = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+    return [value for value in given if isinstance(value, fx.Node)]
 
 
 def keeps_grid(node: Node) -> bool:

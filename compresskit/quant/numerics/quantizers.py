@@ -315,15 +315,33 @@ class BiasQuantizer(Quantizer):
 
 
 class DeployedActivation(nn.Module):
-    """Exported form of an activation quantizer: QuantizeLinear, DequantizeLinear."""
+    """Exported form of an activation quantizer: QuantizeLinear, DequantizeLinear.
+
+    QuantizeLinear saturates at the ends of 8 or 16 bits. A narrower format is clipped: up to 8 bits as integers, between the two,
+    so that the kernels before and after it still run in integers; past 8 bits in float, before them.
+    """
+
+    bottom: Tensor
+    top: Tensor
 
     def __init__(self, quantizer: ActivationQuantizer) -> None:
         super().__init__()
+        scheme = quantizer.scheme
         self.register_buffer("scale", quantizer.scale.clone())
-        self.register_buffer("zero_point", quantizer.zero_point.to(quantizer.scheme.dtype))
+        self.register_buffer("zero_point", quantizer.zero_point.to(scheme.dtype))
+        self.clips_integers, self.clips_floats = scheme.bits < 8, 8 < scheme.bits < 16
+        ends = torch.tensor([scheme.low, scheme.high])
+        ends = ends.to(scheme.dtype) if self.clips_integers else (ends - quantizer.zero_point) * quantizer.scale
+        for name, end in zip(("bottom", "top"), ends, strict=True):
+            self.register_buffer(name, end if self.clips_integers or self.clips_floats else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dequantize_linear(quantize_linear(x, self.scale, self.zero_point), self.scale, self.zero_point, 0)
+        if self.clips_floats:
+            x = torch.clamp(x, self.bottom, self.top)
+        q = quantize_linear(x, self.scale, self.zero_point)
+        if self.clips_integers:
+            q = torch.clamp(q, self.bottom, self.top)
+        return dequantize_linear(q, self.scale, self.zero_point, 0)
 
 
 class DeployedHardSigmoid(nn.Module):

@@ -217,7 +217,9 @@ class FitPairs(torch.autograd.Function):
 
 def can_overflow(weights: Scheme, activations: Scheme) -> bool:
     """Whether a pair of products in these formats may leave int16. Products of two signed or two unsigned numbers are widened."""
-    return weights.signed and not activations.signed and 2 * max(-weights.low, weights.high) > PAIR_LIMIT
+    if not weights.signed or activations.signed or activations.bits > 8:  # wider activations run in float
+        return False
+    return 2 * max(-weights.low, weights.high) * activations.high >= 2**15
 
 
 def conv_packing(

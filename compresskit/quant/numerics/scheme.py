@@ -17,7 +17,7 @@ class Scheme:
     """An integer format: real = (integer - zero_point) * scale.
 
     Args:
-        bits: width, 2 to 8.
+        bits: width, 2 to 16.
         signed: int or uint.
         symmetric: zero point 0, and the same number of steps on each side of it. Needs `signed`.
         per_channel: one scale per index of the channel axis, else one scale for the tensor.
@@ -34,8 +34,8 @@ class Scheme:
     narrow: bool = True
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise SettingError(f"Scheme(bits=...): wanted 2..8, got {self.bits}; for 16 bits train in bf16 or fp16 instead")
+        if not 2 <= self.bits <= 16:
+            raise SettingError(f"Scheme(bits=...): wanted 2..16, got {self.bits}")
         if self.symmetric and not self.signed:
             raise SettingError("Scheme(symmetric=True): needs signed=True; an unsigned grid has no middle to put 0 on")
 
@@ -52,8 +52,9 @@ class Scheme:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type that the integers are stored in."""
-        return torch.int8 if self.signed else torch.uint8
+        """The narrowest type of torch that holds the integers."""
+        narrow, wide = (torch.int8, torch.int16) if self.signed else (torch.uint8, torch.uint16)
+        return narrow if self.bits <= 8 else wide
 
 
 def affine(low: Tensor, high: Tensor, scheme: Scheme, *, empty: float = 1.0) -> tuple[Tensor, Tensor]:

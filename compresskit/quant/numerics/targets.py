@@ -85,6 +85,7 @@ class Target:
             layer back to float.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
         runtime: Python package of the runtime; `verify_onnx` executes the file in "openvino", too, where it is installed.
+        few_bits: whether the runtime reads constants of 4 and 2 bits and takes activations of other widths than 8.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
     """
@@ -99,11 +100,14 @@ class Target:
     onnxruntime: bool = True
     tuned: bool = False
     runtime: str = "onnxruntime"
+    few_bits: bool = True
 
     def __post_init__(self) -> None:
         a, w = self.activations, self.weights
-        if a.bits != 8:
-            self._refuse("activations", "bits", 8, a.bits, "QuantizeLinear saturates at the ends of uint8 and int8")
+        if a.bits != 8 and not self.few_bits:
+            self._refuse("activations", "bits", 8, a.bits, "the runtime knows no other width")
+        if w.bits > 8:
+            self._refuse("weights", "bits", "2..8", w.bits, "no integer kernel takes wider weights")
         if a.per_channel:
             self._refuse("activations", "per_channel", False, True, "an integer convolution takes one scale for its input")
         if a.symmetric and a.narrow:
@@ -166,6 +170,7 @@ TENSORRT = Target(
     opset=19,
     onnxruntime=False,
     runtime="tensorrt",
+    few_bits=False,
 )
 
 #: OpenVINO on a CPU, with the formats of X86. An addition runs inside the kernel of the convolution before it, so the result of

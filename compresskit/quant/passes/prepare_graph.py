@@ -19,6 +19,7 @@ from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, not_fp32, structure
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.quant.passes.fold_parametrizations import fold_frozen_norms_, fold_parametrizations_
@@ -80,6 +81,7 @@ class Origin:
     float_class: name of the float model's class. structure: shapes and sizes of the float model, see `graph.surgery.structure`.
     skip: modules that the user left float. floating: nodes of the graph that were left float, each with the reason.
     smoothed: how many values `smooth_` and the balancing of channels changed on the way.
+    bits: of weights and activations, where they are other than the target's.
     remedies: what the effort level of static quantization tried. measured: what `choose="measure"` found.
     """
 
@@ -88,6 +90,7 @@ class Origin:
     skip: tuple[str, ...] = ()
     floating: Mapping[str, str] = field(default_factory=dict)
     smoothed: int = 0
+    bits: BitWidths = TARGET_BITS
     remedies: tuple[Remedy, ...] = ()
     measured: MeasuredPlacement | None = None
 
@@ -96,6 +99,8 @@ class Origin:
         tried: dict[str, Any] = {"remedies": [asdict(remedy) for remedy in self.remedies]} if self.remedies else {}
         if self.measured is not None:
             tried["measured"] = asdict(self.measured)
+        if self.bits != TARGET_BITS:
+            tried["bits"] = bits_record(self.bits)
         return tried | {
             "class": self.float_class,
             "structure": dict(self.structure),

@@ -58,6 +58,11 @@ def nudge_scales_(body: fx.GraphModule) -> None:
             _move_weight_(rounding, weight, uses)
 
 
+def _runs_in_float(*quantizers: ActivationQuantizer) -> bool:
+    """Whether an operator between activations runs in float, since one of them has more than 8 bits."""
+    return any(quantizer.scheme.bits > 8 for quantizer in quantizers)
+
+
 def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
     return body.get_submodule(str(node.target)) if isinstance(node, fx.Node) and node.op == "call_module" else None
 
@@ -78,7 +83,7 @@ def _boundary_cost(body: fx.GraphModule, node: Node, out: ActivationQuantizer) -
     kind = OPERATOR_KINDS.get(node.target)
     inputs = [quantizer_of(body, a) for a in node.args[: 1 if kind in ("mean", "avg_pool") else 2]]
     quantizers = [q for q in inputs if isinstance(q, ActivationQuantizer)]
-    if len(quantizers) < len(inputs):
+    if len(quantizers) < len(inputs) or _runs_in_float(out, *quantizers):
         return None
     if kind in ("add", "mul") and len(quantizers) == 2 and len(node.args) == 2:
         return None if kind == "add" and all(q is out for q in quantizers) else _pairs(kind, quantizers[0], quantizers[1], out)
@@ -159,7 +164,11 @@ def _weights(
     for out, nodes in makers.items():
         for node in (n for n in nodes if len(n.args) > 1):
             rounding, source = _module(body, node.args[1]), quantizer_of(body, node.args[0])
-            if isinstance(rounding, WeightQuantizer) and isinstance(source, ActivationQuantizer):
+            if (
+                isinstance(rounding, WeightQuantizer)
+                and isinstance(source, ActivationQuantizer)
+                and not _runs_in_float(source, out)
+            ):
                 weight = get_tensor(body, node.args[1].args[0].target)
                 uses = weights.setdefault(rounding, (weight, []))[1]
                 uses.append((float(source.scale) / float(out.scale), _boundaries(out)))

@@ -96,6 +96,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         floating=choice.floating,
         dynamic=settings.dynamic,
         strict=settings.strict,
+        bits=settings.bits,
         trainable=True,
     )
     quantized.origin = replace(quantized.origin, measured=choice.record)

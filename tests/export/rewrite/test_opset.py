@@ -102,10 +102,10 @@ def test_a_model_is_exported_in_the_opset_that_is_asked_for(tmp_path: Path) -> N
     found = ck.audit(path)
     assert (found.opset, found.oldest_runtime) == (13, "1.7")
     assert "opset 13: onnxruntime 1.7 and newer can read it" in str(found)
-    for wrong in (12, 24, "newest"):
-        with pytest.raises(SettingError, match=rf'export_onnx\(opset=\.\.\.\): wanted 13\.\.23, "lowest" or None, got {wrong!r}'):
+    for wrong in (12, 26, "newest"):
+        with pytest.raises(SettingError, match=rf'export_onnx\(opset=\.\.\.\): wanted 13\.\.25, "lowest" or None, got {wrong!r}'):
             ck.export_onnx(model, path, x, opset=wrong)
-        with pytest.raises(SettingError, match=r"Recipe\(opset=\.\.\.\): wanted 13\.\.23"):
+        with pytest.raises(SettingError, match=r"Recipe\(opset=\.\.\.\): wanted 13\.\.25"):
             ck.Recipe(ck.Train(epochs=1), opset=wrong)
 
 
@@ -126,3 +126,14 @@ def test_blocks_of_weights_need_opset_21(tmp_path: Path) -> None:
         ck.export_onnx(quantized, path, x, opset=20)
     assert onnx.load(ck.export_onnx(quantized, path, x, opset="lowest")).opset_import[0].version == 21
     assert ck.audit(path).oldest_runtime == "1.19"
+
+
+@pytest.mark.parametrize("opset", [24, 25])
+def test_opsets_that_the_exporter_does_not_write_are_declared(opset, tmp_path) -> None:
+    x = torch.randn(4, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(144, 5)).eval()
+    path = ck.export_onnx(model, tmp_path / "m.onnx", (x,), opset=opset)
+    file = onnx.load(path)
+    onnx.checker.check_model(file, full_check=True)
+    assert file.opset_import[0].version == opset
+    ck.verify_onnx(path, model, [x, x[:1]])

@@ -88,6 +88,7 @@ def test_tuning_brings_the_outputs_closer_and_keeps_scales_frozen() -> None:
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 5, "best": 15})
+    monkeypatch.setattr(improve, "RECONSTRUCTION_STEPS", 20)
     model, x = build(networks.Residual), image(64)
     with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.improve"):
         quantized = quantize_static(model, [x], target=W3, effort=effort)
@@ -95,6 +96,7 @@ def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog,
     names = [remedy.name.split(",")[0] for remedy in remedies]
     assert {"balance channels", "choose ranges", "correct biases"} <= set(names)
     assert names[-1] == "imitate the float model"
+    assert ("reconstruct blocks" in names) == (effort == "best")
     assert remedies[-1].name.endswith({"balanced": "5 steps", "best": "15 steps"}[effort])
     assert [record.getMessage() for record in caplog.records] == [str(remedy) for remedy in remedies]
     for earlier, later in itertools.pairwise(remedies):
@@ -129,6 +131,34 @@ def test_balanced_does_not_train_a_large_network(monkeypatch) -> None:
     assert not any(remedy.name.startswith("imitate") for remedy in quantized.origin.remedies)
 
 
+def test_reconstruction_pays_at_three_bits(monkeypatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    monkeypatch.setattr(improve, "RECONSTRUCTION_STEPS", 40)
+    quantized = quantize_static(build(networks.Residual), [image(64)], target=W3, effort="best", float_macs=0)
+    remedy = next(remedy for remedy in quantized.origin.remedies if remedy.name == "reconstruct blocks, 40 steps")
+    assert remedy.kept
+    assert remedy.after > remedy.before + 2
+
+
+def test_best_does_not_reconstruct_what_takes_too_long(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    monkeypatch.setattr(improve, "MOST_RECONSTRUCTION_MACS", 1e6)
+    with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.improve"):
+        quantized = quantize_static(build(networks.Chain), [image(32)], effort="best")
+    assert not any(remedy.name.startswith("reconstruct") for remedy in quantized.origin.remedies)
+    assert any("blocks are not reconstructed: " in record.getMessage() for record in caplog.records)
+
+
+def test_best_reconstructs_on_the_rows_that_fit_in_memory(monkeypatch) -> None:
+    rows = list[int]()
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    monkeypatch.setattr(improve, "MOST_RECONSTRUCTION_BYTES", 12 * 4 * 32 * 16 * 16)
+    monkeypatch.setattr(improve, "reconstruct_blocks_", lambda q, data, **_: rows.extend(len(x[0]) for x in data))
+    quantize_static(build(networks.Chain), [image(20), image(20)], effort="best")
+    assert rows == [10]
+
+
 class Ids(nn.Module):
     """Class ids, which have no gradient."""
 
@@ -150,7 +180,8 @@ class Stepped(Ids):
 
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 @pytest.mark.parametrize("kind", [Ids, Stepped])
-def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog) -> None:
+def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(improve, "RECONSTRUCTION_STEPS", 5)
     with caplog.at_level(logging.WARNING, logger="compresskit.quant.effort.improve"):
         quantized = quantize_static(kind().eval(), [image(32)], effort=effort)
     warned = [record.getMessage() for record in caplog.records]

@@ -17,6 +17,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.quant import ARM, X86, X86_NO_VNNI, Scheme, adaround_, prepare_qat, quantize_dynamic, quantize_static
+from compresskit.quant.calibration import reconstruct_blocks_
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.saturation import FitPairs, PairPacking, can_overflow, conv_packing
 
@@ -270,11 +271,12 @@ def test_training_keeps_pairs_that_fit(learned) -> None:
     assert largest_pair(quantized) <= 128
 
 
-def test_adaround_keeps_pairs_that_fit() -> None:
+@pytest.mark.parametrize("learn_", [adaround_, reconstruct_blocks_])
+def test_learned_rounding_keeps_pairs_that_fit(learn_) -> None:
     torch.manual_seed(0)
     x = (torch.randn(4, 3, 16, 16),)
     quantized = quantize_static(Uniform().eval(), x)
-    adaround_(quantized, x, steps=3)
+    learn_(quantized, x, steps=3, rate=1.0)
     assert largest_pair(quantized) <= 128
 
 

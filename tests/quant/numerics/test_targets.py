@@ -118,7 +118,8 @@ def test_what_is_no_target_is_refused(given, hint) -> None:
 @pytest.mark.parametrize(
     ("base", "fields", "message"),
     [
-        (X86, {"activations": Scheme(bits=4)}, r"X86: activations.bits must be 8, got 4"),
+        (TENSORRT, {"activations": replace(TENSORRT.activations, bits=4)}, r"TENSORRT: activations.bits must be 8, got 4"),
+        (X86, {"weights": replace(X86.weights, bits=9)}, r"X86: weights.bits must be 2..8, got 9"),
         (X86, {"activations": Scheme(per_channel=True)}, r"activations.per_channel must be False, got True"),
         (X86, {"activations": Scheme(signed=True, symmetric=True)}, r"activations.narrow must be False"),
         (X86, {"weights": Scheme(signed=True)}, r"weights.symmetric must be True, got False"),
@@ -207,5 +208,5 @@ def test_a_convolution_that_is_read_twice_is_rounded_for_openvino(gate, tmp_path
 
 
 def test_an_opset_that_cannot_be_exported_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"X86: opset must be 13\.\.23, got 12"):
+    with pytest.raises(SettingError, match=r"X86: opset must be 13\.\.25, got 12"):
         replace(X86, opset=12)

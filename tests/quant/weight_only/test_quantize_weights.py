@@ -20,16 +20,9 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import get_tensor
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import (
-    DEQUANTIZE_LINEAR,
-    MATMUL_NBITS,
-    MATMUL_NBITS_INT8,
-    BlockScheme,
-    gptq,
-    quantize_weights,
-    round_to_nearest,
-)
+from compresskit.quant import BlockScheme, quantize_weights
 from compresskit.quant.numerics.block_grid import BlockQuantizer, WeightMatrix
+from compresskit.quant.weight_only import DEQUANTIZE_LINEAR, MATMUL_NBITS, MATMUL_NBITS_INT8, gptq, round_to_nearest
 from compresskit.quant.weight_only.weight_model import block_quantizers
 
 WORDS, WIDTH = 200, 52

@@ -1,0 +1,323 @@
+"""Plan ranks: which layers become products of low rank, and of which, so that a budget is met with the least variance lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from compresskit.base.budget import Budget, check_budget, takes_budget
+from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
+from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
+from compresskit.base.task import Inputs, batch_size, call, first_rows
+from compresskit.graph.masks import masks_of
+from compresskit.graph.replacements import Factored
+from compresskit.graph.surgery import frozen_copy, mode
+from compresskit.measure import count_macs, count_parameters
+from compresskit.prune.channels.plan_channels import check_prunable
+from compresskit.prune.channels.reconstruct import MOST_COLUMNS, InputStatistics, input_statistics
+from compresskit.prune.evidence import watched_calls
+from compresskit.prune.low_rank.factorize import FactorableLayer, Spectrum, factored, is_tucker, spectrum
+
+VARIANCE_LEVELS = [2.0**-k for k in range(1, 21)]  # fractions of a mode's variance that the ranks to choose from lose
+MOST_WHOLE_LAYERS = 6  # layers that a refusal lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLine:
+    """What a plan does to one layer. ranks: (rank,), or (inputs, outputs) of Tucker-2. full: what would lose nothing.
+
+    lost: fraction of the variance of its output. macs, macs_before: of the layer, for one sample.
+    """
+
+    layer: str
+    ranks: tuple[int, ...]
+    full: tuple[int, ...]
+    lost: float
+    macs: int
+    macs_before: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """Layers to factor, not yet factored; `print(plan)` lists them, `plan.apply_(model, batches)` factors them.
+
+    lines: one for each layer. sizes: shapes of their weights. macs, macs_before: multiply-accumulates of one sample.
+    locked: name of a layer that stays -> reason.
+    """
+
+    lines: tuple[RankLine, ...]
+    sizes: dict[str, tuple[int, ...]]
+    macs: int
+    macs_before: int
+    locked: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = f"{self.macs / max(1, self.macs_before):.1%} of {self.macs_before / 1e6:.2f} M MACs stay; {len(self.lines)} layers"
+        rows = [
+            f"  {line.layer}: rank {' x '.join(map(str, line.ranks))} of {' x '.join(map(str, line.full))},"
+            f" {line.macs / line.macs_before:.0%} of its MACs, {line.lost:.1%} of its variance lost"
+            for line in self.lines
+        ]
+        return "\n".join([head, *rows, *(f"  {name} stays: {reason}" for name, reason in self.locked.items())])
+
+    def apply_(self, model: nn.Module, batches: Iterable[AnyInputs] | None = None) -> nn.Module:
+        """Put the factors in the place of every layer, in place, and return the model.
+
+        Args:
+            model: the model that the plan was made for, or another of the same class and sizes.
+            batches: inputs, which the factors are fitted to; None fits the weights alone.
+
+        Raises ModelError for another model, which stays as it was.
+        """
+        if masks_of(model) is not None:
+            raise ModelError(f"{type(model).__name__} has masks, which are for whole layers; factor layers first, then Sparsify")
+        layers = dict(model.named_modules())
+        for name, shape in self.sizes.items():
+            layer = layers.get(name)
+            found = tuple(layer.weight.shape) if isinstance(layer, FactorableLayer) else None
+            if found != shape:
+                raise ModelError(
+                    f"{name}: the plan was made for a layer with weights {shape}, this {type(model).__name__} has"
+                    f" {found or 'no such layer'}; apply the plan to a model of the same class"
+                )
+        spectra = _spectra(model, list(self.sizes), batches)
+        for line in self.lines:
+            made = factored(_layer(model, line.layer), line.ranks, spectra[line.layer])
+            model.set_submodule(line.layer, made)
+        return model
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data that `json.dumps` takes; `from_json` reads it."""
+        lines = [vars(line) | {"ranks": list(line.ranks), "full": list(line.full)} for line in self.lines]
+        return vars(self) | {"lines": lines, "sizes": {name: list(shape) for name, shape in self.sizes.items()}}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> RankPlan:
+        """The plan that `to_json` wrote; CheckpointError where the record is something else."""
+        try:
+            lines = tuple(RankLine(**{**x, "ranks": tuple(x["ranks"]), "full": tuple(x["full"])}) for x in record["lines"])
+            sizes = {name: tuple(map(int, shape)) for name, shape in record["sizes"].items()}
+            return RankPlan(**{**record, "lines": lines, "sizes": sizes})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"not a plan of ranks: {type(error).__name__} {error}") from None
+
+
+@takes_budget
+def plan_ranks(
+    model: nn.Module,
+    example: AnyInputs,
+    budget: Budget,
+    *,
+    batches: Iterable[AnyInputs] | None = None,
+    round_to: int = 8,
+    ignore: tuple[str, ...] = (),
+) -> RankPlan:
+    """Decide which layers become products of low rank. The model is not changed: `RankPlan.apply_` does that.
+
+    Greedily, the next step is the one that loses the least variance of a layer's output for what it saves. A layer is factored
+    only where that saves. Factors of full rank give what the layer gives.
+
+    Args:
+        model: a float model. example: its inputs, a tensor or a tuple or mapping of inputs.
+        budget: how much stays: `ck.keep(macs=0.6)` or `ck.keep(parameters=0.6)`.
+        batches: inputs without labels: variance is then that of the outputs on data; None takes that of the weights.
+        round_to: ranks stay multiples of this where they are larger.
+        ignore: dotted names of modules that stay, with all layers inside.
+
+    Raises:
+        SettingError: a setting is out of range.
+        ModelError: no layer can be factored, or the budget cannot be met.
+    """
+    check_ranks(budget, round_to, "plan_ranks")
+    inputs = as_inputs(example)
+    check_prunable(model, inputs, "plan_ranks")
+    locked: dict[str, str] = {}
+    layers = _factorable(model, inputs, tuple(ignore), locked)
+    spectra = _spectra(model, list(layers), batches)
+    options = {name: _options(layer, shape, spectra[name], budget, round_to) for name, (layer, shape) in layers.items()}
+    locked |= {name: "no rank saves anything" for name, found in options.items() if not found}
+    whole = count_macs(model, inputs)
+    total = whole if budget.quantity == "macs" else count_parameters(model)
+    chosen, left = _select({name: found for name, found in options.items() if found}, float(total), budget.kept)
+    if left > budget.kept * total * (1 + 1e-9):
+        some = [f"{name}: {reason}" for name, reason in list(locked.items())[:MOST_WHOLE_LAYERS]]
+        raise ModelError(
+            f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {left / total:.1%} can be reached"
+            f" by low rank; whole layers: {'; '.join(some) or 'none'}; ask for less, or remove channels with Prune"
+        )
+    lines = []
+    for name, option in chosen.items():
+        layer, shape = layers[name]
+        full = (min(layer.weight.shape[:2]),) if not is_tucker(layer) else (layer.weight.shape[1], layer.weight.shape[0])
+        before = _cost(layer, shape, None, "macs")
+        after = _cost(layer, shape, option.ranks, "macs")
+        lines.append(RankLine(layer=name, ranks=option.ranks, full=full, lost=option.lost, macs=after, macs_before=before))
+    saved = sum(line.macs_before - line.macs for line in lines)
+    sizes = {line.layer: tuple(_layer(model, line.layer).weight.shape) for line in lines}
+    return RankPlan(lines=tuple(lines), sizes=sizes, macs=whole - saved, macs_before=whole, locked=locked)
+
+
+def check_ranks(budget: Budget, round_to: int, where: str) -> None:
+    """Raise SettingError for a budget of another quantity, or ranks that are not rounded to a whole number."""
+    check_budget(budget, f"{where}(budget=...)", ("macs", "parameters"))
+    if type(round_to) is not int or round_to < 1:
+        raise SettingError(f"{where}(round_to=...): wanted a whole number >= 1, got {round_to!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """Ranks that a layer may get; saved: in the unit of the budget."""
+
+    ranks: tuple[int, ...]
+    lost: float
+    saved: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Positions:
+    """Positions, for one sample, at which a layer reads its inputs and gives its outputs."""
+
+    read: int
+    made: int
+
+
+def _layer(model: nn.Module, name: str) -> FactorableLayer:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, FactorableLayer)
+    return layer
+
+
+def _factorable(
+    model: nn.Module, inputs: Inputs, ignore: tuple[str, ...], locked: dict[str, str]
+) -> dict[str, tuple[FactorableLayer, _Positions]]:
+    """Layers that can be factored, by name, with their positions; why others cannot is added to `locked`."""
+    layers: dict[str, FactorableLayer] = {}
+    owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    names = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if not isinstance(module, FactorableLayer):
+            if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | nn.MultiheadAttention | nn.Bilinear):
+                locked[name] = f"{type(module).__name__} is not factored"
+            continue
+        if (reason := _why_whole(name, module, ignore)) is not None:
+            locked[name] = reason
+        elif any(owners[id(p)] > 1 for p in module.parameters()) or names[id(module)] > 1:
+            locked[name] = "its weights are tied to another layer's"
+        else:
+            layers[name] = module
+    positions: dict[str, _Positions] = {}
+
+    def visit(path: str, module: Any, x: Any, out: Any) -> None:
+        made, read = out.numel() // module.weight.shape[0], x.numel() // module.weight.shape[1]
+        before = positions.get(path, _Positions(read=0, made=0))
+        rows = batch_size(inputs)
+        positions[path] = _Positions(read=before.read + read // rows, made=before.made + made // rows)
+
+    with watched_calls(model, list(layers), visit), torch.no_grad(), mode(model, training=False):
+        call(model, inputs)
+    called = {}
+    for name, layer in layers.items():
+        if name not in positions:
+            locked[name] = "its weights are read without calling it, or not at all"
+        elif (failure := _trial(model, inputs, name)) is not None:
+            locked[name] = failure
+        else:
+            called[name] = (layer, positions[name])
+    return called
+
+
+def _why_whole(name: str, module: FactorableLayer, ignore: tuple[str, ...]) -> str | None:
+    """Why a layer cannot be factored, judging by itself; None where it can."""
+    if any(name == other or name.startswith(f"{other}.") for other in ignore):
+        return "ignore="
+    if type(module) not in (nn.Linear, nn.Conv2d):
+        return f"it is a {type(module).__name__}, a class of its own or with a parametrization"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return "it has hooks of its own"
+    return f"{module.groups} groups" if isinstance(module, nn.Conv2d) and module.groups > 1 else None
+
+
+def _trial(model: nn.Module, inputs: Inputs, name: str) -> str | None:
+    """Run a copy with one layer factored; what the code says where it needs the layer itself."""
+    small = frozen_copy(model)
+    layer = _layer(small, name)
+    small.set_submodule(name, Factored.like(layer, (1, 1) if is_tucker(layer) else (1,)))
+    try:
+        with torch.no_grad():
+            call(small, first_rows(inputs, 2))
+    except Exception as error:
+        return f"the model does not run without it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
+
+
+def _spectra(model: nn.Module, names: list[str], batches: Iterable[AnyInputs] | None) -> dict[str, Spectrum]:
+    statistics: dict[str, InputStatistics] = {}
+    if batches is not None and names:
+        read = [f"{name}.weight" for name in names if _layer(model, name).weight[0].numel() <= MOST_COLUMNS]
+        statistics = input_statistics(model, read, each_inputs(batches, "low rank"))
+        if read and not statistics:
+            raise DataError("low rank: no batch of calibration data was given; pass batches=None to fit the weights alone")
+    return {name: spectrum(_layer(model, name), statistics.get(f"{name}.weight")) for name in names}
+
+
+def _cost(layer: FactorableLayer, positions: _Positions, ranks: tuple[int, ...] | None, quantity: str) -> int:
+    """MACs of one sample, or weights, of a layer (ranks=None) or of its factors."""
+    outputs, inputs = layer.weight.shape[:2]
+    kernel = layer.weight[0, 0].numel()
+    read, made = (positions.read, positions.made) if quantity == "macs" else (1, 1)
+    if ranks is None:
+        return outputs * inputs * kernel * made
+    if is_tucker(layer):
+        return inputs * ranks[0] * read + ranks[0] * ranks[1] * kernel * made + ranks[1] * outputs * made
+    return ranks[0] * (inputs + outputs) * made
+
+
+def _options(layer: FactorableLayer, positions: _Positions, directions: Spectrum, budget: Budget, round_to: int) -> list[_Option]:
+    """Ranks that save something, from the least lost to the most saved."""
+    outputs, inputs = layer.weight.shape[:2]
+    whole = _cost(layer, positions, None, budget.quantity)
+
+    def rounded(rank: int, most: int) -> int:
+        return min(most, max(1, rank) if rank <= round_to // 2 else -(-rank // round_to) * round_to)
+
+    tried: set[tuple[int, ...]]
+    if directions.energy_in is None:
+        most = min(outputs, inputs)
+        tried = {(rounded(rank, most),) for rank in range(1, most + 1)}
+    else:
+        # Both modes lose the same fraction; every pair of ranks would be too many.
+        gone = [energy.flip(0).cumsum(0).flip(0) for energy in (directions.energy_in, directions.energy)]
+        tried = {tuple(rounded(int((left > level).sum()), len(left)) for left in gone) for level in VARIANCE_LEVELS}
+    made = [
+        _Option(ranks=r, lost=directions.lost(r), saved=float(whole - _cost(layer, positions, r, budget.quantity))) for r in tried
+    ]
+    return sorted((o for o in made if o.saved > 0), key=lambda o: o.saved)
+
+
+def _select(options: Mapping[str, list[_Option]], total: float, kept: float) -> tuple[dict[str, _Option], float]:
+    """Options of the layers that meet a budget, and how much is left: the least loss for what is saved, again and again."""
+    none = _Option(ranks=(), lost=0.0, saved=0.0)
+    chosen, left = dict.fromkeys(options, none), total
+    while left > kept * total * (1 + 1e-9):
+        steps = [
+            (
+                (option.lost - chosen[name].lost) / min(option.saved - chosen[name].saved, left - kept * total),
+                -option.saved,
+                name,
+                option,
+            )
+            for name, found in options.items()
+            for option in found
+            if option.saved > chosen[name].saved
+        ]
+        if not steps:
+            break
+        _, _, name, option = min(steps, key=lambda step: step[:3])
+        left -= option.saved - chosen[name].saved
+        chosen[name] = option
+    return {name: option for name, option in chosen.items() if option.ranks}, left

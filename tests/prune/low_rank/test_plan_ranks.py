@@ -1,0 +1,130 @@
+"""Ranks are chosen by a budget, layers that cannot be factored are named, and the result is saved, exported and trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+
+import networks
+import pytest
+import torch
+from networks import build, image, images_task
+from quick import make_quick
+from residual import ResNet, Transformer
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
+from compresskit.graph.replacements import Factored
+from compresskit.graph.surgery import restructure_, structure
+from compresskit.prune.low_rank import LowRank, RankPlan, plan_ranks
+
+WIDE = {"round_to": 2}
+
+
+@pytest.mark.parametrize("family", [networks.Chain, ResNet, Transformer])
+@pytest.mark.parametrize("quantity", ["macs", "parameters"])
+def test_budgets_are_met_as_counted(family, quantity) -> None:
+    model, batches = build(family).eval(), [image(16)]
+    plan = plan_ranks(model, image(2), ck.keep(**{quantity: 0.8}), batches=batches, **WIDE)
+    small = plan.apply_(copy.deepcopy(model), batches)
+    assert ck.count_macs(small, image(2)) == plan.macs
+    after, before = (ck.count_macs(m, image(2)) if quantity == "macs" else ck.count_parameters(m) for m in (small, model))
+    assert 0.5 < after / before <= (0.8 if quantity == "macs" else 0.83)  # factors of convolutions add no bias but the last
+    assert all(line.macs < line.macs_before or quantity == "parameters" for line in plan.lines)
+    assert type(small) is family
+    for rows in (1, 7):
+        assert small(*image(rows)).shape == (rows, 10)
+
+
+def test_a_plan_prints_serializes_and_applies_again() -> None:
+    model = build(ResNet)
+    plan = plan_ranks(model, image(2), ck.keep(macs=0.8), **WIDE)
+    assert RankPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert f"  {plan.lines[0].layer}: rank {plan.lines[0].ranks[0]}" in str(plan)
+    other = plan.apply_(build(ResNet))
+    with pytest.raises(ModelError, match="the plan was made for a layer with weights .* has no such layer; apply"):
+        plan.apply_(other)
+    with pytest.raises(CheckpointError, match="not a plan of ranks"):
+        RankPlan.from_json({"lines": 3})
+    with pytest.raises(DataError, match="no batch of calibration data was given"):
+        plan.apply_(build(ResNet), [])
+
+
+class Odd(nn.Module):
+    """Layers that cannot be factored, each for a reason of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.tied, self.twin = nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48)
+        self.twin.weight = self.tied.weight
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(48, 48))
+        self.read, self.hooked, self.asked = nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48)
+        self.hooked.register_forward_hook(lambda module, args, output: None)
+        self.depth, self.head = nn.Conv2d(48, 48, 3, 1, 1, groups=48), nn.Linear(48, 1)
+
+    def forward(self, x):
+        x = self.normed(self.twin(self.tied(torch.relu(self.plain(x)))))
+        x = self.hooked(nn.functional.linear(x, self.read.weight)) + self.asked.weight.sum()
+        return self.head(self.depth(self.asked(x)[:, :, None, None]).flatten(1))
+
+
+def test_what_cannot_be_factored_is_named() -> None:
+    model = Odd().eval()
+    plan = plan_ranks(model, torch.randn(4, 48), ck.keep(macs=0.95))
+    assert [line.layer for line in plan.lines] == ["plain"]
+    assert plan.locked["tied"] == plan.locked["twin"] == "its weights are tied to another layer's"
+    assert plan.locked["normed"].startswith("it is a ParametrizedLinear")
+    assert plan.locked["read"] == "its weights are read without calling it, or not at all"
+    assert plan.locked["hooked"] == "it has hooks of its own"
+    assert plan.locked["depth"] == "48 groups"
+    assert plan.locked["asked"].startswith("the model does not run without it: AttributeError")
+    assert plan.locked["head"] == "no rank saves anything"
+    with pytest.raises(ModelError, match=r"Odd: wanted 10.0% of the macs, only .*% can be reached by low rank; whole layers: "):
+        plan_ranks(model, torch.randn(4, 48), ck.keep(macs=0.1))
+
+
+def test_a_stage_is_saved_loaded_pruned_and_exported(tmp_path) -> None:
+    make_quick()
+    torch.manual_seed(0)
+    task, model = images_task(ck, samples=64, classes=4), build(ResNet)
+    tuned = ck.Train(epochs=2, optimizer=partial(torch.optim.Adam, lr=3e-3), objective=ck.imitate())
+    small = LowRank(budget=ck.keep(macs=0.8), round_to=2, samples=64, finetune=tuned)(model, task)
+    assert any(isinstance(m, Factored) for m in small.modules())
+    ck.prune.apply_(small, ck.prune.plan_channels(small, image(2), ck.keep(macs=0.9), round_to=2))
+    ck.save(small, tmp_path)
+    loaded, inputs = ck.load(build(ResNet), tmp_path), image(3)
+    torch.testing.assert_close(loaded(*inputs), small(*inputs))
+    assert ck.verify_onnx(ck.export_onnx(small, tmp_path / "m.onnx", image(2)), small, [image(1), image(7)])
+
+
+@pytest.mark.slow
+def test_a_recipe_of_low_rank_and_bits(tmp_path) -> None:
+    task, model = images_task(ck, samples=64, classes=4), build(ResNet)
+    recipe = ck.Recipe(LowRank(budget=ck.keep(macs=0.8), round_to=2, samples=64), ck.QAT(epochs=1, samples=32), export="last")
+    result, inputs = recipe.run(model, task, out=tmp_path), image(3)
+    folder = sorted(path for path in tmp_path.iterdir() if path.name[:1].isdigit())[-1]
+    torch.testing.assert_close(ck.load(build(ResNet), folder)(*inputs), result.model(*inputs))
+
+
+def test_a_damaged_record_is_refused() -> None:
+    record = structure(nn.Sequential(nn.Linear(8, 4)))
+    for ranks in ([5], [0], [True], [2, 2], "2", None):
+        with pytest.raises(CheckpointError, match=r"0: wanted a rank up to each of \(4,\), got"):
+            restructure_(nn.Sequential(nn.Linear(8, 4)), record | {"replaced": {"0": {"kind": "factored", "ranks": ranks}}})
+    with pytest.raises(CheckpointError, match="the record says a layer of low rank, the model has ReLU"):
+        restructure_(nn.Sequential(nn.ReLU()), record | {"replaced": {"0": {"kind": "factored", "ranks": [2]}}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": ck.keep(latency=0.5)}, r"LowRank\(budget=...\): wanted a budget of macs or parameters"),
+        ({"budget": ck.keep(macs=0.5), "round_to": 0}, r"LowRank\(round_to=...\): wanted a whole number >= 1, got 0"),
+        ({"budget": ck.keep(macs=0.5), "samples": -1}, r"LowRank\(samples=...\): wanted a whole number >= 0, got -1"),
+    ],
+)
+def test_bad_settings(settings, message) -> None:
+    with pytest.raises(SettingError, match=message):
+        LowRank(**settings)

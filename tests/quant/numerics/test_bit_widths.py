@@ -1,0 +1,155 @@
+"""How many bits each layer takes: by name, in the file, and what cannot be expressed."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import SettingError
+from compresskit.quant import TENSORRT, X86, quantize_static
+from compresskit.quant.numerics.bit_widths import Bits, bits_of_layer
+from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.qat.qat import prepare_qat
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    convs = nn.Conv2d(4, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.Hardswish()
+    return nn.Sequential(nn.Sequential(*convs), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).eval()
+
+
+X = torch.randn(16, 4, 12, 12, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_longest_name_that_a_layer_lies_in_counts() -> None:
+    bits = {"": Bits(weights=4, activations=8), "a": Bits(weights=3), "a.b": Bits(activations=6)}
+    assert bits_of_layer(bits, "a.b.conv") == Bits(weights=3, activations=6)
+    assert bits_of_layer(bits, "a.c") == Bits(weights=3, activations=8)
+    assert bits_of_layer(bits, "ab") == Bits(weights=4, activations=8)
+
+
+@pytest.mark.parametrize(
+    ("bits", "weights", "opset"),
+    [
+        (Bits(), {onnx.TensorProto.INT8: 3}, 20),
+        (Bits(weights=3), {onnx.TensorProto.INT4: 3}, 21),
+        (Bits(weights=2, activations=5), {onnx.TensorProto.INT2: 3}, 25),
+        ({"": Bits(weights=4), "0.2": Bits(weights=2), "3": Bits(weights=8)},
+         {onnx.TensorProto.INT4: 1, onnx.TensorProto.INT2: 1, onnx.TensorProto.INT8: 1}, 25),
+    ],
+)  # fmt: skip
+def test_files_store_few_bits_packed_and_run_in_integers(bits, weights, opset, tmp_path) -> None:
+    quantized = quantize_static(net(), [X], bits=bits)
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,))
+    file = onnx.load(path)
+    stored = [t.data_type for t in file.graph.initializer if len(t.dims) > 1]
+    assert {kind: stored.count(kind) for kind in stored} == weights
+    assert file.opset_import[0].version == opset
+    ck.verify_onnx(path, quantized, [(X,), (X[:7],)])
+    audit = ck.audit(path)
+    assert audit.integer_fraction == 1.0
+    narrow = [t for t in file.graph.initializer if t.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.INT2)]
+    for tensor in narrow:
+        size = 2 if tensor.data_type == onnx.TensorProto.INT4 else 4
+        values = torch.Size(tensor.dims).numel()
+        assert len(tensor.raw_data) == -(-values // size)
+
+
+@pytest.mark.parametrize("width", [2, 5, 8, 11, 16])
+def test_activations_take_no_more_values_than_their_bits_allow_in_the_file_too(width, tmp_path) -> None:
+    quantized = quantize_static(net(), [X], bits=Bits(activations=width))
+    assert {q.scheme.bits for q in quantized.activation_quantizers() if q.anchor is None} == {width}
+    assert {q.scheme.bits for q in quantized.activation_quantizers() if q.anchor is not None} == {min(width, 8)}
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,))
+    far = 20 * X  # saturates: the ends of the narrow format, not those of 8 bits
+    ck.verify_onnx(path, quantized, [(X,), (far,)])
+    first = quantized.activation_quantizers()[0]
+    assert len(first(far).unique()) <= 2**width
+
+
+def test_activation_bits_are_those_of_the_value_that_a_layer_reads() -> None:
+    quantized = quantize_static(net(), [X], bits={"0.2": Bits(activations=4)})
+    by_label = {q.label: q.scheme.bits for q in quantized.activation_quantizers()}
+    assert [bits for bits in by_label.values() if bits != 8] == [4]
+    assert by_label["0.1"] == 4, "the ReLU that the second convolution reads"
+
+
+def test_a_value_that_two_layers_read_takes_the_wider_format() -> None:
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            x = self.a(x).relu()
+            return self.b(x) + self.c(x.flip(3))
+
+    quantized = quantize_static(Fork().eval(), [X], bits={"": Bits(activations=4), "c": Bits(activations=6)})
+    widths = {q.label: q.scheme.bits for q in quantized.activation_quantizers()}
+    assert widths.pop("x") == 4
+    assert sum(bits == 6 for bits in widths.values()) == 1
+
+
+def test_quantization_aware_training_takes_bits_and_stores_them(tmp_path) -> None:
+    quantized = prepare_qat(net(), [X], bits=Bits(weights=2, activations=4), learned=True)
+    optimizer = torch.optim.SGD(quantized.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        quantized(X).square().mean().backward()
+        optimizer.step()
+    quantized.convert_()
+    quantized.eval()
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,))
+    ck.verify_onnx(path, quantized, [(X,)])
+    assert onnx.TensorProto.INT2 in {t.data_type for t in onnx.load(path).graph.initializer}
+
+
+def test_a_saved_model_keeps_its_bits(tmp_path) -> None:
+    quantized = quantize_static(net(), [X], bits={"": Bits(weights=4), "0.2": Bits(weights=2, activations=5)})
+    ck.save(quantized, tmp_path / "m")
+    loaded = ck.load(net(), tmp_path / "m")
+    assert torch.equal(loaded(X), quantized(X))
+    widths = [q.scheme.bits for q in loaded.quantizers() if isinstance(q, ActivationQuantizer | WeightQuantizer)]
+    assert widths == [q.scheme.bits for q in quantized.quantizers() if isinstance(q, ActivationQuantizer | WeightQuantizer)]
+    assert sorted(set(widths)) == [2, 4, 5, 8]
+
+
+def test_an_older_opset_stores_the_same_integers_in_the_types_that_it_has(tmp_path) -> None:
+    quantized = quantize_static(net(), [X], bits=Bits(weights=2))
+    for opset, kind in ((21, onnx.TensorProto.INT4), (18, onnx.TensorProto.INT8), ("lowest", onnx.TensorProto.INT8)):
+        path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,), opset=opset)
+        assert kind in {t.data_type for t in onnx.load(path).graph.initializer if len(t.dims) > 1}
+        ck.verify_onnx(path, quantized, [(X,)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 4}, r"quantize_static\(bits=\.\.\.\): wanted Bits\(\.\.\.\) or .*, got 4"),
+        (
+            {"bits": {"nowhere": Bits(weights=4)}},
+            r"no layer with weights stands in a module of that name; the layers are \['0.0'",
+        ),
+        ({"bits": Bits(activations=4), "target": TENSORRT}, r"Target TENSORRT: activations.bits must be 8, got 4"),
+        ({"bits": {"0.2": Bits(activations=4)}, "target": TENSORRT}, r"Target TENSORRT, 0.2: activations.bits must be 8, got 4"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(settings, message) -> None:
+    with pytest.raises(SettingError, match=message):
+        quantize_static(net(), [X], **settings)
+
+
+@pytest.mark.parametrize(("name", "value"), [("weights", 1), ("weights", 9), ("activations", 1), ("activations", 17)])
+def test_widths_out_of_range_are_refused(name, value) -> None:
+    with pytest.raises(SettingError, match=rf"Bits\({name}=\.\.\.\): wanted 2\.\.(8|16), got {value}"):
+        Bits(**{name: value})
+
+
+def test_four_bits_need_no_room_against_overflow() -> None:
+    weights = [
+        q for q in quantize_static(net(), [X], target=X86, bits=Bits(weights=4)).quantizers() if isinstance(q, WeightQuantizer)
+    ]
+    assert all(q.packing is None for q in weights)
