@@ -1,0 +1,154 @@
+"""Training steps beside the plain ones: QAT beside float training, weights without fp32 masters beside AdamW; one thread.
+
+Writes `training_speed.json` and `training_speed.md` beside this file. The steps of a group are taken in turn in one process, and
+compared by CPU time, because others may use the machine: a ratio is the median over the rounds, each of which compares steps
+that were taken one right after the other. `kept` is what autograd keeps for the backward pass, parameters and buffers left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "recipes"))
+
+from vision import CifarResNet  # noqa: E402
+
+import compresskit as ck  # noqa: E402
+from compresskit.quant import prepare_qat  # noqa: E402
+
+POLICIES = (ck.mixed.MASTER_BF16, ck.mixed.SPLIT_BF16, ck.mixed.KAHAN_BF16, ck.mixed.SR_BF16)
+
+
+def in_turn(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each step in each round; every step is taken once before that."""
+    for step in steps.values():
+        step()
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            found[name].append(step())
+    return found
+
+
+def rows_of(group: str, found: dict[str, list[float]], kept: dict[str, int]) -> list[dict[str, Any]]:
+    """One row for each step; the first is what the others are compared with."""
+    first = next(iter(found))
+    rows = []
+    for name, seconds in found.items():
+        ratios = [mine / other for mine, other in zip(seconds, found[first], strict=True)]
+        row = {"group": group, "step": name, "ms": 1000 * statistics.median(seconds), "ratio": statistics.median(ratios)}
+        rows.append(row | {"kept": kept[name] / kept[first] if kept else None})
+    return rows
+
+
+def kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that autograd keeps of one forward pass."""
+    own = {value.untyped_storage().data_ptr() for value in [*model.parameters(), *model.buffers()]}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        output = model(x)
+    del output
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def qat(name: str, model: nn.Module, x: Tensor, rounds: int) -> list[dict[str, Any]]:
+    """A float step, and QAT with ranges that follow and that are held."""
+    y = torch.arange(len(x)) % 10
+    with torch.no_grad():
+        for _ in range(3):  # statistics of this network
+            model.train()(x)
+    following = prepare_qat(copy.deepcopy(model).eval(), [x])
+    held = copy.deepcopy(following)
+    held.freeze_statistics_()
+    models = {"float": model, "QAT, ranges follow": following, "QAT, ranges held": held}
+    kept = {kind: kept_bytes(each.train(), x) for kind, each in models.items()}
+
+    def stepper(each: nn.Module) -> Callable[[], float]:
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-3, momentum=0.9)
+
+        def step() -> float:
+            begin = time.process_time()
+            optimizer.zero_grad()
+            F.cross_entropy(each(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return time.process_time() - begin
+
+        return step
+
+    return rows_of(name, in_turn({kind: stepper(each) for kind, each in models.items()}, rounds), kept)
+
+
+def masters(width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
+    """The optimizer's step alone, under each policy."""
+    x = torch.randn(2, width)
+
+    def stepper(policy: ck.mixed.Policy) -> Callable[[], float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run = None if policy is ck.mixed.FP32 else ck.mixed.prepare(model, optimizer, policy)
+
+        def step() -> float:
+            optimizer.zero_grad()
+            loss = (model if run is None else run)(x).float().square().sum()
+            loss.backward() if run is None else run.backward(loss)
+            begin = time.process_time()
+            optimizer.step() if run is None else run.step()
+            return time.process_time() - begin
+
+        return step
+
+    steps = {"AdamW of torch": stepper(ck.mixed.FP32)} | {policy.name: stepper(policy) for policy in POLICIES}
+    return rows_of(f"step of {layers} x {width} x {width} weights", in_turn(steps, rounds), {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each kind that are timed")
+    parser.add_argument("--batch-size", type=int, default=128, help="images a step of ResNet-20; a quarter for MobileNetV2")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    load = os.getloadavg()[0]
+    size = args.batch_size
+    rows = masters(512, 10, 2 * args.rounds)
+    rows += qat(f"ResNet-20, batch {size}", CifarResNet(20), torch.randn(size, 3, 32, 32), args.rounds)
+    pictures = torch.randn(size // 4, 3, 64, 64)
+    rows += qat(f"MobileNetV2 at 64 px, batch {size // 4}", mobilenet_v2(num_classes=10), pictures, args.rounds)
+    about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1, "rounds": args.rounds, "load": load}
+    (HERE / "training_speed.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    lines = ["| | step | CPU ms | ratio | kept for the backward pass |", "|---|---|--:|--:|--:|"]
+    for row in rows:
+        kept = "" if row["kept"] is None else f"{row['kept']:.2f}"
+        lines.append(f"| {row['group']} | {row['step']} | {row['ms']:.1f} | {row['ratio']:.2f} | {kept} |")
+    (HERE / "training_speed.md").write_text("\n".join([*lines, "", f"CPU time, steps in turn. {about}"]) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
