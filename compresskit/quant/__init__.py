@@ -13,6 +13,7 @@ from compresskit.quant.calibration.equalize import equalize_
 from compresskit.quant.calibration.reconstruct import adaround_, reconstruct_blocks_
 from compresskit.quant.calibration.smoothquant import smooth_
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant, quantize_dynamic
+from compresskit.quant.effort.tuning import imitate_float_
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics import observers, targets
 from compresskit.quant.numerics.bit_widths import Bits
@@ -43,6 +44,7 @@ __all__ = [
     "correct_bias_",
     "diagnose",
     "equalize_",
+    "imitate_float_",
     "observers",
     "prepare_qat",
     "quantize_dynamic",

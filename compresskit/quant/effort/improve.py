@@ -27,7 +27,7 @@ from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.float_layers import choose_float_layers
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, halves, joined_samples
-from compresskit.quant.effort.tuning import imitate_float_
+from compresskit.quant.effort.tuning import minimise_error_
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.passes.prepare_graph import Remedy
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
@@ -102,7 +102,7 @@ def quantize_with_effort(
     if trains and (effort == "best" or trials.macs <= MOST_TUNED_MACS):
         steps, learn_from = TUNING_STEPS[effort], trials.error_on(fit)
         trials.try_changed(
-            f"imitate the float model, {steps} steps", lambda q: imitate_float_(q, learn_from, steps=steps, batch=TUNING_ROWS)
+            f"imitate the float model, {steps} steps", lambda q: minimise_error_(q, learn_from, steps=steps, batch=TUNING_ROWS)
         )
     return trials.result(batches)
 

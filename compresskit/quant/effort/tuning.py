@@ -7,19 +7,70 @@ import math
 import torch
 from torch import Tensor, nn
 
+from compresskit.base.errors import SettingError
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
 from compresskit.quant.calibration.rows import row_count, take_rows
 from compresskit.quant.effort.samples import OutputError, float_leaves
-from compresskit.quant.model import Quantized
+from compresskit.quant.model import CALIBRATION_BYTES, Quantized
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 WEIGHT_RATE = 0.005  # learning rate of a weight, in steps of its grid
 SCALE_RATE = 1e-4  # of a scale, as a fraction of it
 
 
-def imitate_float_(quantized: Quantized, error: OutputError, *, steps: int, batch: int, seed: int = 0) -> None:
+def imitate_float_(
+    quantized: Quantized,
+    model: nn.Module,
+    batches: Batches,
+    *,
+    steps: int = 500,
+    batch_size: int = 32,
+    weight_rate: float = 0.02,
+    scale_rate: float = 1e-3,
+    seed: int = 0,
+) -> None:
+    """Train a quantized model, without labels, to give the outputs of its float model, in place.
+
+    All weights, biases and scales are trained at once by Adam, with the rounding in place, for the least squared error of the
+    outputs. For two and three bits it makes up for much that no choice of rounding can; for 8 bits take smaller rates.
+
+    Args:
+        quantized: a calibrated model, on its own or after `reconstruct_blocks_`. Zeros of pruning masks stay.
+        model: the float model it was made from.
+        batches: an iterable of inputs, or one batch; a few hundred samples.
+        steps: optimizer steps; the learning rates fall as a cosine.
+        batch_size: rows of a step.
+        weight_rate: learning rate of a weight, in steps of its grid. scale_rate: of scales and biases, as a fraction of them.
+        seed: of the choice of rows.
+
+    Raises DataError where there is no batch, SettingError for settings out of range.
+    """
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if value < 1:
+            raise SettingError(f"imitate_float_({name}=...): wanted a whole number >= 1, got {value}")
+    for name, rate in (("weight_rate", weight_rate), ("scale_rate", scale_rate)):
+        if rate <= 0:
+            raise SettingError(f"imitate_float_({name}=...): wanted a positive number, got {rate}")
+    data = list(first_and_all(batches, "imitate_float_")[1])
+    error = OutputError(model, data, max(1, CALIBRATION_BYTES // quantized.row_bytes))
+    minimise_error_(quantized, error, steps=steps, batch=batch_size, weight_rate=weight_rate, scale_rate=scale_rate, seed=seed)
+    nudge_scales_(quantized.body)
+
+
+def minimise_error_(
+    quantized: Quantized,
+    error: OutputError,
+    *,
+    steps: int,
+    batch: int,
+    weight_rate: float = WEIGHT_RATE,
+    scale_rate: float = SCALE_RATE,
+    seed: int = 0,
+) -> None:
     """Minimise the squared error of the outputs, each relative to what it is at first, with Adam and the rounding in place.
 
     Args:
@@ -27,11 +78,12 @@ def imitate_float_(quantized: Quantized, error: OutputError, *, steps: int, batc
         error: the float model's outputs on the data to learn from.
         steps: optimizer steps; the learning rate falls as a cosine.
         batch: rows of a step.
+        weight_rate, scale_rate: as in `imitate_float_`.
         seed: of the choice of rows.
     """
     weights = [1 / max(value, 1e-12) for value in error.of(quantized)]
     powers = [sum(float(o[i].double().square().mean()) for o in error.outputs) / len(error.outputs) for i in range(len(weights))]
-    groups = _groups(quantized)
+    groups = _groups(quantized, weight_rate, scale_rate)
     zeros = _zeros(quantized)
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -63,7 +115,7 @@ def imitate_float_(quantized: Quantized, error: OutputError, *, steps: int, batc
             activation.learn_(on=False)
 
 
-def _groups(quantized: Quantized) -> list[dict[str, object]]:
+def _groups(quantized: Quantized, weight_rate: float, scale_rate: float) -> list[dict[str, object]]:
     """Parameters with a learning rate each: weights in steps of their grid, other parameters relative to their size, scales."""
     for activation in quantized.activation_quantizers():
         activation.learn_()
@@ -73,14 +125,14 @@ def _groups(quantized: Quantized) -> list[dict[str, object]]:
     for parameter in quantized.parameters():
         step = steps.get(parameter.data_ptr())
         if step is not None:
-            groups.append({"params": [parameter], "lr": WEIGHT_RATE * float(step.mean())})
+            groups.append({"params": [parameter], "lr": weight_rate * float(step.mean())})
             seen.add(id(parameter))
     for activation in quantized.activation_quantizers():
         if isinstance(activation.scale, nn.Parameter):
-            groups.append({"params": [activation.scale], "lr": SCALE_RATE * float(activation.scale.detach())})
+            groups.append({"params": [activation.scale], "lr": scale_rate * float(activation.scale.detach())})
             seen.add(id(activation.scale))
     others = [p for p in quantized.parameters() if id(p) not in seen and p.is_floating_point()]
-    return groups + [{"params": [p], "lr": SCALE_RATE * (float(p.detach().abs().mean()) or 1e-3)} for p in others]
+    return groups + [{"params": [p], "lr": scale_rate * (float(p.detach().abs().mean()) or 1e-3)} for p in others]
 
 
 def _zeros(quantized: Quantized) -> list[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ from compresskit.quant.effort import improve
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, halves, joined_samples
-from compresskit.quant.effort.tuning import imitate_float_
+from compresskit.quant.effort.tuning import minimise_error_
 
 W3 = replace(X86, name="W3", weights=replace(X86.weights, bits=3))
 
@@ -80,7 +80,7 @@ def test_tuning_brings_the_outputs_closer_and_keeps_scales_frozen() -> None:
     quantized = quantize_static(model, [x], target=W3)
     error = OutputError(model, [x], 16)
     before = error.decibels(quantized)
-    imitate_float_(quantized, error, steps=30, batch=16)
+    minimise_error_(quantized, error, steps=30, batch=16)
     assert error.decibels(quantized) > before + 1
     assert not any(True for q in quantized.activation_quantizers() for _ in q.parameters())
 
