@@ -25,6 +25,7 @@ REQUIRED = {
     "onnxruntime": ("onnxruntime", "1.22"),
     "onnxscript": ("onnxscript", "0.5"),
     "safetensors": ("safetensors", "0.5"),
+    "scipy": ("scipy", "1.11"),
     "torch": ("torch", "2.11"),
     "tqdm": ("tqdm", "4.66"),
 }

@@ -190,7 +190,7 @@ X = torch.randn(4, 3)
         (lambda: nn.Sequential(nn.LazyLinear(32)), X, r"0\.weight has no shape yet; run the model once"),
         (lambda: linear_pair(device="meta"), X, r"0\.weight is on the meta device"),
         (with_nan, X, r"0\.weight has 1 values that are not finite"),
-        (with_foreign_mask, X, r"masks of torch\.nn\.utils\.prune, in 0; make them permanent"),
+        (with_foreign_mask, X, r"masks of torch\.nn\.utils\.prune, in 0; take them over with .* make them permanent"),
     ],
     ids=["no parameters", "no rows", "function", "scripted", "lazy", "meta", "nan", "torch prune"],
 )
