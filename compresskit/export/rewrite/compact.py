@@ -1,17 +1,22 @@
 """Make a quantized file small: what every runtime infers by itself is not stored, and names that no user reads are short.
 
-Of the int8 file of a ResNet-20, shapes of intermediate values, default attributes and names were a tenth.
+A small network has many such names beside few weights.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-SHORT = {"QuantizeLinear": "q", "DequantizeLinear": "d", "Cast": "c", "Clip": "c"}  # of nodes that the library inserts
+SHORT = {
+    "QuantizeLinear": "q",
+    "DequantizeLinear": "d",
+    "Cast": "c",
+    "Clip": "c",
+}  # of nodes that are no layers
 
 
 def compact_(model: ir.Model) -> None:
-    """Drop inferred shapes, default attributes and long names of inserted operators, in place. Names of layers stay."""
+    """Drop inferred shapes, default attributes and long names of conversions and clips, in place. Names of layers stay."""
     graph = model.graph
     taken = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
     taken |= {value.name for node in graph for value in node.outputs}

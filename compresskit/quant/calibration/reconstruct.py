@@ -79,7 +79,7 @@ def reconstruct_blocks_(
         blocks: parts of the graph, in its order, that are trained one after another; default `find_graph_blocks(quantized)`.
         steps: optimizer steps for each block.
         batch_size: rows of a step.
-        rate: learning rate of the choices. Their sigmoids need to move by 2 to 5, so that `steps * rate` should be 5 or more.
+        rate: learning rate of the choices; with fewer steps take a larger one (`benchmarks/low_bit.py` takes 60 steps at 0.05).
         drop: probability of a value in float.
         seed: of the order of rows, and of what is dropped.
 

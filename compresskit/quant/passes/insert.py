@@ -72,8 +72,7 @@ def _layers_with_weights(placement: Placement) -> list[str]:
 
 
 def _with_widths(target: Target, widths: Bits) -> Target:
-    weights = replace(target.weights, bits=widths.weights or target.weights.bits)
-    return replace(target, weights=weights, activations=_widened(target, widths.activations))
+    return replace(target, weights=replace(target.weights, bits=widths.weights or target.weights.bits))
 
 
 def _widened(target: Target, bits: int | None) -> Scheme:
@@ -162,7 +161,8 @@ def _insert_weight(body: fx.GraphModule, node: Node, axis: int | None, target: T
         weights[stored] = add_quantizer_(body, stored_name(stored), WeightQuantizer(scheme, axis or 0, shape[axis or 0]))
     quantizer = body.get_submodule(weights[stored])
     assert isinstance(quantizer, WeightQuantizer)
-    if target.saturates and can_overflow(quantizer.scheme, target.activations):
+    activations = source.scheme if isinstance(source, ActivationQuantizer) else target.activations
+    if target.saturates and can_overflow(quantizer.scheme, activations):
         quantizer.pack_(_packing(node, shape, source), get_tensor(body, stored))
     with body.graph.inserting_before(node):
         rounded = body.graph.call_module(weights[stored], (weight,))

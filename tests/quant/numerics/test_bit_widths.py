@@ -10,6 +10,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.quant import TENSORRT, X86, quantize_static
+from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.numerics.bit_widths import Bits, bits_of_layer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.qat.qat import prepare_qat
@@ -77,20 +78,30 @@ def test_activation_bits_are_those_of_the_value_that_a_layer_reads() -> None:
     assert by_label["0.1"] == 4, "the ReLU that the second convolution reads"
 
 
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        return self.b(x) + self.c(x)
+
+
 def test_a_value_that_two_layers_read_takes_the_wider_format() -> None:
-    class Fork(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-
-        def forward(self, x):
-            x = self.a(x).relu()
-            return self.b(x) + self.c(x.flip(3))
-
     quantized = quantize_static(Fork().eval(), [X], bits={"": Bits(activations=4), "c": Bits(activations=6)})
     widths = {q.label: q.scheme.bits for q in quantized.activation_quantizers()}
     assert widths.pop("x") == 4
     assert sum(bits == 6 for bits in widths.values()) == 1
+
+
+def test_weights_that_really_read_8_bits_cannot_overflow_whatever_their_layer_asked_for() -> None:
+    """`b` asks for 6 bits, with which no pair of products overflows, but its input has 8, which `c` reads, too."""
+    quantized = quantize_static(Fork().eval(), [X], bits={"b": Bits(activations=6)})
+    packed = {layer.weight: layer.quantizer.packing is not None for layer in integer_layers(quantized)}
+    assert packed == {"a.weight": True, "b.weight": True, "c.weight": True}
+    narrow = quantize_static(Fork().eval(), [X], bits={"b": Bits(activations=6), "c": Bits(activations=6)})
+    assert not any(layer.quantizer.packing for layer in integer_layers(narrow) if layer.weight != "a.weight")
 
 
 def test_quantization_aware_training_takes_bits_and_stores_them(tmp_path) -> None:
