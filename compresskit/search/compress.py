@@ -8,27 +8,28 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.files import atomic
+from compresskit.base.files import atomic, read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy
 from compresskit.graph.surgery import copy_model
-from compresskit.quant.numerics.targets import X86, Target
 from compresskit.recipe.folder import locked
 from compresskit.recipe.preflight import preflight_check
 from compresskit.search.candidate import UNCOMPRESSED
 from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, MEASURED, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.finalists import RUNGS, Finals
+from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
-from compresskit.search.source import SourceWriter, as_script
+from compresskit.search.source import as_script
 from compresskit.search.study import import_optuna
 from compresskit.train.train import Train
 
@@ -39,40 +40,13 @@ TIMED_STEPS = 4  # of a training, from which the length that fits into the minut
 ROUNDED_STEP = 1.5  # what a step with rounding takes, relative to one without
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What `compress` was given besides model, task and budget; it explains them."""
-
-    train: Train | None
-    trials: int
-    finalists: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("trials", 1), ("finalists", 1), ("seed", 0)):
-            value = vars(self)[name]
-            if type(value) is not int or value < least:
-                raise SettingError(f"compress({name}=...): wanted a whole number >= {least}, got {value!r}")
-        if self.train is not None and type(self.train) is not Train:
-            raise SettingError(f"compress(train=...): wanted a Train, got {self.train!r}")
-        if self.train is not None:
-            SourceWriter().source(self.train, "compress(train=...)")  # raises where no recipe can be written with it
-
-
 def compress(
     model: nn.Module,
     task: Task,
     budget: Ceilings,
     *,
     out: str | Path,
-    train: Train | None = None,
-    trials: int = 24,
-    finalists: int = 3,
-    held_out_samples: int = 1024,
-    calibration_samples: int = 1024,
-    seconds: float = 1.0,
-    target: Target = X86,
-    seed: int = 0,
+    **options: Unpack[SearchOptions],
 ) -> Search:
     """Search for the recipe that meets a budget, run it, and return its verified file with all that was tried.
 
@@ -102,81 +76,81 @@ def compress(
         CheckpointError: the folder belongs to another model or task.
         Other errors that a first run of the model and its training raise.
     """
-    begin = time.perf_counter()
-    settings = _Settings(train=train, trials=trials, finalists=finalists, seed=seed)
-    _check(model, task, budget, import_optuna())
-    preflight_check(model, task, [train] if train is not None else [])
-    out = Path(out)
-    with locked(out / "lock"):
-        model = copy_model(model).to(task.device).eval()
+    settings = SearchSettings(**options)
+    _check_request(model, task, budget)
+    import_optuna()
+    preflight_check(model, task, [settings.train] if settings.train is not None else [])
+    with locked(Path(out) / "lock"):
         workshop = Workshop(
-            model=model,
+            model=copy_model(model).to(task.device).eval(),
             task=task,
-            held=held_out(task, held_out_samples),
-            out=out,
-            samples=calibration_samples,
+            held=held_out(task, settings.held_out_samples),
+            out=Path(out),
+            samples=settings.calibration_samples,
             batch=budget.batch,
             threads=budget.threads,
-            seconds=seconds,
-            seed=seed,
-            target=target,
+            seconds=settings.seconds,
+            seed=settings.seed,
+            target=settings.target,
         )
-        workshop.prepare()
-        dense = workshop.dense()
-        stopwatch = workshop.stopwatch(strict=budget.latency is not None)
-        dense = replace(dense, latency=stopwatch.milliseconds)
-        ceilings = budget.absolute(dense)
-        minimise = free_quantity(ceilings)
-        order = workshop.block_order()
-        trained = training_within(model, task, settings, budget)
-        name = _study_name(budget, ceilings, trained)
-        explorer = Explorer(
-            workshop=workshop,
-            stopwatch=stopwatch,
-            dense=dense,
-            order=order,
-            ceilings=ceilings,
-            judged=tuple(q for q in ceilings if q != "drop" or trained is None),
-            trials=trials,
-            name=name,
-        )
-        tried = explorer.explore()
-        _refuse_unreachable(tried, budget, ceilings, trained is not None, out)
-        finals = Finals(
-            workshop=workshop,
-            stopwatch=stopwatch,
-            name=f"{name}-finals",
-            order=order,
-            ceilings=ceilings,
-            minimise=minimise,
-            train=trained,
-        )
-        chosen = finals.run(tried, finalists)
-        if chosen is None:
-            _refuse_finalists(tried, budget, ceilings, out)
-        assert chosen is not None
-        result, recipe = finals.results[chosen.candidate.name], finals.recipes[chosen.candidate.name]
-        code, title = out / SCRIPT, f"{type(model).__name__} within {budget!r}: {chosen.candidate.name}."
-        with atomic(code) as file:
-            file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
-        return Search(
-            budget=budget,
-            dense=dense,
-            tried=tuple(tried),
-            chosen=chosen,
-            reason=_reason(chosen, tried, ceilings, minimise),
-            recipe=recipe,
-            code=code,
-            result=result,
-            noise=stopwatch.noise,
-            ceilings=ceilings,
-            seconds=time.perf_counter() - begin,
-        )
+        return _search_and_run(workshop, budget, settings)
 
 
-def _check(model: nn.Module, task: Task, budget: Ceilings, optuna: object) -> None:
+def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettings) -> Search:
+    """Explore, run the finalists, and write the recipe."""
+    begin, out = time.perf_counter(), workshop.out
+    workshop.prepare()
+    dense = workshop.dense()
+    stopwatch = workshop.stopwatch(strict=budget.latency is not None)
+    dense = replace(dense, latency=stopwatch.milliseconds)
+    ceilings = budget.absolute(dense)
+    minimise, order = free_quantity(ceilings), workshop.block_order()
+    train = training_within(workshop, settings, budget)
+    name = _study_name(budget, train)
+    explorer = Explorer(
+        workshop=workshop,
+        stopwatch=stopwatch,
+        dense=dense,
+        order=order,
+        ceilings=ceilings,
+        judged=tuple(quantity for quantity in ceilings if quantity != "drop" or train is None),
+        trials=settings.trials,
+        name=name,
+    )
+    tried = explorer.explore()
+    _refuse_unreachable(tried, budget, ceilings, train is not None, out)
+    finals = Finals(
+        workshop=workshop,
+        stopwatch=stopwatch,
+        name=f"{name}-finals",
+        order=order,
+        ceilings=ceilings,
+        minimise=minimise,
+        train=train,
+    )
+    if (chosen := finals.run(tried, settings.finalists)) is None:
+        raise _none_within(tried, budget, ceilings, out)
+    result, recipe = finals.results[chosen.candidate.name], finals.recipes[chosen.candidate.name]
+    title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
+    with atomic(out / SCRIPT) as file:
+        file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
+    return Search(
+        budget=budget,
+        dense=dense,
+        tried=tuple(tried),
+        chosen=chosen,
+        reason=_reason(chosen, tried, ceilings, minimise),
+        recipe=recipe,
+        code=out / SCRIPT,
+        result=result,
+        noise=stopwatch.noise,
+        ceilings=ceilings,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
     """Raise SettingError where it is plain that the search cannot work."""
-    assert optuna is not None
     if not isinstance(model, nn.Module):
         raise SettingError(f"compress(model): wanted a trained module, got {type(model).__name__}")
     if not isinstance(budget, Ceilings):
@@ -195,34 +169,45 @@ def free_quantity(ceilings: dict[str, float]) -> str:
     return next((name for name in ("drop", "latency", "bytes") if name not in ceilings), "drop")
 
 
-def training_within(model: nn.Module, task: Task, settings: _Settings, budget: Ceilings) -> Train | None:
+def training_within(workshop: Workshop, settings: SearchSettings, budget: Ceilings) -> Train | None:
     """The training of each finalist: no longer than all of them may take together. None where nothing is trained."""
     train = settings.train
     if budget.minutes is not None:
-        probe = replace(train or Train(steps=1), steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
-        probe(copy_model(model), task)  # the first steps are slower than the others
-        begin = time.perf_counter()
-        probe(copy_model(model), task)
-        a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
-        whole_trainings = 1 + (settings.finalists - 1) / RUNGS
-        fits = math.floor(budget.minutes.value * 60 / a_step / whole_trainings)
-        if fits < RUNGS:
-            raise SettingError(
-                f"at_most(minutes={budget.minutes.value:g}): {settings.finalists} finalists have {fits} steps in it, at"
-                f" {a_step:.2f} s each, wanted at least {RUNGS}; leave minutes= and train= out to train nothing"
-            )
-        wanted = None if train is None else train.length(task).steps
-        train = replace(train or Train(steps=1), steps=fits if wanted is None else min(fits, wanted), epochs=None)
-        announce(log, "compress: %d steps for each finalist, %.2f s a step", train.steps, a_step)
+        fits = _steps_within(workshop, settings, budget.minutes.value)
+        wanted = fits if train is None else min(fits, train.length(workshop.task).steps)
+        train = replace(train or Train(steps=1), steps=wanted, epochs=None)
+        announce(log, "compress: %d steps for each finalist", wanted)
     if train is None or train.validate_every is not None:
         return train
     return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
 
 
-def _study_name(budget: Ceilings, ceilings: dict[str, float], train: Train | None) -> str:
-    """One study for what is asked for, in words that do not depend on today's latency of the uncompressed file."""
-    asked = [repr(replace(budget, minutes=None)), sorted(ceilings), None if train is None else describe(train)]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+def _steps_within(workshop: Workshop, settings: SearchSettings, minutes: float) -> int:
+    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
+    asked = json.dumps([minutes, settings.finalists, describe(settings.train)], sort_keys=True)
+    path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+    if path.exists():
+        return int(read_json(path, "the length of a training")["steps"])
+    train = settings.train or Train(steps=1)
+    probe = replace(train, steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
+    probe(copy_model(workshop.model), workshop.task)  # the first steps are slower than the others
+    begin = time.perf_counter()
+    probe(copy_model(workshop.model), workshop.task)
+    a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
+    fits = math.floor(minutes * 60 / a_step / (1 + (settings.finalists - 1) / RUNGS))
+    if fits < RUNGS:
+        raise SettingError(
+            f"at_most(minutes={minutes:g}): {settings.finalists} finalists have {fits} steps in it, at {a_step:.2f} s each, wanted"
+            f" at least {RUNGS}; leave minutes= and train= out to train nothing"
+        )
+    write_json(path, {"steps": fits})
+    return fits
+
+
+def _study_name(budget: Ceilings, train: Train | None) -> str:
+    """One study for what is asked for, however long the training that fits today."""
+    settings = None if train is None or budget.minutes is not None else describe(train)
+    return hashlib.sha256(json.dumps([repr(budget), settings], sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _refuse_unreachable(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], trains: bool, out: Path) -> None:
@@ -241,10 +226,14 @@ def _refuse_unreachable(tried: Sequence[Tried], budget: Ceilings, ceilings: dict
     )
 
 
-def _refuse_finalists(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path) -> None:
-    """Raise ModelError for finalists none of which keeps all ceilings."""
+def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path) -> ModelError:
+    """The error for finalists none of which keeps all ceilings."""
     figures = [t.trained for t in tried if t.trained is not None]
-    raise ModelError(
+    if not figures:
+        return ModelError(
+            f"compress: the uncompressed model alone meets {budget!r}; raise trials=, or ask for less; all files are in {out}"
+        )
+    return ModelError(
         f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest that can is"
         f" {nearest_budget(figures, budget, ceilings)}; ask for that, train longer, or raise finalists=; all files are in {out}"
     )

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from compresskit.base.errors import CheckpointError
 
-T = TypeVar("T")
+Entry = TypeVar("Entry")
 ROUNDING = 1e-9
 
 
@@ -52,9 +52,9 @@ class Figures:
         return {name: value for name, value in over.items() if value > ROUNDING}
 
 
-def pareto(entries: Sequence[T], points: Sequence[tuple[float, ...]]) -> list[T]:
+def pareto(entries: Sequence[Entry], points: Sequence[tuple[float, ...]]) -> list[Entry]:
     """The entries whose points no other point dominates, by the first coordinate; less is better in each. One of equal points."""
-    kept: list[tuple[tuple[float, ...], T]] = []
+    kept: list[tuple[tuple[float, ...], Entry]] = []
     for point, entry in sorted(zip(points, entries, strict=True), key=lambda pair: pair[0]):
         if not any(all(a <= b for a, b in zip(other, point, strict=True)) for other, _ in kept):
             kept.append((point, entry))

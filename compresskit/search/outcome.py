@@ -13,7 +13,7 @@ from compresskit.search.candidate import Candidate
 from compresskit.search.ceilings import Ceilings
 from compresskit.search.figures import Figures, pareto
 
-COLUMNS = ("candidate", "metric", "drop", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within")
+SEARCH_COLUMNS = ("candidate", "metric", "drop", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within")
 
 
 @dataclass(kw_only=True)
@@ -102,9 +102,9 @@ class Search:
     def __str__(self) -> str:
         on_curve = {id(tried) for tried in self.curve()}
         by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else float("inf"))
-        lines = [COLUMNS, ("uncompressed", *_cells(self.dense, self.dense, ""), "")]
+        lines = [SEARCH_COLUMNS, ("uncompressed", *_figure_cells(self.dense, self.dense, ""), "")]
         lines += [self._line(tried, on_curve=id(tried) in on_curve) for tried in by_latency]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(SEARCH_COLUMNS))]
         text = [
             "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
             for line in lines
@@ -134,14 +134,14 @@ class Search:
     def _line(self, tried: Tried, *, on_curve: bool) -> tuple[str, ...]:
         mark = "> " if tried is self.chosen else "* " if on_curve else "  "
         if (figures := tried.best) is None:
-            return (mark + tried.candidate.name, *["-"] * (len(COLUMNS) - 1))
+            return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
         done = "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
         misses = figures.excesses(self.ceilings)
         within = "yes" if not misses else "no: " + ", ".join(misses)
-        return (mark + tried.candidate.name, *_cells(figures, self.dense, done), within)
+        return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, done), within)
 
 
-def _cells(figures: Figures, dense: Figures, trained: str) -> tuple[str, ...]:
+def _figure_cells(figures: Figures, dense: Figures, trained: str) -> tuple[str, ...]:
     return (
         f"{figures.metric:.4f}",
         f"{figures.drop:+.4f}",

@@ -74,7 +74,7 @@ class Workshop:
             "settings": [self.samples, self.batch, self.threads, self.seed, describe(self.target)],
             "versions": versions(),
         }
-        mine = {name: _digest(part) for name, part in described.items()} | {"class": type(self.model).__name__}
+        mine = {name: _short_hash(part) for name, part in described.items()} | {"class": type(self.model).__name__}
         path = self.out / IDENTITY
         if not path.exists() and any(entry.name != LOCKED for entry in self.out.iterdir()):
             raise CheckpointError(f"{self.out}: not empty, and not the folder of a search; choose another out=")
@@ -198,5 +198,5 @@ def read_figures(path: Path) -> Figures:
         raise CheckpointError(f"{path}: no figures of a candidate in it ({error}); delete its folder") from None
 
 
-def _digest(record: Any) -> str:
+def _short_hash(record: Any) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

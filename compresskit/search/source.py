@@ -31,7 +31,7 @@ NAMESPACES = {
     "lr": lr,
 }
 
-TEMPLATE = '''"""{title}
+SCRIPT_TEXT = '''"""{title}
 
     python {name} FILE.py      # which defines `model`, trained, and `task`
 """
@@ -51,7 +51,7 @@ def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
     writer = SourceWriter()
     stages = [f"    {writer.source(stage, f'stage {i}')},\n" for i, stage in enumerate(recipe.stages, 1)]
     text = f"ck.Recipe(\n{''.join(stages)}    seed={recipe.seed},\n    export={recipe.export!r},\n)"
-    return TEMPLATE.format(title=title, name=name, imports=writer.imports(), recipe=text, out=out)
+    return SCRIPT_TEXT.format(title=title, name=name, imports=writer.imports(), recipe=text, out=out)
 
 
 class SourceWriter:
@@ -106,7 +106,7 @@ class SourceWriter:
         for field in fields(value):
             entry = vars(value).get(field.name)
             default = field.default_factory() if field.default_factory is not MISSING else field.default
-            if field.init and not _same(entry, default):
+            if field.init and not _is_default(entry, default):
                 given.append(f"{field.name}={self.source(entry, f'{where}, {field.name}')}")
         return f"{self._named(type(value), where)}({', '.join(given)})"
 
@@ -136,7 +136,7 @@ def public_name(thing: Any) -> str | None:
     return None
 
 
-def _same(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     if isinstance(value, partial) and isinstance(default, partial):
         return value.func is default.func and value.args == default.args and value.keywords == default.keywords
     return value is default or (type(value) is type(default) and value == default)
