@@ -67,10 +67,10 @@ def unequalised(model: nn.Module) -> nn.Module:
         depthwise, norm, _, pointwise, *_ = part
         if not isinstance(depthwise, nn.Conv2d) or depthwise.groups == 1:
             continue
-        factor = 2 ** (8 * torch.rand(depthwise.out_channels, generator=random) - 4)
+        factor = torch.exp2(8 * torch.rand(depthwise.out_channels, generator=random) - 4)
         with torch.no_grad():
             for vector in (norm.get_parameter("weight"), norm.get_parameter("bias")):
-                vector *= factor
+                vector.mul_(factor)
             pointwise.get_parameter("weight").div_(factor[:, None, None])
     return model
 
