@@ -31,7 +31,7 @@ from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 log = logging.getLogger(__name__)
 
 LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
-LEAST_SHARE = 0.02  # of the second measure that it must lower, where the outputs come no closer
+LEAST_LOWERED = 0.02  # of the second measure that it must lower, where the outputs come no closer
 PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
 NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
@@ -286,7 +286,7 @@ class Trials:
         closer = quality > self.quality + LEAST_DECIBELS
         if drop is None or self.drop is None:
             return closer
-        least = max(self.tolerance, LEAST_SHARE * self.drop)
+        least = max(self.tolerance, LEAST_LOWERED * self.drop)
         return drop < self.drop - least or (self.tolerance > 0 and closer and drop <= self.drop + self.tolerance)
 
     def calibrated(self, quantized: Quantized, batches: Sequence[Inputs], *, finish: bool = True) -> Quantized:

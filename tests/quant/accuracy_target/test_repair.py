@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 
@@ -220,6 +221,15 @@ def test_the_stage_repairs_by_outputs_or_by_the_metric(caplog) -> None:
     assert "Repair: " in caplog.text
     assert "are lost, 0 % were allowed" in caplog.text
     assert by_metric.origin.remedies
+
+
+def test_a_run_keeps_what_each_remedy_bought(tmp_path) -> None:
+    task = images_task(ck, samples=64)
+    recipe = ck.Recipe(ck.Train(epochs=1), ck.quant.Repair(drop=0.0, samples=64, most_float=0.0), export="last")
+    result = recipe.run(networks.Chain(), task, tmp_path / "run")
+    assert result.rows[-1].verified
+    details = json.loads(next((tmp_path / "run").glob("*repair/details.json")).read_text())
+    assert details["remedies"] == [str(remedy) for remedy in result.model.origin.remedies] != []
 
 
 class worsening:
