@@ -81,7 +81,7 @@ class Quantized(QuantizedModule):
         """Version of the ONNX operator set that its file is written in, where the user names none."""
         narrow = [bits for bits in self._weight_bits() if self.stores_few_bits]
         wide = [q.scheme.bits for q in self.activation_quantizers() if q.scheme.bits > 8]
-        needed = 25 if min(narrow, default=8) == 2 else 21 if wide or min(narrow, default=8) <= 4 else 0
+        needed = 25 if min(narrow, default=8) <= 2 else 21 if wide or min(narrow, default=8) <= 4 else 0
         return max(self.target.opset, needed)
 
     @property
