@@ -9,11 +9,12 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
-from compresskit.quant import TENSORRT, X86, quantize_static
+from compresskit.quant import X86, quantize_static
 from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.numerics.bit_widths import Bits, bits_of_layer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, fake_quantize, to_integers
+from compresskit.quant.numerics.targets import TENSORRT
 from compresskit.quant.qat.qat import prepare_qat
 
 
