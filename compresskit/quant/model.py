@@ -81,8 +81,8 @@ class Quantized(QuantizedModule):
         """Version of the ONNX operator set that its file is written in, where the user names none."""
         narrow = [bits for bits in self._weight_bits() if self.stores_few_bits]
         wide = [q.scheme.bits for q in self.activation_quantizers() if q.scheme.bits > 8]
-        least = min(narrow, default=8)
-        needed = 25 if least <= 2 else 21 if wide or least <= 4 else 18 if least <= 6 else 0
+        narrow_opsets = (25 if bits == 2 else 21 if bits in (3, 4) else 18 for bits in narrow if bits < 7)
+        needed = max([21] * bool(wide) + list(narrow_opsets), default=0)
         return max(self.target.opset, needed)
 
     @property

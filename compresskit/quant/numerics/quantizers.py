@@ -18,7 +18,7 @@ from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
-from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, to_integers
+from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, signs, to_integers
 
 LEAST_SCALE = 1e-12  # lower bound of a learned scale
 
@@ -200,14 +200,27 @@ class WeightQuantizer(Quantizer):
     def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of a weight, each (channels,) or a scalar."""
         rows = self._rows(weight)
+        if self.scheme.binary:
+            scale = self._mean_size(weight)
+            return self._chosen(scale), torch.zeros_like(scale, dtype=torch.int32)
         low, high = extremes(rows if self.scheme.per_channel else rows.reshape(1, -1))
         if self.packing is not None:
             low, high = self.packing.widen(rows, low, high, self.scheme)
         low, high = (low, high) if self.scheme.per_channel else (low.amin(), high.amax())
         scale, zero_point = affine(low, high, self.scheme)
+        return self._chosen(scale), zero_point
+
+    def _chosen(self, scale: Tensor) -> Tensor:
+        """The learned or fixed scale, or, where there is none, the given one of the weight."""
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor, zero_point
-        return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor, zero_point
+            return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor
+        return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor
+
+    def _mean_size(self, weight: Tensor) -> Tensor:
+        """The mean of |weight|, (channels,) or a scalar; 1 of a weight that is all zero."""
+        rows = self._rows(weight).float().abs()
+        mean = rows.mean(1) if self.scheme.per_channel else rows.mean()
+        return torch.where(mean > 0, mean, 1.0)
 
     def integers(self, weight: Tensor) -> Tensor:
         """The integers that a weight is rounded to, of its shape and `scheme.dtype`."""
@@ -218,6 +231,8 @@ class WeightQuantizer(Quantizer):
 
     def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The whole numbers, fp32, that a weight is rounded to in a symmetric format with a scale, (channels,) or a scalar."""
+        if self.scheme.binary:
+            return signs(weight.detach().float())
         if self.packing is None:
             return torch.round(weight / channelwise(scale, weight, self.axis)).clamp_(self.scheme.low, self.scheme.high)
         return self._fitted(weight, scale, torch.zeros_like(scale), self._corrected())[0]
@@ -248,10 +263,12 @@ class WeightQuantizer(Quantizer):
         """Make the scale a parameter (LSQ), or a constant again.
 
         The first value is 2 mean|w| / sqrt(largest integer) (Esser et al., arXiv 1902.08153, section 2.1), or the scale of the
-        extremes where that is smaller, as it is for 8 bits.
+        extremes where that is smaller, as it is for 8 bits. Of one bit it is mean|w| (Rastegari et al., arXiv 1603.05279).
         """
         scale = self.qparams(weight)[0].detach()
-        if on:
+        if on and self.scheme.binary:
+            scale = nn.Parameter(scale)
+        elif on:
             axes = [d for d in range(weight.ndim) if d != self.axis] if self.scheme.per_channel else list(range(weight.ndim))
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5

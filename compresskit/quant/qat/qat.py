@@ -34,6 +34,7 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
 from compresskit.train.modes import given_modes
@@ -86,12 +87,14 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
 def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
     """The prepared model, and the quantized part of it."""
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
+    if not settings.learned:
+        refuse_one_bit(settings.bits, where)
     choice = measured_choice(module, example, settings)
     quantized = build_quantized(
         module,
         example,
         settings.target,
-        MinMax,
+        None if settings.learned else MinMax,  # learned scales start from the range of least error, where bits are few
         skip=settings.skip,
         floating=choice.floating,
         dynamic=settings.dynamic,
