@@ -29,7 +29,7 @@ from compresskit.quant.effort.improve import Effort, quantize_with_effort
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import BitWidths
+from compresskit.quant.numerics.bit_widths import BitWidths, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
@@ -55,6 +55,7 @@ class StaticSettings(CalibratedSettings):
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         super().check(where)
+        refuse_one_bit(self.bits, where)
         if self.effort not in ("fast", "balanced", "best"):
             raise SettingError(f'{where}(effort=...): wanted "fast", "balanced" or "best", got {self.effort!r}')
         if self.float_macs is None:
@@ -124,6 +125,7 @@ def quantize_static(
     """
     settings = StaticSettings(inside=inside, **options)
     settings.check("quantize_static")
+    refuse_one_bit(settings.bits, "quantize_static")
     return _quantize(model, batches, settings, "quantize_static")
 
 
