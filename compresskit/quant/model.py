@@ -206,16 +206,17 @@ class Quantized(QuantizedModule):
 
     # -- quantization-aware training
 
-    def unfold_batchnorm_(self, *, learned: bool = False) -> None:
+    def unfold_batchnorm_(self, *, learned: bool = False, offsets: bool = False) -> None:
         """Make ready for training: folded BatchNorms become modules again (see `ConvBN`).
 
-        learned: scales become parameters (LSQ). `freeze_statistics_` and `convert_` end the training.
+        learned: scales become parameters (LSQ). offsets: zero points, too (LSQ+). `freeze_statistics_` and `convert_` end the
+            training.
         """
         unfold_batchnorm_(self.body, self._folds)
         self._folds = []
         if learned:
             for quantizer in self.activation_quantizers():
-                quantizer.learn_()
+                quantizer.learn_(offset=offsets)
             for rounding, weight in self.rounded_weights():
                 rounding.learn_(weight)
 

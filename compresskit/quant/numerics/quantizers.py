@@ -52,6 +52,7 @@ class ActivationQuantizer(Quantizer):
 
     scale: Tensor
     zero_point: Tensor
+    offset: nn.Parameter | None
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class ActivationQuantizer(Quantizer):
         self.observing = False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+        self.register_parameter("offset", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
@@ -80,7 +82,16 @@ class ActivationQuantizer(Quantizer):
         factor = 1.0
         if self.scale.requires_grad:
             factor = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
-        return fake_quantize(x, self.effective_scale(), self.zero_point, self.scheme, gradient_scale=factor)
+        scale = self.effective_scale()
+        if self.offset is not None:
+            self.zero_point.copy_(self._learned_zero_point(scale))
+        return fake_quantize(x, scale, self.zero_point, self.scheme, gradient_scale=factor, offset=self.offset)
+
+    def _learned_zero_point(self, scale: Tensor) -> Tensor:
+        """The integer that 0 is rounded to, such that the smallest integer is `offset`; 0 stays exactly representable."""
+        assert self.offset is not None
+        lowest = torch.round(self.offset.detach() / scale.detach())
+        return (self.scheme.low - lowest).clamp(self.scheme.low, self.scheme.high).to(torch.int32)
 
     def _observed(self, x: Tensor) -> Tensor:
         """What the observer sees of a value, (1, n): its two ends, where it looks at nothing else, cost no copy of the value."""
@@ -122,8 +133,16 @@ class ActivationQuantizer(Quantizer):
                 f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
             )
 
-    def learn_(self, on: bool = True) -> None:
-        """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer."""
+    def learn_(self, on: bool = True, *, offset: bool = False) -> None:
+        """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer.
+
+        offset: learn the end of the range at the smallest integer, too, where no activation function sets it (LSQ+).
+        """
+        if self.offset is not None:
+            self.zero_point.copy_(self._learned_zero_point(self.effective_scale()))
+            self.register_parameter("offset", None)
+        if on and offset and self.anchor is None and self.clamp is None and not self.scheme.symmetric:
+            self.offset = nn.Parameter(((self.scheme.low - self.zero_point) * self.scale).detach().clone())
         if self.anchor is None:
             _replace_tensor(
                 self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone()
@@ -137,6 +156,7 @@ class ActivationQuantizer(Quantizer):
         new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
         new.observing, new.enabled = self.observing, self.enabled
         _replace_tensor(new, "scale", copy.deepcopy(self.scale, memo))
+        new.offset = copy.deepcopy(self.offset, memo)
         new.zero_point = self.zero_point.clone()
         new.training = self.training
         memo[id(self)] = new

@@ -121,6 +121,7 @@ def fake_quantize(
     *,
     gradient_scale: float = 1.0,
     rounded: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Round values to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
 
@@ -133,13 +134,15 @@ def fake_quantize(
         scheme: number format.
         axis: the channel dimension of x.
         rounded: the integers of x less the zero point, fp32, where they are known already.
+        offset: the end of the range, a scalar from which the zero point was made. Where it requires a gradient it gets that of
+            LSQ+ (Bhalgat et al., arXiv 2004.09576, equation 7) times `gradient_scale`: the sum over clipped values.
 
     Returns values of the shape and dtype of x.
     """
     s, z = (channelwise(v, x, axis) for v in (scale, zero_point))
     if scheme.binary:
         return _RoundToSign.apply(x, s, gradient_scale)  # type: ignore[no-any-return, no-untyped-call]
-    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale, rounded=rounded)
+    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale, rounded=rounded, offset=offset)
 
 
 def round_to_grid(
@@ -150,6 +153,7 @@ def round_to_grid(
     *,
     gradient_scale: float = 1.0,
     rounded: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them).
 
@@ -157,7 +161,7 @@ def round_to_grid(
     returns x to the bit, it is computed again then, and takes no memory until then.
     """
     low, high = _bounds(zero_point, scale, scheme)
-    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded, _cheap_source(x))  # type: ignore[no-any-return]
+    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded, _cheap_source(x), offset)  # type: ignore[no-any-return]
 
 
 def _cheap_source(x: Tensor) -> Any:
@@ -195,6 +199,7 @@ class _RoundToGrid(torch.autograd.Function):
         gradient_scale: float,
         rounded: Tensor | None,
         source: Any,
+        offset: Tensor | None,
     ) -> Tensor:
         if rounded is None:
             y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
@@ -221,8 +226,11 @@ class _RoundToGrid(torch.autograd.Function):
             passed = torch.ops.aten.hardtanh_backward(grad, x, float(bottom), float(top))
         else:
             passed = grad * ((x > bottom) & (x < top))
+        end = None
+        if ctx.needs_input_grad[7]:
+            end = (grad.sum(dtype=torch.float32) - passed.sum(dtype=torch.float32)).to(scale.dtype) * ctx.gradient_scale
         if y is None:
-            return passed, *(None,) * 6
+            return passed, *(None,) * 6, end
         # d/ds inside the range: (y - x) / s; of clipped values: y / s.
         slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
         if slope is None:
@@ -230,7 +238,7 @@ class _RoundToGrid(torch.autograd.Function):
             total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
         else:
             total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
-        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), *(None,) * 5
+        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), *(None,) * 5, end
 
 
 class _RoundToSign(torch.autograd.Function):
