@@ -45,12 +45,12 @@ def bits_needed(integers: np.ndarray) -> int:
 
 def store_bit_planes(model: ir.Model, tensors: Sequence[Packed]) -> None:
     """Store initializers of a model that need the same number of bits as bit planes, in place."""
-    builder = _Builder(model)
-    for group in _groups(tensors):
+    builder = _PlaneBuilder(model)
+    for group in _groups_of_planes(tensors):
         builder.store(group)
 
 
-def _groups(members: Iterable[Packed]) -> Iterable[list[Packed]]:
+def _groups_of_planes(members: Iterable[Packed]) -> Iterable[list[Packed]]:
     """The tensors in groups of at most `MOST_TOGETHER` values, or one tensor."""
     group: list[Packed] = []
     for tensor in members:
@@ -62,7 +62,7 @@ def _groups(members: Iterable[Packed]) -> Iterable[list[Packed]]:
         yield group
 
 
-class _Builder:
+class _PlaneBuilder:
     """Adds operators at the start of a graph; constants that are the same are stored once."""
 
     def __init__(self, model: ir.Model) -> None:
