@@ -197,7 +197,7 @@ def _steps_within(workshop: Workshop, settings: SearchSettings, minutes: float) 
     fits = math.floor(minutes * 60 / a_step / (1 + (settings.finalists - 1) / RUNGS))
     if fits < RUNGS:
         raise SettingError(
-            f"at_most(minutes={minutes:g}): {settings.finalists} finalists have {fits} steps in it, at {a_step:.2f} s each, wanted"
+            f"at_most(minutes={minutes:g}): {settings.finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted"
             f" at least {RUNGS}; leave minutes= and train= out to train nothing"
         )
     write_json(path, {"steps": fits})

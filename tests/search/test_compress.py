@@ -126,7 +126,7 @@ def test_finalists_are_trained(model, task, tmp_path) -> None:
             {"train": ck.Train(epochs=1, optimizer=lambda p: torch.optim.SGD(p, lr=1))},
             r"compress\(train=...\), optimizer: .*<lambda> of .* cannot be imported",
         ),
-        ({"budget": ck.at_most(bytes=1000, minutes="0.000001")}, "finalists have 0 steps in it"),
+        ({"budget": ck.at_most(bytes=1000, minutes="0.000001")}, "finalists have 0 steps"),
     ],
 )
 def test_messages(settings, message, model, task, tmp_path) -> None:
