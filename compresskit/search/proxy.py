@@ -152,6 +152,8 @@ class Workshop:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             figures = self._measured(candidate, order, folder, dense, stopwatch)
+        except CheckpointError:
+            raise  # of the disk or the folder, not of the candidate
         except CompressError as error:
             write_json(folder / FIGURES, {"failure": str(error)})
             return str(error)

@@ -98,6 +98,27 @@ def test_an_interrupted_search_resumes(model, task, tmp_path, monkeypatch) -> No
     assert made == [Candidate(), Candidate(macs=0.5)]
 
 
+def test_a_full_disk_is_no_fault_of_a_candidate(model, task, tmp_path, monkeypatch) -> None:
+    def measured(self, candidate, *rest):
+        raise ck.CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Workshop, "_measured", measured)
+    with pytest.raises(ck.CheckpointError, match="the disk is full"):
+        ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s", **QUICK)
+    assert not list((tmp_path / "s" / "candidates").rglob("figures.json"))
+
+
+def test_a_candidate_that_cannot_be_made_is_named(model, task, tmp_path, monkeypatch) -> None:
+    def measured(self, candidate, *rest):
+        raise ck.ModelError("it cannot be cut")
+
+    monkeypatch.setattr(Workshop, "_measured", measured)
+    with pytest.raises(
+        ck.ModelError, match="none of 2 candidates could be made: int8: it cannot be cut; run its stages one by one"
+    ):
+        ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s", **QUICK)
+
+
 def test_the_folder_of_another_model_is_refused(found, model, task) -> None:
     other = networks.build(networks.WideChain)
     with pytest.raises(ck.CheckpointError, match="belongs to the search of another model"):
