@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
+from compresskit.base.packing import Resumable
 from compresskit.base.task import Task
 from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
@@ -215,9 +216,10 @@ class QAT(QATSettings, Train):
                 bits.step_(step / steps)
 
         change_bits(0, 1)
-        hooks, kept = [change_bits, freeze_late, freeze_oscillating], [*passed, *freezers]
+        hooks = [change_bits, freeze_late, freeze_oscillating]
+        resumables: list[Resumable] = [*passed, *freezers]
         with zeros_kept(whole):
-            fit_(whole, with_reference, self, objective=objective, after_step=hooks, resumables=kept, label="QAT")
+            fit_(whole, with_reference, self, objective=objective, after_step=hooks, resumables=resumables, label="QAT")
         for freezer in freezers:
             log.info("QAT: %.1f %% of the weights oscillated and were fixed", 100 * freezer.fraction())
         quantized.convert_()
