@@ -132,7 +132,7 @@ def test_a_saved_model_keeps_its_bits(tmp_path) -> None:
 
 def test_an_older_opset_stores_the_same_integers_in_the_types_that_it_has(tmp_path) -> None:
     quantized = quantize_static(net(), [X], bits=Bits(weights=2))
-    for opset, kind in ((21, onnx.TensorProto.INT4), (18, onnx.TensorProto.INT8), ("lowest", onnx.TensorProto.INT8)):
+    for opset, kind in ((21, onnx.TensorProto.UINT8), (17, onnx.TensorProto.INT8), ("lowest", onnx.TensorProto.INT8)):
         path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,), opset=opset)
         assert kind in {t.data_type for t in onnx.load(path).graph.initializer if len(t.dims) > 1}
         ck.verify_onnx(path, quantized, [(X,)])
