@@ -68,7 +68,7 @@ def _change_(quantizer: ActivationQuantizer | WeightQuantizer, scheme: Scheme) -
     """Take another format, in place; a learned scale changes as its first value would (1902.08153, section 2.1)."""
     before, quantizer.scheme = quantizer.scheme, scheme
     if isinstance(quantizer.scale, torch.nn.Parameter):
-        quantizer.scale.mul_(_size(scheme) / _size(before))
+        quantizer.scale.mul_(_first_scale(scheme) / _first_scale(before))
         if isinstance(quantizer, ActivationQuantizer):
             middle = quantizer.zero_point.float() * scheme.high / before.high
             quantizer.zero_point.copy_(middle.round())
@@ -76,6 +76,6 @@ def _change_(quantizer: ActivationQuantizer | WeightQuantizer, scheme: Scheme) -
         quantizer.freeze_range_()
 
 
-def _size(scheme: Scheme) -> float:
+def _first_scale(scheme: Scheme) -> float:
     """The first value of a learned scale, for values of mean size 1."""
     return 1.0 if scheme.binary else 2 / scheme.high**0.5
