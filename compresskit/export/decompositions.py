@@ -1,8 +1,8 @@
 """Programs that need no decomposition go to torch's exporter without one.
 
-`torch.onnx.export` traces every program a second time, to replace the operators that it has no translation for, which takes half of
-the export of a small network. Most graphs hold few such operators, and `REPLACEMENTS` replaces these by what torch would take. A graph
-with anything else (writes into views, branches, operators without a translation) is decomposed by torch.
+`torch.onnx.export` traces every program a second time, to replace the operators that it has no translation for, which takes half
+of the export of a small network. Most graphs hold few such operators, and `REPLACEMENTS` replaces these by what torch would take.
+A graph with anything else (writes into views, branches, operators without a translation) is decomposed by torch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _is_translated(node: Node, known: set[Any]) -> bool:
 
 
 def _stays(target: OpOverload) -> bool:
-    """Whether a decomposition leaves an operator that has a translation: it writes nothing, and is not made of others that may."""
+    """Whether a decomposition leaves an operator that has a translation: neither it nor what it is made of writes."""
     if target._schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
         return False
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -1,8 +1,8 @@
 """torch's ONNX exporter with its tables built once in a process, instead of once in every call, and without a second trace.
 
 Every call of `torch.onnx.export` parses the source of the 500 translations of onnxscript again, and looks up every composite
-operator of torch once for each namespace. Neither depends on the model. It traces every program a second time, which few need; see
-`decompositions`. All are internals of torch, so a release that has them elsewhere is left as it is: slower, with the same result.
+operator of torch once for each namespace. Neither depends on the model. It traces every program a second time, which few need;
+see `decompositions`. All are internals of torch, so a release that has them elsewhere is left as it is: slower, same result.
 """
 
 from __future__ import annotations

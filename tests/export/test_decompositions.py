@@ -62,9 +62,9 @@ def nodes(path):
     """Operators, their attributes and the shapes of what is stored, without the names of values."""
     graph = onnx.load(path).graph
     stored = {t.name: (tuple(t.dims), t.data_type, t.raw_data) for t in graph.initializer}
-    return [
-        (node.op_type, [str(a) for a in node.attribute], [stored.get(name) for name in node.input]) for node in graph.node
-    ], [output.name for output in graph.output]
+    return [(node.op_type, [str(a) for a in node.attribute], [stored.get(name) for name in node.input]) for node in graph.node], [
+        output.name for output in graph.output
+    ]
 
 
 def both_files(model, example, folder, monkeypatch):
