@@ -10,7 +10,8 @@ one sentence per line, a tab, and 0 or 1; `--labels` says how many labels are kn
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,46 +24,55 @@ from torch.utils.data import DataLoader, Subset
 import compresskit as ck
 
 MASKED = 0.15  # of the words
-IGNORED = -100
 
 
-class MaskedWords(nn.Module):
-    """Word ids (N, L) to the scores of every word at each place, (N, words, L), by a model's own embeddings."""
+@dataclass(frozen=True)
+class MaskedWords(ck.Objective):
+    """The cross entropy of words that are hidden from the model, scored by its own embeddings; "unknown" stands for hidden."""
 
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model, self.bias = model, nn.Parameter(torch.zeros(model.words.num_embeddings))
+    model: Transformer | None = None
+    hidden: list[Tensor] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return (self.model.hidden(ids) @ self.model.words.weight.T + self.bias).transpose(1, 2)
+    def bind(self, model: nn.Module, task: ck.Task) -> MaskedWords:
+        """Watch the last hidden states of the model."""
+        assert isinstance(model, Transformer)
+        bound = MaskedWords(model)
+        bound.hooks.append(model.norm.register_forward_hook(lambda module, inputs, output: bound.hidden.append(output)))
+        return bound
+
+    def __call__(self, model: Callable[..., Any], batch: tuple[Tensor]) -> dict[str, Tensor]:
+        """Hide words of a batch, and compare the scores at their places with them."""
+        assert self.model is not None
+        (ids,) = batch
+        chosen = (torch.rand(ids.shape) < MASKED) & (ids != PAD)
+        model(ids.masked_fill(chosen, UNKNOWN))
+        scores = self.hidden.pop()[chosen] @ self.model.words.weight.T
+        return {"masked words": F.cross_entropy(scores, ids[chosen])}
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self.hooks:
+            hook.remove()
 
 
-def masked(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids of which some are hidden, and those that were; the other places do not count. "Unknown" stands for hidden."""
-    ids, _ = batch
-    hidden = (torch.rand(ids.shape) < MASKED) & (ids != PAD)
-    return ids.masked_fill(hidden, UNKNOWN), ids.masked_fill(~hidden, IGNORED)
+class WithoutLabels:
+    """The inputs of a loader."""
 
-
-class Mapped:
-    """A loader whose batches go through a function."""
-
-    def __init__(self, loader: Any, function: Any) -> None:
-        self.loader, self.function = loader, function
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Any:
-        return map(self.function, self.loader)
-
-
-def without_labels(batch: tuple[Tensor, Tensor]) -> tuple[Tensor]:
-    return (batch[0],)
+        return ((ids,) for ids, _ in self.loader)
 
 
 def main() -> None:
     parser = options("runs/pretrained_distillation", __doc__)
+    parser.add_argument("--pretrain", type=int, default=8, help="epochs of masked words")
+    parser.add_argument("--imitate", type=int, default=8, help="epochs of imitation")
     parser.add_argument("--labels", type=int, default=1000, help="labelled sentences; the others have none")
     args = parser.parse_args()
     task, words = load(args)
@@ -82,13 +92,15 @@ def main() -> None:
     alone = tune(Transformer(words, width=64, layers=2), task)
     print(f"compact model, fine-tuned alone: {ck.evaluate(alone, task):.4f}")
 
-    unlabelled = ck.Task(train=Mapped(every, masked), loss=partial(F.cross_entropy, ignore_index=IGNORED))
-    how(epochs=args.epochs)(MaskedWords(student), unlabelled)  # stage 1
-    imitation = ck.imitate(teacher, temperature=2.0, weight=1.0, task_weight=0.0)
-    how(epochs=args.epochs, objective=imitation)(student, replace(task, train=Mapped(every, without_labels)))  # stage 2
-    print(f"compact model after two stages: {ck.evaluate(student, task):.4f}")
-    last = how(epochs=max(1, args.epochs // 2), optimizer=partial(torch.optim.AdamW, lr=2e-4))  # stage 3
-    print(ck.Recipe(last, seed=args.seed, dynamic=(0, 1)).run(student, task, out=args.out))
+    unlabelled = ck.Task(train=WithoutLabels(every))
+    recipe = ck.Recipe(
+        how(epochs=args.pretrain, objective=MaskedWords()),
+        how(epochs=args.imitate, objective=ck.imitate(teacher, temperature=2.0, weight=1.0, task_weight=0.0)),
+        how(epochs=max(1, args.epochs // 2), optimizer=partial(torch.optim.AdamW, lr=2e-4)),
+        seed=args.seed,
+        dynamic=(0, 1),
+    )
+    print(recipe.run(student, task, out=args.out, tasks=(unlabelled, unlabelled, None)))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_audit_shortens_long_metadata(capsys, tmp_path) -> None:
 
 def test_random_inputs_give_no_verdict_on_a_calibrated_file(capsys, tmp_path) -> None:
     x, model = torch.rand(32, 8) * 0.1, nn.Linear(8, 4).eval()
-    target = ck.quant.X86_NO_VNNI
+    target = ck.quant.targets.X86_NO_VNNI
     plain = str(ck.export_onnx(model, tmp_path / "f.onnx", (x,)))
     small = str(ck.export_onnx(ck.quant.quantize_static(model, [(x,)], target=target), tmp_path / "q.onnx", (x,)))
     assert main(["verify", plain, small]) == 3
@@ -215,7 +215,7 @@ def test_random_inputs_give_no_verdict_on_a_calibrated_file(capsys, tmp_path) ->
 
 def test_a_dynamically_quantized_file_is_a_quantized_one(tmp_path) -> None:
     x, model = (torch.randn(32, 8),), nn.Linear(8, 4).eval()
-    target = ck.quant.X86_NO_VNNI
+    target = ck.quant.targets.X86_NO_VNNI
     plain = ck.export_onnx(model, tmp_path / "f.onnx", x)
     small = ck.export_onnx(ck.quant.quantize_dynamic(model, [x], target=target), tmp_path / "q.onnx", x)
     found = ck.export.verify_levels(small, reference=plain)

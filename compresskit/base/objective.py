@@ -33,6 +33,11 @@ class Objective(ABC):
     Subclasses define `__call__`; the other methods do nothing by default.
     """
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether it reads the targets of batches; where it says so, a run refuses batches without them at its start."""
+        return False
+
     @abstractmethod
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         """Compute the losses of one batch.

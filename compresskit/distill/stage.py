@@ -55,6 +55,11 @@ class Distill(Train):
             raise SettingError("Distill(objective=...): it is the teacher; use Train(objective=imitate(...)) for another")
 
     @property
+    def reads_target(self) -> bool:
+        """Whether the task's loss has a weight, or a term takes the targets."""
+        return self.imitation(self.teacher).reads_target
+
+    @property
     def makes_student(self) -> bool:
         """Whether there is a student to take the incoming model's place."""
         return self.student is not None

@@ -105,17 +105,17 @@ def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynam
     from compresskit.export.rewrite.few_bits import pack_few_bits, raise_opset_
     from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset
 
-    def written(version: int) -> Any:
+    def written(version: int, *, pack: bool = True) -> Any:
         exported = min(max(version, EXPORTED), EXPORTED_LAST)
         file = _optimized_file(to_program(model, example, opset=exported, dynamic=dynamic).model, model, dynamic, metadata)
-        if any(part.stores_few_bits for part in quantized_parts(model).values()):
+        if pack and any(part.stores_few_bits for part in quantized_parts(model).values()):
             pack_few_bits(file, version)
         if version > exported:
             raise_opset_(file, version)
         return file
 
     if opset == "lowest":
-        file = written(EXPORTED)
+        file = written(EXPORTED, pack=False)
         version = lowest_opset(file)
         file = written(version) if version > EXPORTED else file
     else:

@@ -45,6 +45,8 @@ EVIDENCE: dict[Need, str] = {
 }
 CHANNEL_EVIDENCE: frozenset[Need] = frozenset({"gradients", "sample_gradients", "activations", "losses"})
 WEIGHT_EVIDENCE: frozenset[Need] = frozenset({"gradients", "hessian_gradients", "input_norms"})
+#: Evidence that is collected without labels.
+UNLABELLED_EVIDENCE: frozenset[Need] = frozenset({"activations", "input_norms"})
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Tensor])

@@ -24,7 +24,7 @@ from compresskit.base.inputs import some_batches
 from compresskit.base.objective import Objective
 from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, owner
-from compresskit.prune.criteria import Need
+from compresskit.prune.criteria import UNLABELLED_EVIDENCE, Need
 from compresskit.train.objective import bind_objective
 
 MOST_VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
@@ -70,7 +70,7 @@ def collect(
     """
     objective = bind_objective(None, model, task)
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
-    unlabelled = set(needs) <= {"activations", "input_norms"}
+    unlabelled = set(needs) <= UNLABELLED_EVIDENCE
     with readable(model):
         for batch in some_batches(task, "calibration" if unlabelled else "train", samples, "score"):
             rows = batch_size(task.inputs(batch))

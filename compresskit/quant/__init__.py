@@ -7,6 +7,7 @@ stores weights in `quant.weight_only`.
 from compresskit.quant import weight_only
 from compresskit.quant.accuracy_target.choose_bits import choose_bits
 from compresskit.quant.accuracy_target.quantize_to_accuracy import quantize_to_accuracy
+from compresskit.quant.accuracy_target.repair import Repair, repair
 from compresskit.quant.calibration.bias_correction import correct_bias_
 from compresskit.quant.calibration.diagnose import diagnose
 from compresskit.quant.calibration.equalize import equalize_
@@ -19,7 +20,7 @@ from compresskit.quant.numerics import observers, targets
 from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.block_grid import BlockScheme
 from compresskit.quant.numerics.scheme import Scheme
-from compresskit.quant.numerics.targets import ARM, OPENVINO, TENSORRT, X86, X86_NO_VNNI, Target
+from compresskit.quant.numerics.targets import ARM, OPENVINO, X86, Target
 from compresskit.quant.qat.qat import QAT, prepare_qat
 from compresskit.quant.static import StaticQuant, quantize_static
 from compresskit.quant.weight_only.quantize_weights import WeightQuant, quantize_weights
@@ -28,13 +29,12 @@ __all__ = [
     "ARM",
     "OPENVINO",
     "QAT",
-    "TENSORRT",
     "X86",
-    "X86_NO_VNNI",
     "Bits",
     "BlockScheme",
     "DynamicQuant",
     "Quantized",
+    "Repair",
     "Scheme",
     "StaticQuant",
     "Target",
@@ -52,6 +52,7 @@ __all__ = [
     "quantize_to_accuracy",
     "quantize_weights",
     "reconstruct_blocks_",
+    "repair",
     "smooth_",
     "targets",
     "weight_only",

@@ -105,6 +105,11 @@ def module_inputs(model: nn.Module, inputs: Inputs, inside: str) -> Inputs:
         return inputs_inside(model, inputs, inside)[1]
 
 
+def inputs_to_quantize(model: nn.Module, batches: Iterable[Inputs], inside: str | None) -> list[Inputs]:
+    """Return what the module to quantize receives when the whole model runs on each batch."""
+    return [batch if not inside else module_inputs(model, batch, inside) for batch in batches]
+
+
 def in_place_of(model: nn.Module, quantized: Quantized, inside: str | None) -> nn.Module:
     """Return the quantized module, or, where `inside` is given, a copy of the whole model with it in its place."""
     if not inside:

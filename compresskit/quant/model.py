@@ -81,13 +81,14 @@ class Quantized(QuantizedModule):
         """Version of the ONNX operator set that its file is written in, where the user names none."""
         narrow = [bits for bits in self._weight_bits() if self.stores_few_bits]
         wide = [q.scheme.bits for q in self.activation_quantizers() if q.scheme.bits > 8]
-        needed = 25 if min(narrow, default=8) == 2 else 21 if wide or min(narrow, default=8) <= 4 else 0
+        narrow_opsets = (25 if bits == 2 else 21 if bits in (3, 4) else 18 for bits in narrow if bits < 7)
+        needed = max([21] * bool(wide) + list(narrow_opsets), default=0)
         return max(self.target.opset, needed)
 
     @property
     def stores_few_bits(self) -> bool:  # type: ignore[override]  # of the base, a constant
-        """Whether weights of up to 4 bits are stored packed."""
-        return self.target.few_bits and min(self._weight_bits(), default=8) <= 4
+        """Whether weights of fewer than 8 bits are stored packed."""
+        return self.target.few_bits and min(self._weight_bits(), default=8) < 8
 
     def _weight_bits(self) -> list[int]:
         return [q.scheme.bits for q in self.quantizers() if isinstance(q, WeightQuantizer)]
@@ -205,16 +206,17 @@ class Quantized(QuantizedModule):
 
     # -- quantization-aware training
 
-    def unfold_batchnorm_(self, *, learned: bool = False) -> None:
+    def unfold_batchnorm_(self, *, learned: bool = False, offsets: bool = False) -> None:
         """Make ready for training: folded BatchNorms become modules again (see `ConvBN`).
 
-        learned: scales become parameters (LSQ). `freeze_statistics_` and `convert_` end the training.
+        learned: scales become parameters (LSQ). offsets: zero points, too (LSQ+). `freeze_statistics_` and `convert_` end the
+            training.
         """
         unfold_batchnorm_(self.body, self._folds)
         self._folds = []
         if learned:
             for quantizer in self.activation_quantizers():
-                quantizer.learn_()
+                quantizer.learn_(offset=offsets)
             for rounding, weight in self.rounded_weights():
                 rounding.learn_(weight)
 

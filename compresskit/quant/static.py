@@ -12,7 +12,7 @@ from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
-from compresskit.base.task import Task
+from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Captured
 from compresskit.quant.build import build_quantized
 from compresskit.quant.calibrated import (
@@ -21,13 +21,15 @@ from compresskit.quant.calibrated import (
     calibrate_inside,
     check_samples,
     in_place_of,
-    module_inputs,
+    inputs_to_quantize,
     module_to_quantize,
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.effort.improve import Effort, quantize_with_effort
+from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import BitWidths, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
@@ -53,6 +55,7 @@ class StaticSettings(CalibratedSettings):
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
         super().check(where)
+        refuse_one_bit(self.bits, where)
         if self.effort not in ("fast", "balanced", "best"):
             raise SettingError(f'{where}(effort=...): wanted "fast", "balanced" or "best", got {self.effort!r}')
         if self.float_macs is None:
@@ -122,12 +125,12 @@ def quantize_static(
     """
     settings = StaticSettings(inside=inside, **options)
     settings.check("quantize_static")
+    refuse_one_bit(settings.bits, "quantize_static")
     return _quantize(model, batches, settings, "quantize_static")
 
 
-def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
-    target, skip, dynamic = settings.target, settings.skip, settings.dynamic
-    module, example, data = module_to_quantize(model, batches, settings.inside, where)
+def builder(module: nn.Module, example: Inputs, settings: StaticSettings) -> Build:
+    """Return what builds the quantized model of some settings, with other ones for a trial; placed by time if they say so."""
     choice = measured_choice(module, example, settings)
 
     def build(
@@ -135,23 +138,30 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         observer: Callable[[], Observer] | None = None,
         adjust: Callable[[Captured], object] | None = None,
         floating: Mapping[str, str] | None = None,
+        bits: BitWidths | None = None,
     ) -> Quantized:
         built = build_quantized(
             module,
             example,
-            target,
+            settings.target,
             observer or settings.observer,
-            skip=skip,
+            skip=settings.skip,
             floating={**choice.floating, **(floating or {})},
-            dynamic=dynamic,
+            dynamic=settings.dynamic,
             strict=settings.strict,
-            bits=settings.bits,
+            bits=settings.bits if bits is None else bits,
             smooth=example if settings.smooth else None,
             adjust=adjust,
         )
         built.origin = replace(built.origin, measured=choice.record)
         return built
 
+    return build
+
+
+def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
+    module, example, data = module_to_quantize(model, batches, settings.inside, where)
+    build = builder(module, example, settings)
     if settings.effort == "fast":
         quantized = build()
         result = calibrate_inside(model, quantized, data, settings.inside)
@@ -159,8 +169,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         nudge_scales_(quantized.body)
         quantized.balance_weights_()
     else:
-        own = settings.observer is not None
-        inputs = list(data) if settings.inside is None else [module_inputs(model, batch, settings.inside) for batch in data]
+        own, inputs = settings.observer is not None, inputs_to_quantize(model, data, settings.inside)
         quantized = quantize_with_effort(
             module,
             inputs,

@@ -12,7 +12,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,12 +38,14 @@ class Dependencies:
         task: the data, the loss and what else a task has, by name.
         model: the incoming model.
         settings: of the recipe itself.
+        own: the tasks of stages that have one of their own, by the stage's index.
     """
 
     stages: tuple[Description, ...]
     task: dict[str, Description]
     model: Description
     settings: dict[str, Any]
+    own: dict[int, dict[str, Description]] = field(default_factory=dict)
 
     @property
     def stage_records(self) -> list[Any]:
@@ -53,7 +55,12 @@ class Dependencies:
     @property
     def task_records(self) -> dict[str, Any]:
         """The task, JSON-ready."""
-        return {name: part.record for name, part in self.task.items()}
+        return _records(self.task)
+
+    @property
+    def own_records(self) -> dict[str, Any]:
+        """The tasks of single stages, JSON-ready, by the number of the stage."""
+        return {str(i + 1): _records(task) for i, task in self.own.items()}
 
     def keys(self) -> list[StageKey]:
         """For each stage its key, and what of it, of the task or of an earlier stage cannot be described."""
@@ -61,13 +68,20 @@ class Dependencies:
         common = [self.model.record, self.settings, self.task_records, versions()]
         digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode())
         keys = []
-        for stage in self.stages:
+        for i, stage in enumerate(self.stages):
             unknown += stage.unknown
             digest.update(json.dumps(stage.record, sort_keys=True).encode())
+            if i in self.own:
+                unknown += [entry for part in self.own[i].values() for entry in part.unknown]
+                digest.update(json.dumps(_records(self.own[i]), sort_keys=True).encode())
             if unknown:
                 digest.update(uuid.uuid4().bytes)
             keys.append((digest.hexdigest()[:16], tuple(unknown)))
         return keys
+
+
+def _records(task: dict[str, Description]) -> dict[str, Any]:
+    return {name: part.record for name, part in task.items()}
 
 
 def describe_stages(stages: Sequence[Stage]) -> tuple[Description, ...]:

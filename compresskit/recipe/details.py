@@ -48,14 +48,16 @@ def measure_outcomes(run: Callable[..., Any], task: Task) -> tuple[float, str | 
 def stage_details(model: nn.Module, task: Task, *, correct: str | None, samples: int) -> dict[str, Any]:
     """What details.json holds, JSON-ready: `correct` and `samples` of `measure_outcomes`, the layers, and noise.
 
-    A layer is a parameter of two dimensions or more: its name, shape, and how many of its values are 0.
+    A layer is a parameter of two dimensions or more: its name, shape, and how many of its values are 0. `remedies` are lines on
+    what `effort=` or `Repair` tried against rounding errors.
     """
     layers = [
         {"name": name.removesuffix(".weight"), "shape": list(value.shape), "zeros": int((value == 0).sum())}
         for name, value in model.named_parameters()
         if value.ndim >= 2
     ]
-    return {"correct": correct, "samples": samples, "layers": layers, "noise": _noise(model, task)}
+    remedies = [str(remedy) for remedy in model.origin.remedies] if isinstance(model, Quantized) else []
+    return {"correct": correct, "samples": samples, "layers": layers, "noise": _noise(model, task), "remedies": remedies}
 
 
 def _noise(model: nn.Module, task: Task) -> dict[str, Any] | None:

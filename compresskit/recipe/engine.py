@@ -85,6 +85,14 @@ class RunSettings:
     reused: list[bool] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """The tasks of one step. trained_on: the stage's own, or the run's. measured_on: the run's, for the rows of all stages."""
+
+    trained_on: Task
+    measured_on: Task
+
+
 def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Task) -> tuple[nn.Module, list[StageReport]]:
     """Run or read all steps, and write the report.
 
@@ -110,8 +118,9 @@ def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Ta
             on_step=run.on_step,
             on_epoch=run.on_epoch,
         )
-        step_task = replace(task, snapshots=taken or snapshots, progress=progress)
-        model, report = run_or_read_step(run, step, index, model, step_task, taken)
+        own = task if step.task is None else replace(step.task, reference=step.task.reference or task.reference)
+        trained_on = replace(own, snapshots=taken or snapshots, progress=progress)
+        model, report = run_or_read_step(run, step, index, model, Tasks(trained_on=trained_on, measured_on=task), taken)
         reports.append(report)
         snapshots = taken
         if task.reference is None and (step.stage is None or not step.stage.starts_from_trained):
@@ -120,7 +129,7 @@ def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Ta
 
 
 def run_or_read_step(
-    run: RunSettings, step: RunStep, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
+    run: RunSettings, step: RunStep, index: int, model: nn.Module, tasks: Tasks, snapshots: Snapshots | None
 ) -> tuple[nn.Module, StageReport]:
     """The model and the report of one step, from disk where it is finished.
 
@@ -130,11 +139,11 @@ def run_or_read_step(
     record = distributed.on_rank_zero(partial(read_finished_stage, folder, step))
     run.reused.append(record is not None)
     if record is not None:
-        return read_step(step, folder, record, model, task, snapshots)
+        return read_step(step, folder, record, model, tasks.measured_on, snapshots)
     if step.unknown and (folder / ROW).exists():
         log.warning("%s runs again: %s", folder.name, why_unknown(step.unknown))
     distributed.on_rank_zero(partial(clear_stage_folder, folder))
-    return run_step(run, step, index, model, task, snapshots)
+    return run_step(run, step, index, model, tasks, snapshots)
 
 
 def read_step(
@@ -150,10 +159,10 @@ def read_step(
 
 
 def run_step(
-    run: RunSettings, step: RunStep, index: int, model: nn.Module, task: Task, snapshots: Snapshots | None
+    run: RunSettings, step: RunStep, index: int, model: nn.Module, tasks: Tasks, snapshots: Snapshots | None
 ) -> tuple[nn.Module, StageReport]:
     """Run one step from its beginning, or from its trainings' last checkpoints, and write everything it leaves on disk."""
-    folder = run.out / step.name
+    folder, task = run.out / step.name, tasks.trained_on
     seed_generators_(run.seed + index, task.train, task.val, task.calibration)
     begin = time.perf_counter()
     log.info("%s: %s", folder.name, step.stage)
@@ -167,7 +176,7 @@ def run_step(
             save_snapshots(snapshots, folder)
         report = measure_stage(
             model,
-            task,
+            tasks.measured_on,
             folder,
             settings=describe(step.stage),
             seconds=seconds,
@@ -183,7 +192,7 @@ def run_step(
 
     report = distributed.on_rank_zero(write_step)
     size = "" if report.bytes is None else f", {report.bytes / 1024:.1f} KiB"
-    announce(log, "%s: %s %.4g%s, %.1f s", step.name, task.metric_name, report.metric, size, seconds)
+    announce(log, "%s: %s %.4g%s, %.1f s", step.name, tasks.measured_on.metric_name, report.metric, size, seconds)
     call_back(run.on_stage, report, f"{step.name}: Recipe(on_stage=...)")
     return model, report
 

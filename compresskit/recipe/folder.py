@@ -26,6 +26,7 @@ from compresskit.base.errors import CheckpointError
 from compresskit.base.files import read_json, unwritable, write_json
 from compresskit.base.fingerprint import fingerprint
 from compresskit.base.stage import Stage
+from compresskit.base.task import Task
 from compresskit.recipe.dependencies import structure_hash
 from compresskit.train.snapshots import SNAPSHOTS
 
@@ -51,6 +52,7 @@ class RunStep:
         export: whether an ONNX file is written.
         snapshot: fraction of the stage's training at which its weights are kept for the next stage; None for none.
         unknown: what the result depends on and cannot be described, so that the stage always runs again.
+        task: the stage's own; None for that of the run.
     """
 
     name: str
@@ -59,6 +61,7 @@ class RunStep:
     export: bool
     snapshot: float | None = None
     unknown: tuple[str, ...] = ()
+    task: Task | None = None
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,48 +16,96 @@ from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
+from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
 from compresskit.train.objective import supervised_loss
 from compresskit.train.train import Train
 
 
-def preflight_check(model: nn.Module, task: Task, stages: Sequence[Stage] = ()) -> None:
+def preflight_check(
+    model: nn.Module, task: Task, stages: Sequence[Stage] = (), own: Mapping[int, Task] = MappingProxyType({})
+) -> None:
     """Run the model, its capture, the loss and the metric once, on the first batch of each loader.
 
     The model is not changed. Raises ModelError where the model does not run or cannot be captured, SettingError where a training
-    has no data, DataError where the loss or the metric does not fit the data, where a loader is empty, or where a training counts
-    epochs of data without a length.
+    has no data, DataError where the loss or the metric does not fit the data, where a loss reads targets that the data have not,
+    where a loader is empty, or where a training counts epochs of data without a length.
+
+    own: the tasks of stages that have one of their own, by the stage's index.
     """
+    for i, stage in enumerate(stages):
+        if _reads_target(stage):
+            _check_labelled(own.get(i, task), i, stage, own=i in own)
     for which in ("val", "train", "calibration"):
-        if which != "val" and getattr(task, which) is None:
-            continue
-        task.length(which) if which == "val" else task.known_length(which)
-        batch = next(iter(task.batches(which)))
-        inputs, target = task.split(batch) if which != "calibration" else (task.inputs(batch), None)
-        probe = copy_model(model).to(task.device)
-        check_runs(probe, inputs)
-        with torch.no_grad():
-            predictions = task.predict(call(probe.eval(), inputs))
-            try:
-                if which == "train":
-                    supervised_loss(task, predictions, target)
-                elif which == "val" and not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
-                    task.score(predictions, target)
-            except CompressError:
-                raise
-            except Exception as error:
-                what = "loss" if which == "train" else "metric"
-                first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise DataError(
-                    f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
-                    f" {shapes_of(target) or type(target).__name__}): {first_line}"
-                ) from error
-    for training in (training for stage in stages for training in _trainings_in(stage)):
-        training.length(task)
+        if which == "val" or getattr(task, which) is not None:
+            _check_loader(model, task, which)
+    for i, each in own.items():
+        if each.train is not None:
+            _check_loader(model, each, "train", loss=_reads_target(stages[i]))
+    for i, stage in enumerate(stages):
+        for training in _trainings_in(stage):
+            training.length(own.get(i, task))
     probe = copy_model(model).to(task.device).eval()
-    for stage in stages:
-        stage.rehearse(probe, task)
+    for i, stage in enumerate(stages):
+        stage.rehearse(probe, own.get(i, task))
     if not is_quantized(model):
         capture(model, first_rows(task.example(), 2))
+
+
+def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True) -> None:
+    """Try the model, and the loss or the metric, on the first batch of a loader. loss: whether to try the loss of `train`."""
+    task.length(which) if which == "val" else task.known_length(which)
+    batch = next(iter(task.batches(which)))
+    if which == "val" or (which == "train" and loss and _missing_target(task, batch) is None):
+        inputs, target = task.split(batch)
+    else:
+        inputs, target = task.inputs(batch), None
+    probe = copy_model(model).to(task.device)
+    check_runs(probe, inputs)
+    if target is None:
+        return
+    with torch.no_grad():
+        predictions = task.predict(call(probe.eval(), inputs))
+        try:
+            if which == "train":
+                supervised_loss(task, predictions, target)
+            elif not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
+                task.score(predictions, target)
+        except CompressError:
+            raise
+        except Exception as error:
+            what = "loss" if which == "train" else "metric"
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
+                f" {shapes_of(target) or type(target).__name__}): {first_line}"
+            ) from error
+
+
+def _check_labelled(task: Task, index: int, stage: Stage, *, own: bool) -> None:
+    """Raise `DataError` where the training data of a stage whose loss reads targets have none."""
+    batch = None if task.train is None else next(iter(task.batches("train")), None)
+    if batch is None or (missing := _missing_target(task, batch)) is None:
+        return  # an empty loader is said elsewhere
+    raise DataError(
+        f"stage {index + 1}, {type(stage).__name__}: its loss or its criterion reads targets, which the training data of"
+        f" {f'tasks[{index}]' if own else 'its task'} have not ({missing}); give labelled data, in Recipe.run(tasks=...) for this"
+        " stage alone, or what reads no targets, such as objective=imitate(teacher, task_weight=0)"
+    )
+
+
+def _missing_target(task: Task, batch: Any) -> str | None:
+    """Why a batch has no target; None where it has one."""
+    try:
+        task.split(batch)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def _reads_target(stage: Stage) -> bool:
+    """Whether a training of a stage, or its criterion, is known to read the targets of the training data."""
+    needed = needs_of(getattr(stage, "criterion", None)) - UNLABELLED_EVIDENCE
+    return bool(needed) or any(training.reads_target for training in _trainings_in(stage))
 
 
 def _trainings_in(stage: Stage) -> Iterator[Train]:

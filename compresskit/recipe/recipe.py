@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,17 @@ def snapshot_fractions(stages: Sequence[Stage]) -> dict[int, float]:
     return fractions
 
 
+def own_tasks(stages: Sequence[Stage], task: Task, tasks: Sequence[Task | None]) -> dict[int, Task]:
+    """The tasks of stages that have their own, by the stage's index; SettingError where `tasks` does not fit."""
+    if isinstance(tasks, Task) or any(not isinstance(own, Task | None) for own in tasks) or len(tasks) not in (0, len(stages)):
+        kinds = [None if own is None else type(own).__name__ for own in ([] if isinstance(tasks, Task) else tasks)]
+        raise SettingError(
+            f"Recipe.run(tasks=...): wanted a Task or None for each of the {len(stages)} stages, got"
+            f" {'one Task' if isinstance(tasks, Task) else kinds}; None takes the task of the run"
+        )
+    return {i: replace(own, device=task.device) for i, own in enumerate(tasks) if own is not None}
+
+
 def _first_that_needs_dense(stages: Sequence[Stage]) -> Stage | None:
     for stage in stages:
         if "dense" in stage.restores:
@@ -239,7 +250,7 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(repr, self.stages))}, seed={self.seed}, export={self.export!r})"
 
-    def run(self, model: nn.Module, task: Task, out: str | Path) -> Result:
+    def run(self, model: nn.Module, task: Task, out: str | Path, *, tasks: Sequence[Task | None] = ()) -> Result:
         """Run all stages that are not finished yet.
 
         A run that was interrupted resumes, and ends with the same bits as one that was not.
@@ -248,8 +259,11 @@ class Recipe:
             model: the first stage's input. It is copied and never changed.
             task: data, loss and metric.
             out: folder of the run, made where it is missing.
+            tasks: for each stage a task of its own, or None for `task`: pre-training on other data, imitation without labels.
+                Device and, where it has none, reference are those of `task`, on which the rows of all stages are measured.
 
         Raises:
+            SettingError: `tasks` is not as long as the recipe.
             ModelError, DataError: the model, the data, the loss or the metric fails on the first batches.
             CheckpointError: `out` belongs to another recipe, is in use by another process or cannot be written.
             ExportError: an ONNX file does not agree with its model; the file is kept as `model.rejected.onnx`.
@@ -258,12 +272,13 @@ class Recipe:
         """
         out = Path(out)
         self._check_model(model)
-        preflight_check(model, task, self.stages)
+        own = own_tasks(self.stages, task, tasks)
+        preflight_check(model, task, self.stages, own)
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy_model(model).to(task.device)
             remember_modes_(model)
             distributed.broadcast_model_(model)
-            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task))
+            record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task, own))
             run = RunSettings(
                 out=out,
                 seed=self.seed,
@@ -277,14 +292,15 @@ class Recipe:
                 on_epoch=self.on_epoch,
                 on_stage=self.on_stage,
             )
-            model, rows = run_steps(run, self._steps(keys), model, task)
+            model, rows = run_steps(run, self._steps(keys, own), model, task)
         return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out, higher_is_better=task.prefers_higher)
 
-    def plan(self, model: nn.Module, task: Task, out: str | Path) -> RunPlan:
+    def plan(self, model: nn.Module, task: Task, out: str | Path, *, tasks: Sequence[Task | None] = ()) -> RunPlan:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
         self._check_model(model)
-        record, keys = self._record_and_keys(model, task)
-        return plan_run(Path(out), self._steps(keys), record)
+        own = own_tasks(self.stages, task, tasks)
+        record, keys = self._record_and_keys(model, task, own)
+        return plan_run(Path(out), self._steps(keys, own), record)
 
     def _check_model(self, model: nn.Module) -> None:
         if is_quantized(model) and "float" in self.stages[0].needs:
@@ -294,7 +310,7 @@ class Recipe:
                 f"the model carries masks, and {type(stage).__name__} needs a dense model; put Densify before it, or leave it out"
             )
 
-    def _record_and_keys(self, model: nn.Module, task: Task) -> tuple[dict[str, Any], list[StageKey]]:
+    def _record_and_keys(self, model: nn.Module, task: Task, own: Mapping[int, Task]) -> tuple[dict[str, Any], list[StageKey]]:
         """The contents of recipe.json but for the model, and the key of each stage."""
         settings = {"seed": self.seed, "dynamic": describe(self.dynamic)}
         settings |= {} if self.opset is None else {"opset": self.opset}
@@ -303,11 +319,13 @@ class Recipe:
             task=describe_task(task),
             model=describe_model(model, trained=self.stages[0].starts_from_trained),
             settings=settings,
+            own={i: describe_task(each) for i, each in own.items()},
         )
         record = {"format": FORMAT, "stages": depends.stage_records, "task": depends.task_records, **settings}
+        record |= {"tasks": depends.own_records} if own else {}
         return record | {"versions": versions()}, depends.keys()
 
-    def _steps(self, keys: list[StageKey]) -> list[RunStep]:
+    def _steps(self, keys: list[StageKey], own: Mapping[int, Task]) -> list[RunStep]:
         """One step per folder of the run; step 0 is the incoming model, if the first stage starts from a trained one."""
         steps = []
         if self.stages[0].starts_from_trained:  # the row that all others are compared with
@@ -322,6 +340,7 @@ class Recipe:
                     export=self.export == "each" or not steps or i == len(self.stages) - 1,
                     snapshot=self.snapshot_fractions.get(i),
                     unknown=unknown,
+                    task=own.get(i),
                 )
             )
         return steps

@@ -24,6 +24,11 @@ class Supervised(Objective):
 
     task: Task | None = None
 
+    @property
+    def reads_target(self) -> bool:
+        """True: every loss of a task takes targets."""
+        return True
+
     def bind(self, model: nn.Module, task: Task) -> Supervised:
         """Return the same objective for `task`."""
         return Supervised(task)

@@ -137,6 +137,11 @@ class Train(Stage):
         return Length(steps=self.steps, epochs=epochs, batches=known, accumulate=self.accumulate)
 
     @property
+    def reads_target(self) -> bool:
+        """Whether what it minimises is known to read the targets of batches, see `Objective`."""
+        return self.objective is None or (isinstance(self.objective, Objective) and self.objective.reads_target)
+
+    @property
     def starts_from_trained(self) -> bool:
         """False: it trains the incoming model."""
         return False

@@ -14,15 +14,8 @@ import compresskit as ck
 from compresskit.graph.capture import capture
 from compresskit.graph.masks import Masks, enforce_masks_, masks_of
 from compresskit.graph.stored_products import rewrite_stored_products_
-from compresskit.quant import (
-    X86_NO_VNNI,
-    BlockScheme,
-    diagnose,
-    prepare_qat,
-    quantize_dynamic,
-    quantize_static,
-    quantize_weights,
-)
+from compresskit.quant import BlockScheme, diagnose, prepare_qat, quantize_dynamic, quantize_static, quantize_weights
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 from compresskit.recipe.store import load, save
 
 

@@ -55,5 +55,6 @@ def test_layers_and_their_noise(how) -> None:
         assert len(found["noise"]["layers"]) == len(shapes)
         assert all(10 < layer["sqnr"] < 80 for layer in found["noise"]["layers"][1:])
         assert found["noise"]["layers"][0]["runs"] == "integer"
+    assert found["remedies"] == []
     if how == "float":
         assert found["noise"] is None

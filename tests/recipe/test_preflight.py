@@ -16,3 +16,42 @@ def test_a_loss_that_does_not_fit_the_labels_is_found_before_training(tmp_path) 
     with pytest.raises(DataError, match=r"Task\(loss=\.\.\.\) fails on the first batch of train \(predictions \(8, 10\)"):
         ck.Recipe(ck.Train(epochs=1)).run(networks.Chain(), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+UNLABELLED = [(torch.randn(8, 3, 16, 16),) for _ in range(2)]
+LABELLED = [(torch.randn(8, 3, 16, 16), torch.arange(8)) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (ck.Train(epochs=1), "Train"),
+        (ck.Train(epochs=1, objective=ck.imitate(networks.Chain().eval())), "Train"),
+        (ck.Distill(student=networks.Chain, epochs=1), "Distill"),
+        (ck.Prune(budget=ck.keep(macs=0.5), finetune=ck.Train(epochs=1)), "Prune"),
+        (ck.Prune(budget=ck.keep(macs=0.5), criterion=ck.prune.criteria.taylor), "Prune"),
+    ],
+)
+def test_a_stage_whose_loss_needs_labels_that_its_task_has_not_is_refused_before_the_first_trains(stage, name, tmp_path) -> None:
+    steps = []
+    recipe = ck.Recipe(ck.Train(epochs=1), stage, on_step=steps.append)
+    wanted = (
+        rf"stage 2, {name}: its loss or its criterion reads targets, which the training data of tasks\[1\] have not"
+        r" \(batch: wanted \(inputs..., target\) or a dict, got tuple\); give labelled data"
+    )
+    with pytest.raises(DataError, match=wanted):
+        recipe.run(
+            networks.Chain(), ck.Task(train=LABELLED, val=LABELLED), tmp_path / "run", tasks=(None, ck.Task(train=UNLABELLED))
+        )
+    with pytest.raises(DataError, match="stage 1, Train: its loss .* the training data of its task have not"):
+        recipe.run(networks.Chain(), ck.Task(train=UNLABELLED, val=LABELLED), tmp_path / "run")
+    assert steps == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_labels_are_needed_where_no_loss_reads_them(tmp_path) -> None:
+    task = ck.Task(train=UNLABELLED, val=LABELLED)
+    imitation = ck.imitate(networks.Chain().eval(), task_weight=0.0)
+    prune = ck.Prune(budget=ck.keep(macs=0.6), samples=8, finetune=ck.Train(epochs=1, objective=imitation))
+    result = ck.Recipe(ck.Train(epochs=1, objective=imitation), prune).run(networks.Chain(), task, tmp_path / "run")
+    assert [row.stage for row in result.rows] == ["1-train", "2-prune"]

@@ -156,12 +156,15 @@ class Imitate(Objective):
             )
         return top_k_soft_targets
 
-    def _reads_target(self) -> bool:
-        return bool(self.task_weight) or any(takes_argument(term.loss, "target") for term in self.bound_terms)
+    @property
+    def reads_target(self) -> bool:
+        """Whether the task's loss has a weight, or a term takes the targets."""
+        terms = self.bound_terms or self.terms
+        return bool(self.task_weight) or any(takes_argument(term.loss, "target") for term in terms)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task, source = bound(self.task, self), bound(self.source, self)
-        inputs, target = task.split(batch) if self._reads_target() else (task.inputs(batch), None)
+        inputs, target = task.split(batch) if self.reads_target else (task.inputs(batch), None)
         if self.mixup:
             inputs = mixup(inputs, alpha=self.mixup)
         # The teacher runs first: its activations are freed before the student's, which stay for the backward pass, are computed.

@@ -31,6 +31,11 @@ class Mutual(Objective):
     task: Task | None = None
     student: nn.Module | None = None
 
+    @property
+    def reads_target(self) -> bool:
+        """True: the task's loss is always a part of it."""
+        return True
+
     def bind(self, model: nn.Module, task: Task) -> Mutual:
         """Copy the peers, check that all predict the same classes, and attach the copies to the student."""
         drop_adapters_(model)

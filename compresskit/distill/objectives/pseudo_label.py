@@ -89,6 +89,11 @@ class PseudoLabel(Objective):
         """Continue from what `resume_state` returned."""
         bound(self.batches, self).resume_from_(state)
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether the labelled batches count."""
+        return bool(self.task_weight)
+
     def _inputs(self, batch: Any, task: Task) -> Inputs:
         if not isinstance(batch, Tensor | tuple | list | dict):
             raise DataError(

@@ -61,6 +61,11 @@ class SelfDistill(Objective):
     student: nn.Module | None = None
     heads: dict[str, nn.Module] = field(default_factory=dict)
 
+    @property
+    def reads_target(self) -> bool:
+        """True: the task's loss is always a part of it."""
+        return True
+
     def bind(self, model: nn.Module, task: Task) -> SelfDistill:
         """Find the taps, make the heads from one example, and attach them to the student."""
         drop_adapters_(model)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ SCALED_OPERATORS: dict[str, tuple[int, int, int | None]] = {
 BITS = {"FLOAT": 32, "DOUBLE": 64, "BOOL": 8, "UNDEFINED": 0}
 NO_WEIGHT = frozenset(("INT64", "INT32", "BOOL", "STRING"))  # types of shapes, axes, indices and biases
 LONGEST_NAME = 44
+#: Operators between stored bit planes and the tensors that they hold; see `export.rewrite.bit_planes`.
+PLANE_OPERATORS = frozenset(("Split", "Reshape", "Cast", "ReduceSum", "Mul", "Sub", "BitwiseAnd", "BitShift"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,7 @@ class _Reader:
         self.stored: Counter[str] = Counter()
         self._collect(proto.graph)
         self.sources = {name: node for node in self.nodes if node.op_type in PASSED_ON for name in node.output}
+        self._find_planes()
         self.counted: set[str] = set()
 
     def _collect(self, graph: Any) -> None:
@@ -171,12 +175,29 @@ class _Reader:
 
     def _bytes(self, tensor: Any) -> int:
         """Bytes of the values of a tensor; of text, the letters."""
-        name = self.type_name(tensor.data_type)
+        name = self._type_name(tensor)
         if name == "STRING":
             return sum(map(len, tensor.string_data))
         digits = re.search(r"\d+", name)  # FLOAT8E4M3FN has 8 bits
         bits = BITS[name] if digits is None else int(digits[0])
         return -(-prod(tensor.dims) * bits // 8)
+
+    def _find_planes(self) -> None:
+        """Enter the tensors that are stored as bit planes as if each were stored by itself."""
+        makers = {name: node for node in self.nodes if node.op_type in PLANE_OPERATORS for name in node.output}
+        for name, node in list(makers.items()):
+            shape = self.tensors.get(node.input[1]) if node.op_type == "Reshape" and len(node.input) > 1 else None
+            if shape is None or makers.get(node.input[0]) is None:
+                continue
+            here, seen = node.input[0], set[str]()
+            while here in makers and here not in seen:
+                seen.add(here)
+                here = makers[here].input[0]
+            shifts = any(makers[other].op_type == "BitShift" for other in seen)
+            planes = self.tensors.get(here)
+            dims = [int(n) for n in self._numbers(node.input[1])]
+            if shifts and planes is not None and len(planes.dims) == 3 and -1 not in dims:
+                self.tensors[name] = SimpleNamespace(dims=dims, data_type=f"INT{planes.dims[0]}")
 
     def layers(self) -> Iterator[StoredLayer]:
         """The operators that take a stored weight, in the order of the file."""
@@ -203,7 +224,11 @@ class _Reader:
             )
 
     def _kind(self, name: str) -> str:
-        return str(self.type_name(self.tensors[name].data_type))
+        return self._type_name(self.tensors[name])
+
+    def _type_name(self, tensor: Any) -> str:
+        kind = tensor.data_type
+        return kind if isinstance(kind, str) else str(self.type_name(kind))
 
     def _behind(self, name: str) -> list[str]:
         """The names from an input of an operator back to the stored tensor that it is made of, or to what is computed."""

@@ -1,20 +1,26 @@
-"""Store integers of few bits packed: int4 (opset 21) and int2 (opset 25).
+"""Store integers of few bits packed, in the narrowest form of an opset that holds their values.
 
-int8 initializer whose values fit   -> int4 or int2 initializer, Cast to int8
+4 bits        int4 (opset 21), Cast to int8
+2 bits        int2 (opset 25), Cast to int8
+1, 3, 5 to 7  bit planes (opset 18), see `bit_planes.py`; 2 and 4 bits, too, where the opset has no type for them
 
-A runtime computes the Cast of a constant once, when it loads the file, so its integer kernels of 8 bits run as before. Reading
-int4 in DequantizeLinear takes ONNX Runtime 1.31 back to a float convolution, and it does not read int2 there.
+A runtime computes what follows from constants once, when it loads the file, so its integer kernels of 8 bits run as before.
+Reading int4 in DequantizeLinear takes ONNX Runtime 1.31 back to a float convolution, and it does not read int2 there.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import ml_dtypes
 import onnx_ir as ir
 
 from compresskit.base.errors import ExportError
+from compresskit.export.rewrite.bit_planes import PLANES_OPSET, Packed, bits_needed, store_bit_planes
 from compresskit.export.rewrite.opset import first_unknown
 
 SMALLEST_PACKED = 64  # values below which the Cast takes more bytes than packing saves
+LEAST_SAVED = 800  # bytes that the bit planes of one width must save: the operators that read them take about as many
 INT4_OPSET, INT2_OPSET = 21, 25
 
 
@@ -26,30 +32,48 @@ def knows_int2() -> bool:
 
 
 def pack_few_bits(model: ir.Model, opset: int) -> None:
-    """Store int8 initializers in the narrowest type of an opset that holds their values."""
-    for name, value in list(model.graph.initializers.items()):
+    """Store int8 initializers in the narrowest form of an opset that holds their values."""
+    planes: dict[int, list[Packed]] = defaultdict(list)
+    for value in list(model.graph.initializers.values()):
         tensor = value.const_value
         if tensor is None or tensor.dtype is not ir.DataType.INT8 or tensor.size < SMALLEST_PACKED or value.is_graph_output():
             continue
-        integers = tensor.numpy()
-        kind = _narrowest(int(integers.min()), int(integers.max()), opset)
-        if kind is None:
-            continue
-        packed = ir.tensor(integers.astype(kind), name=name)
-        stored = ir.Value(name=name, shape=value.shape, type=ir.TensorType(packed.dtype), const_value=packed)
-        cast = ir.Node("", "Cast", [stored], {"to": ir.AttrInt64("to", ir.DataType.INT8.value)})
-        cast.outputs[0].name = f"{name}_int8"
-        cast.outputs[0].shape, cast.outputs[0].type = value.shape, value.type
-        model.graph.insert_before(model.graph[0], cast)
-        value.replace_all_uses_with(cast.outputs[0])
-        del model.graph.initializers[name]
-        model.graph.register_initializer(stored)
+        found = Packed(value, tensor.numpy(), bits_needed(tensor.numpy()))
+        kind = _type_of(found.bits, opset, exactly=True)
+        if kind is not None:
+            _store_as(model, found, kind)
+        elif found.bits < 8:
+            planes[found.bits].append(found)
+    for bits, alike in sorted(planes.items()):
+        kind = _type_of(bits, opset, exactly=False)
+        otherwise = 8 if kind is None else 4
+        saved = sum(found.integers.size for found in alike) * (otherwise - bits) // 8
+        if opset >= PLANES_OPSET and saved >= LEAST_SAVED:
+            store_bit_planes(model, alike)
+        elif kind is not None:
+            for found in alike:
+                _store_as(model, found, kind)
 
 
-def _narrowest(low: int, high: int, opset: int) -> type | None:
-    if opset >= INT2_OPSET and low >= -2 and high <= 1 and knows_int2():
+def _type_of(bits: int, opset: int, *, exactly: bool) -> type | None:
+    """The type of an opset that holds integers of so many bits; `exactly`: and no larger ones."""
+    if bits == 2 and opset >= INT2_OPSET and knows_int2():
         return ml_dtypes.int2
-    return ml_dtypes.int4 if opset >= INT4_OPSET and low >= -8 and high <= 7 else None
+    return ml_dtypes.int4 if opset >= INT4_OPSET and (bits == 4 or (bits < 4 and not exactly)) else None
+
+
+def _store_as(model: ir.Model, tensor: Packed, kind: type) -> None:
+    """Store an initializer in a narrower type, with a Cast to int8 behind it."""
+    value, name = tensor.value, str(tensor.value.name)
+    packed, shape = ir.tensor(tensor.integers.astype(kind), name=name), ir.Shape(tensor.integers.shape)
+    stored = ir.Value(name=name, shape=shape, type=ir.TensorType(packed.dtype), const_value=packed)
+    cast = ir.Node("", "Cast", [stored], {"to": ir.AttrInt64("to", ir.DataType.INT8.value)})
+    cast.outputs[0].name = f"{name}_int8"
+    cast.outputs[0].shape, cast.outputs[0].type = shape, value.type
+    model.graph.insert_before(model.graph[0], cast)
+    value.replace_all_uses_with(cast.outputs[0])
+    del model.graph.initializers[name]
+    model.graph.register_initializer(stored)
 
 
 def raise_opset_(model: ir.Model, opset: int) -> None:

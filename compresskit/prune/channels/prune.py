@@ -24,6 +24,7 @@ from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
 from compresskit.prune.channels.sparse_learning import GReg, GroupLasso, group_lasso
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
+from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.normalizers import Normalizer, by_mean
 from compresskit.prune.rankings import Ranking, cost_aware
 from compresskit.prune.schedules import Linear, RatioSchedule, check_schedule
@@ -49,8 +50,9 @@ class Prune(Budgeted, Stage):
         schedule: how much is removed after each step, see `prune.schedules`; the last step ends at the budget.
         between: training after each step but the last.
         finetune: training after the last step, with a learning-rate schedule of its own; None trains nothing.
-        rewind: an earlier checkpoint of the same network, whose weights continue in the channels that the trained one chose
-            (weight rewinding, Renda et al., 2003.02389); `finetune` then trains it.
+        rewind: weights of an earlier point continue in the channels that the trained network chose (weight rewinding, Renda et
+            al., 2003.02389); `finetune` then trains them. `rewind(to=0.33)` takes the weights of a third of the preceding
+            training, and the rest of the schedule of `finetune`; a module, a checkpoint of your own, takes the whole schedule.
         samples: samples for criteria that read more than weights, for refitting and for BatchNorm statistics.
         round_to, minimum, ratios, ignore, inside, whole_heads: as in `plan_channels`.
     """
@@ -67,7 +69,7 @@ class Prune(Budgeted, Stage):
     schedule: RatioSchedule = field(default_factory=Linear)
     between: Train | None = None
     finetune: Train | None = None
-    rewind: nn.Module | None = None
+    rewind: Rewind | nn.Module | None = None
     samples: int = 3072
     round_to: int = 8
     minimum: int = 1
@@ -90,16 +92,26 @@ class Prune(Budgeted, Stage):
             raise SettingError("Prune(steps=...): more than one step wants a budget of macs, parameters or channels, no ratios=")
         if self.between is not None and self.steps == 1:
             raise SettingError("Prune(between=...): there is nothing between the cuts of one step; set steps, or use finetune")
-        if self.rewind is not None and not isinstance(self.rewind, nn.Module):
+        if self.rewind is not None and not isinstance(self.rewind, Rewind | nn.Module):
             raise SettingError(
-                f"Prune(rewind=...): wanted an earlier checkpoint of the same network, a module, got {self.rewind!r};"
-                " the spelling rewind(to=...) is for masks, in Sparsify and LotteryTicket"
+                "Prune(rewind=...): wanted rewind(to=...), a point of the preceding training, or an earlier checkpoint of the"
+                f" same network, a module, got {self.rewind!r}"
             )
         if self.rewind is not None and self.finetune is None:
             raise SettingError("Prune(rewind=...): rewound weights must be trained again; set finetune")
+        if isinstance(self.rewind, Rewind) and self.finetune is not None:
+            self.rewind.rest(self.finetune)  # raises where its schedule has no rest
+
+    @property
+    def rewinds_to(self) -> float | None:
+        """The fraction of the preceding training that `rewind` asks for."""
+        return self.rewind.to if isinstance(self.rewind, Rewind) else None
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
+        early, finetune = self._rewound(model, task), self.finetune
+        if isinstance(self.rewind, Rewind) and finetune is not None:
+            task, finetune = replace(task, snapshots=None), self.rewind.rest(finetune)
         dense = frozen_copy(model)
         guided = task if task.reference is not None else replace(task, reference=dense)
         if self.learn is not None:
@@ -118,11 +130,19 @@ class Prune(Budgeted, Stage):
                 self._apply_and_repair_(model, plan, task)
             if self.between is not None and step < self.steps:
                 fit_(model, guided, self.between, label=f"step {step} of {self.steps}")
-        if self.rewind is not None:
-            model = replayed(self.rewind, plans).to(task.device)
-        if self.finetune is not None:
-            fit_(model, guided, self.finetune, label="fine-tune")
+        if early is not None:
+            model = replayed(early, plans).to(task.device)
+        if finetune is not None:
+            fit_(model, guided, finetune, label="fine-tune")
         return model.eval()
+
+    def _rewound(self, model: nn.Module, task: Task) -> nn.Module | None:
+        """The whole network with the weights of the earlier point; None without rewinding."""
+        if not isinstance(self.rewind, Rewind):
+            return self.rewind
+        early = copy_model(model)
+        self.rewind.apply_(early, task)
+        return early
 
     def _fraction_after(self, step: int) -> float:
         """Fraction of the first model that stays after a step: never less than the budget, and exactly that after the last."""

@@ -28,6 +28,11 @@ class Wrapper(Objective):
 
     objective: Objective
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether the inner objective does."""
+        return self.objective.reads_target
+
     def advance(self, done: float) -> None:
         """Pass the fraction of the training that is done to the inner objective."""
         self.objective.advance(done)

@@ -1,7 +1,8 @@
 """Rewinding: the weights that remain after pruning restart from their values earlier in the training (Renda et al., 2003.02389).
 
-learning-rate rewinding     keep the weights, restart the learning-rate schedule: every `finetune` does
-weight rewinding            Sparsify(rewind=rewind(to=0.33)): weights of a third of the training, and its schedule from there
+learning-rate rewinding     finetune=rewind(to=0.33).rest(train): keep the weights, run the rest of the schedule again
+weight rewinding            Sparsify(rewind=rewind(to=0.33)): weights of a third of the training, and its schedule from there;
+                            Prune(rewind=rewind(to=0.33)): the same for the channels that remain
 lottery tickets             LotteryTicket: to the beginning, several times (Frankle & Carbin, 1803.03635)
 """
 
@@ -58,7 +59,7 @@ class Rewind:
 
 
 def rewind(*, to: float = 0.33) -> Rewind:
-    """Rewind weights to a point of the preceding training: a setting of `Sparsify` and `LotteryTicket`.
+    """Rewind weights to a point of the preceding training: a setting of `Sparsify`, `Prune` and `LotteryTicket`.
 
     to: the fraction of that training that was done, in [0, 1).
     """

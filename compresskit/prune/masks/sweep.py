@@ -180,8 +180,8 @@ class SweepSettings:
                     f"sweep(at=...): wanted a function from the fraction to Sparsify(...) or Prune(...), got {stage!r}"
                 )
 
-    def stage(self, method: Retraining, ratio: float, early: nn.Module) -> Stage | None:
-        """The stage that makes a point; None where nothing is to be done. early: the network at the point of rewinding."""
+    def stage(self, method: Retraining, ratio: float) -> Stage | None:
+        """The stage that makes a point; None where nothing is to be done."""
         rewound = self.rewind.rest(self.train)
         train = {Retraining.NONE: None, Retraining.FINETUNE: self.finetune}.get(method, rewound)
         if not ratio:
@@ -190,8 +190,6 @@ class SweepSettings:
         assert isinstance(stage, Sparsify | Prune)
         if method is not Retraining.REWIND_WEIGHTS:
             return replace(stage, finetune=train)
-        if isinstance(stage, Prune):
-            return replace(stage, finetune=train, rewind=early)
         return replace(stage, finetune=self.train, rewind=self.rewind)  # it takes the rest of the schedule itself
 
 
@@ -324,12 +322,13 @@ def _point(
     seed: int,
 ) -> SweepPoint:
     seed_generators_(seed, task.train)
-    rewound = rewind_(copy_model(network), early) if early else network
     own = replace(task, reference=network, progress=None, snapshots={settings.rewind.to: early} if early else None)
-    stage = settings.stage(method, ratio, rewound)
-    start = rewound if method is Retraining.REWIND_WEIGHTS and not ratio else network
+    stage = settings.stage(method, ratio)
+    start = copy_model(network)
+    if method is Retraining.REWIND_WEIGHTS and not ratio:
+        rewind_(start, early)
     try:
-        pruned = copy_model(start) if stage is None else stage(copy_model(start), own)
+        pruned = start if stage is None else stage(start, own)
     except ModelError as error:
         return SweepPoint(method=method.value, ratio=ratio, seed=seed, metric=None, reason=str(error))
     return SweepPoint(method=method.value, ratio=ratio, seed=seed, metric=evaluate(pruned, task))

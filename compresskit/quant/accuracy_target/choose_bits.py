@@ -45,7 +45,7 @@ class BitPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights of these layers as the file stores them: 2 bits in int2, 3 and 4 in int4, others in int8."""
+        """Bytes of all weights of these layers as the file stores them, without the operators that unpack them."""
         return sum(_stored_bytes(layer.weights, self.bits[layer.layer].weights or 8) for layer in self.layers)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def choose_bits(
         model: any float module; it is not changed.
         batches: an iterable of inputs, or one batch.
         average: the largest mean bits of a weight. Give this or `weight_bytes`.
-        weight_bytes: the most bytes that the weights may take in the file, where 3 bits are stored in 4 and 5 to 7 in 8.
+        weight_bytes: the most bytes that the weights may take in the file.
         weighting: "weights" counts each weight once in the average, "macs" as often as it is multiplied.
         widths: bits to choose from, 2 to 8.
         target, skip: as in `quantize_static`; layers that stay float are not counted.
@@ -137,8 +137,8 @@ def _check(average: float | None, weight_bytes: int | None, weighting: str, widt
 
 
 def _stored_bytes(weights: int, bits: int) -> int:
-    """Bytes of weights in a file."""
-    return math.ceil(weights * next(width for width in (2, 4, 8) if bits <= width) / 8)
+    """Bytes of weights in a file, without the operators that unpack them."""
+    return math.ceil(weights * bits / 8)
 
 
 def _average_costs(layers: Sequence[LayerSensitivity], weighting: Weighting) -> list[dict[int, float]]:

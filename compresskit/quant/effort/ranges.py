@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx
 
-from compresskit.base.task import Inputs
+from compresskit.base.task import Inputs, call
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.layer_outputs import IntegerLayer, integer_layers
@@ -36,6 +37,26 @@ class SeveralRanges(HistogramMSE):
             rest = (1 - PERCENTILE) / 2
             return histogram.quantile(rest), histogram.quantile(1 - rest)
         return super()._choose(histogram, low, high)
+
+
+def set_range_(quantized: Quantized, *, label: str, rule: Rule, batches: Sequence[Inputs]) -> None:
+    """Give one activation the range of another rule, in place. label: of its quantizer. batches: show its values, in float."""
+    body, enabled = quantized.body, [quantizer.enabled for quantizer in quantized.quantizers()]
+    chosen = [quantizer for quantizer in quantized.activation_quantizers() if quantizer.label == label]
+    quantized.enable_(False)
+    for quantizer in chosen:
+        observer = SeveralRanges(min(8, quantizer.scheme.bits), symmetric=quantizer.scheme.symmetric)
+        observer.rule, quantizer.observer, quantizer.observing = rule, observer, True
+    with torch.no_grad(), mode(quantized, training=False):
+        for inputs in batches:
+            call(body, inputs)
+    for quantizer in chosen:
+        quantizer.observing = False
+        quantizer.freeze_range_()
+    for each, on in zip(quantized.quantizers(), enabled, strict=True):
+        each.enabled = on
+    quantized.fit_weight_scales_()
+    quantized.balance_weights_()
 
 
 def choose_ranges_(quantized: Quantized, inputs: Inputs) -> int:

@@ -15,22 +15,26 @@ from compresskit.quant.numerics.targets import Target
 class Bits:
     """Bit widths of a layer; None leaves those of the target.
 
-    weights: 2 to 8. Files store 3 and 4 bits as int4, 2 bits as int2 (opset 25), others as int8. Two bits are the three values
-        -1, 0 and 1 times the scale.
-    activations: of the value that the layer reads, 2 to 16. Up to 8 run in the integer kernels of 8 bits, and take no less time;
-        with more, the layer runs in float.
+    weights: 1 to 8. Files store as many bits: 4 as int4, 2 as int2 (opset 25), others as bit planes. Two bits are the three
+        values -1, 0 and 1 times the scale; one bit is -1 and 1 times the scale, which only training makes useful (`QAT`).
+    activations: of the value that the layer reads, 1 to 16. Up to 8 run in the integer kernels of 8 bits, and take no less time;
+        with more, the layer runs in float. One bit is 0 and the scale, behind a ReLU.
+    shortcuts: of values that operators without weights read, such as both operands of an addition, 2 to 16. A layer that reads
+        such a value, too, rounds it again to its own `activations`. None rounds it once, as the layer wants it.
 
     Raises SettingError for other numbers.
     """
 
     weights: int | None = None
     activations: int | None = None
+    shortcuts: int | None = None
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name, value, most in (("weights", self.weights, 8), ("activations", self.activations, 16)):
-            if value is not None and not 2 <= value <= most:
-                raise SettingError(f"Bits({name}=...): wanted 2..{most}, got {value}")
+        given = (("weights", self.weights, 1, 8), ("activations", self.activations, 1, 16), ("shortcuts", self.shortcuts, 2, 16))
+        for name, value, least, most in given:
+            if value is not None and not least <= value <= most:
+                raise SettingError(f"Bits({name}=...): wanted {least}..{most}, got {value}")
 
 
 #: Bit widths of a model: the same for all layers, or dotted name of a module -> those of the layers in it; "" names the model.
@@ -72,8 +76,21 @@ def check_bit_names(bits: BitWidths, paths: Iterable[str]) -> None:
             )
 
 
+def refuse_one_bit(bits: BitWidths, where: str) -> None:
+    """Raise SettingError, which begins with `where`, for widths of one bit, which rounding without training does not stand."""
+    for name, given in {"": bits}.items() if isinstance(bits, Bits) else bits.items():
+        if 1 in (given.weights, given.activations):
+            place = f"{name!r}: " if name else ""
+            raise SettingError(
+                f"{where}(bits=...): {place}one bit needs training with learned scales; write QAT(bits=..., learned=True), or"
+                " take 2 bits"
+            )
+
+
 def check_target_takes(bits: Bits, target: Target, where: str) -> None:
     """Raise SettingError where a target cannot express bit widths. where: the layer, for the message."""
+    if bits.shortcuts is not None and bits.shortcuts != bits.activations:
+        check_target_takes(replace(bits, activations=bits.shortcuts, shortcuts=None), target, where)
     replace(
         target,
         activations=replace(target.activations, bits=bits.activations or target.activations.bits),

@@ -103,13 +103,17 @@ class Histogram:
         return (self.origin[:, None] + (index + within) * self.width[:, None])[:, 0].float()
 
 
+FEW_STEPS = 16  # integers of a grid whose values are not spread evenly between two of them
+
+
 def least_error(
     histogram: Histogram, low: Tensor, high: Tensor, steps: int, *, symmetric: bool, candidates: int = 100
 ) -> tuple[Tensor, Tensor]:
     """The range inside (low, high), 0 included, whose grid has the least squared error.
 
-    A value inside the range costs step^2 / 12 on average, one outside its squared distance from the end. The two ends are
-    searched alternately, over `candidates` fractions of the observed range.
+    A value inside the range costs step^2 / 12 on average, one outside its squared distance from the end; of a grid of at most
+    `FEW_STEPS` integers each value is rounded. The two ends are searched alternately, over `candidates` fractions of the observed
+    range.
 
     Args:
         histogram: of the values.
@@ -140,6 +144,11 @@ def _squared_errors(histogram: Histogram, low: Tensor, high: Tensor, steps: int)
     centres, counts = histogram.centres(), histogram.counts
     errors = []
     for lower, upper in zip(*(ends.split(max(1, CHUNK // counts.numel())) for ends in (low, high)), strict=True):
+        if steps <= FEW_STEPS:
+            step = ((upper - lower) / (steps - 1)).clamp(min=torch.finfo(centres.dtype).tiny)[..., None]
+            nearest = (centres / step).round_().mul_(step).clamp_(lower[..., None], upper[..., None])
+            errors.append(torch.sub(centres, nearest, out=nearest).square_().mul_(counts).sum(-1))
+            continue
         nearest = centres.clamp(lower[..., None], upper[..., None])
         inside = (nearest == centres) * counts
         outside = torch.sub(centres, nearest, out=nearest).square_().mul_(counts)

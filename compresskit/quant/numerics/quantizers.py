@@ -18,7 +18,7 @@ from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
-from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, to_integers
+from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, signs, to_integers
 
 LEAST_SCALE = 1e-12  # lower bound of a learned scale
 
@@ -52,6 +52,7 @@ class ActivationQuantizer(Quantizer):
 
     scale: Tensor
     zero_point: Tensor
+    offset: nn.Parameter | None
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class ActivationQuantizer(Quantizer):
         self.observing = False
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("zero_point", torch.tensor(0, dtype=torch.int32))
+        self.register_parameter("offset", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
@@ -80,7 +82,16 @@ class ActivationQuantizer(Quantizer):
         factor = 1.0
         if self.scale.requires_grad:
             factor = (x.numel() / max(1, x.shape[0]) * self.scheme.high) ** -0.5 if x.ndim else 1.0
-        return fake_quantize(x, self.effective_scale(), self.zero_point, self.scheme, gradient_scale=factor)
+        scale = self.effective_scale()
+        if self.offset is not None:
+            self.zero_point.copy_(self._learned_zero_point(scale))
+        return fake_quantize(x, scale, self.zero_point, self.scheme, gradient_scale=factor, offset=self.offset)
+
+    def _learned_zero_point(self, scale: Tensor) -> Tensor:
+        """The integer that 0 is rounded to, such that the smallest integer is `offset`; 0 stays exactly representable."""
+        assert self.offset is not None
+        lowest = torch.round(self.offset.detach() / scale.detach())
+        return (self.scheme.low - lowest).clamp(self.scheme.low, self.scheme.high).to(torch.int32)
 
     def _observed(self, x: Tensor) -> Tensor:
         """What the observer sees of a value, (1, n): its two ends, where it looks at nothing else, cost no copy of the value."""
@@ -122,8 +133,16 @@ class ActivationQuantizer(Quantizer):
                 f"{self.label}: its values are nan or infinite on the calibration data; clean the data, or look at that layer"
             )
 
-    def learn_(self, on: bool = True) -> None:
-        """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer."""
+    def learn_(self, on: bool = True, *, offset: bool = False) -> None:
+        """Make the scale a parameter with its present value, or a buffer again. A scale with an anchor stays a buffer.
+
+        offset: learn the end of the range at the smallest integer, too, where no activation function sets it (LSQ+).
+        """
+        if self.offset is not None:
+            self.zero_point.copy_(self._learned_zero_point(self.effective_scale()))
+            self.register_parameter("offset", None)
+        if on and offset and self.anchor is None and self.clamp is None and not self.scheme.symmetric:
+            self.offset = nn.Parameter(((self.scheme.low - self.zero_point) * self.scale).detach().clone())
         if self.anchor is None:
             _replace_tensor(
                 self, "scale", nn.Parameter(self.scale.detach().clone()) if on else self.effective_scale().detach().clone()
@@ -137,6 +156,7 @@ class ActivationQuantizer(Quantizer):
         new = ActivationQuantizer(self.scheme, copy.deepcopy(self.observer, memo), self.clamp, self.anchor, self.label)
         new.observing, new.enabled = self.observing, self.enabled
         _replace_tensor(new, "scale", copy.deepcopy(self.scale, memo))
+        new.offset = copy.deepcopy(self.offset, memo)
         new.zero_point = self.zero_point.clone()
         new.training = self.training
         memo[id(self)] = new
@@ -200,14 +220,27 @@ class WeightQuantizer(Quantizer):
     def qparams(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point of a weight, each (channels,) or a scalar."""
         rows = self._rows(weight)
+        if self.scheme.binary:
+            scale = self._mean_size(weight)
+            return self._chosen(scale), torch.zeros_like(scale, dtype=torch.int32)
         low, high = extremes(rows if self.scheme.per_channel else rows.reshape(1, -1))
         if self.packing is not None:
             low, high = self.packing.widen(rows, low, high, self.scheme)
         low, high = (low, high) if self.scheme.per_channel else (low.amin(), high.amax())
         scale, zero_point = affine(low, high, self.scheme)
+        return self._chosen(scale), zero_point
+
+    def _chosen(self, scale: Tensor) -> Tensor:
+        """The learned or fixed scale, or, where there is none, the given one of the weight."""
         if isinstance(self.scale, nn.Parameter):
-            return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor, zero_point
-        return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor, zero_point
+            return self.scale.clamp(min=LEAST_SCALE).maximum(self.min_scale) * self.scale_factor
+        return torch.where(self.scale > 0, self.scale, scale).maximum(self.min_scale) * self.scale_factor
+
+    def _mean_size(self, weight: Tensor) -> Tensor:
+        """The mean of |weight|, (channels,) or a scalar; 1 of a weight that is all zero."""
+        rows = self._rows(weight).float().abs()
+        mean = rows.mean(1) if self.scheme.per_channel else rows.mean()
+        return torch.where(mean > 0, mean, 1.0)
 
     def integers(self, weight: Tensor) -> Tensor:
         """The integers that a weight is rounded to, of its shape and `scheme.dtype`."""
@@ -218,6 +251,8 @@ class WeightQuantizer(Quantizer):
 
     def steps(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The whole numbers, fp32, that a weight is rounded to in a symmetric format with a scale, (channels,) or a scalar."""
+        if self.scheme.binary:
+            return signs(weight.detach().float())
         if self.packing is None:
             return torch.round(weight / channelwise(scale, weight, self.axis)).clamp_(self.scheme.low, self.scheme.high)
         return self._fitted(weight, scale, torch.zeros_like(scale), self._corrected())[0]
@@ -248,10 +283,12 @@ class WeightQuantizer(Quantizer):
         """Make the scale a parameter (LSQ), or a constant again.
 
         The first value is 2 mean|w| / sqrt(largest integer) (Esser et al., arXiv 1902.08153, section 2.1), or the scale of the
-        extremes where that is smaller, as it is for 8 bits.
+        extremes where that is smaller, as it is for 8 bits. Of one bit it is mean|w| (Rastegari et al., arXiv 1603.05279).
         """
         scale = self.qparams(weight)[0].detach()
-        if on:
+        if on and self.scheme.binary:
+            scale = nn.Parameter(scale)
+        elif on:
             axes = [d for d in range(weight.ndim) if d != self.axis] if self.scheme.per_channel else list(range(weight.ndim))
             mean = weight.detach().float().abs().mean(axes)
             first = 2 * mean / self.scheme.high**0.5

@@ -17,7 +17,7 @@ class Scheme:
     """An integer format: real = (integer - zero_point) * scale.
 
     Args:
-        bits: width, 2 to 16.
+        bits: width, 1 to 16. One bit is 0 and 1 (uint), or -1 and 1 (int, symmetric).
         signed: int or uint.
         symmetric: zero point 0, and the same number of steps on each side of it. Needs `signed`.
         per_channel: one scale per index of the channel axis, else one scale for the tensor.
@@ -34,20 +34,31 @@ class Scheme:
     narrow: bool = True
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 16:
-            raise SettingError(f"Scheme(bits=...): wanted 2..16, got {self.bits}")
+        if not 1 <= self.bits <= 16:
+            raise SettingError(f"Scheme(bits=...): wanted 1..16, got {self.bits}")
+        if self.bits == 1 and self.signed and not self.symmetric:
+            raise SettingError("Scheme(bits=1, signed=True): the two integers are -1 and 1; write symmetric=True")
         if self.symmetric and not self.signed:
             raise SettingError("Scheme(symmetric=True): needs signed=True; an unsigned grid has no middle to put 0 on")
 
     @property
+    def binary(self) -> bool:
+        """Whether the integers are -1 and 1, so that a value is rounded to its sign; 0 to 1."""
+        return self.bits == 1 and self.signed
+
+    @property
     def low(self) -> int:
         """Smallest integer used."""
+        if self.binary:
+            return -1
         left_out = int(self.symmetric and self.narrow)
         return left_out - 2 ** (self.bits - 1) if self.signed else 0
 
     @property
     def high(self) -> int:
         """Largest integer used."""
+        if self.binary:
+            return 1
         return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
 
     @property
@@ -110,6 +121,7 @@ def fake_quantize(
     *,
     gradient_scale: float = 1.0,
     rounded: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """Round values to the grid and back; the gradient passes where x is inside the range (straight-through estimator).
 
@@ -122,11 +134,15 @@ def fake_quantize(
         scheme: number format.
         axis: the channel dimension of x.
         rounded: the integers of x less the zero point, fp32, where they are known already.
+        offset: the end of the range, a scalar from which the zero point was made. Where it requires a gradient it gets that of
+            LSQ+ (Bhalgat et al., arXiv 2004.09576, equation 7) times `gradient_scale`: the sum over clipped values.
 
     Returns values of the shape and dtype of x.
     """
     s, z = (channelwise(v, x, axis) for v in (scale, zero_point))
-    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale, rounded=rounded)
+    if scheme.binary:
+        return _RoundToSign.apply(x, s, gradient_scale)  # type: ignore[no-any-return, no-untyped-call]
+    return round_to_grid(x, s, z, scheme, gradient_scale=gradient_scale, rounded=rounded, offset=offset)
 
 
 def round_to_grid(
@@ -137,6 +153,7 @@ def round_to_grid(
     *,
     gradient_scale: float = 1.0,
     rounded: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> Tensor:
     """As `fake_quantize`, with a scale and zero point that broadcast to x (size 1 in the dimensions that share them).
 
@@ -144,7 +161,7 @@ def round_to_grid(
     returns x to the bit, it is computed again then, and takes no memory until then.
     """
     low, high = _bounds(zero_point, scale, scheme)
-    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded, _cheap_source(x))  # type: ignore[no-any-return]
+    return _RoundToGrid.apply(x, scale, low, high, gradient_scale, rounded, _cheap_source(x), offset)  # type: ignore[no-any-return]
 
 
 def _cheap_source(x: Tensor) -> Any:
@@ -182,6 +199,7 @@ class _RoundToGrid(torch.autograd.Function):
         gradient_scale: float,
         rounded: Tensor | None,
         source: Any,
+        offset: Tensor | None,
     ) -> Tensor:
         if rounded is None:
             y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
@@ -208,8 +226,11 @@ class _RoundToGrid(torch.autograd.Function):
             passed = torch.ops.aten.hardtanh_backward(grad, x, float(bottom), float(top))
         else:
             passed = grad * ((x > bottom) & (x < top))
+        end = None
+        if ctx.needs_input_grad[7]:
+            end = (grad.sum(dtype=torch.float32) - passed.sum(dtype=torch.float32)).to(scale.dtype) * ctx.gradient_scale
         if y is None:
-            return passed, *(None,) * 6
+            return passed, *(None,) * 6, end
         # d/ds inside the range: (y - x) / s; of clipped values: y / s.
         slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
         if slope is None:
@@ -217,7 +238,34 @@ class _RoundToGrid(torch.autograd.Function):
             total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
         else:
             total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
-        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), *(None,) * 5
+        return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), *(None,) * 5, end
+
+
+class _RoundToSign(torch.autograd.Function):
+    """scale where x >= 0, else -scale. The gradient passes where |x| < 1.5 scale, as it does where values are rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, gradient_scale: float) -> Tensor:
+        y = torch.where(x >= 0, scale, -scale).to(x.dtype)
+        ctx.gradient_scale = gradient_scale
+        ctx.save_for_backward(x, scale)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        passed = grad * (x.abs() < 1.5 * scale)
+        if not ctx.needs_input_grad[1]:
+            return passed, None, None
+        slope = torch.where(x >= 0, grad, -grad).float()
+        total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True) if scale.ndim else slope.sum()
+        return passed, (total * ctx.gradient_scale).to(scale.dtype).view_as(scale), None
+
+
+def signs(x: Tensor) -> Tensor:
+    """1 where x >= 0, else -1, in the dtype of x."""
+    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, axis: int = 0) -> Tensor:
@@ -225,6 +273,8 @@ def to_integers(x: Tensor, scale: Tensor, zero_point: Tensor, scheme: Scheme, ax
 
     Args: as in `fake_quantize`. Returns a tensor of the shape of x and of `scheme.dtype`.
     """
+    if scheme.binary:
+        return signs(x).to(scheme.dtype)
     steps = torch.round(x / channelwise(scale, x, axis)) + channelwise(zero_point, x, axis)
     return steps.clamp(scheme.low, scheme.high).to(scheme.dtype)
 

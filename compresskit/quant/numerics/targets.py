@@ -200,7 +200,11 @@ def check_target(target: object, where: str) -> None:
         return
     known = _OF_PYTORCH.get(target.lower()) if isinstance(target, str) else None
     known = known or next((t.name for t in TARGETS if isinstance(target, str) and t.name == target.upper()), None)
-    hint = f"write target=quant.{known}" if known else f"the targets are {', '.join(f'quant.{t.name}' for t in TARGETS)}"
+    hint = (
+        f"write target=quant.targets.{known}"
+        if known
+        else f"the targets are {', '.join(f'quant.targets.{t.name}' for t in TARGETS)}"
+    )
     raise SettingError(f"{where}(target=...): wanted a quant.Target, got {target!r}; {hint}")
 
 

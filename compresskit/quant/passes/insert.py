@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
@@ -44,7 +45,7 @@ def insert_quantizers_(
     check_bit_names(bits, [placement.layers[name] for name in placement.costs if name in placement.layers])
     for name, widths in layers.items():
         check_target_takes(widths, target, placement.layers[name])
-    formats = _activation_formats(nodes, placement, target, layers, bits_of_layer(bits, ""))
+    formats = _activation_formats(nodes, placement, target, layers, bits)
     shared: dict[int, tuple[str, ActivationQuantizer]] = {}
     for point in placement.points:
         if point.group not in shared:
@@ -55,10 +56,11 @@ def insert_quantizers_(
             watching = (observer or default_observer(nodes[point.node], placement, scheme))()
             if isinstance(watching, HistogramMSE):
                 watching.bits = min(watching.bits, scheme.bits)
-            made = ActivationQuantizer(scheme, watching, clamp, point.anchor, label)
+            made = ActivationQuantizer(_two_values_fit(scheme, clamp, label), watching, clamp, point.anchor, label)
             shared[point.group] = (add_quantizer_(body, point.node, made), made)
         name, quantizer = shared[point.group]
         _insert_activation(body, nodes[point.node], name, point, quantizer, integer)
+    _round_again_(body, {nodes[name]: _widened(target, widths.activations) for name, widths in layers.items()}, observer)
     weights: dict[str, str] = {}
     for name, widths in layers.items():
         _insert_weight(body, nodes[name], target.operators[placement.integer[name]].axis, _with_widths(target, widths), weights)
@@ -80,22 +82,67 @@ def _widened(target: Target, bits: int | None) -> Scheme:
 
 
 def _activation_formats(
-    nodes: dict[str, Node], placement: Placement, target: Target, layers: dict[str, Bits], rest: Bits
+    nodes: dict[str, Node], placement: Placement, target: Target, layers: dict[str, Bits], bits: BitWidths
 ) -> dict[int, Scheme]:
-    """The number format of each group of points: the widest that a layer wants of what it reads; of values that no layer reads,
-    that of the whole model. At most 8 bits where a hardsigmoid runs on the integers.
+    """The number format of each group of points: the widest that a reader wants; of values that no layer reads, that of the whole
+    model. At most 8 bits where a hardsigmoid runs on the integers.
     """
+    rest = bits_of_layer(bits, "")
     groups = {nodes[point.node]: point.group for point in placement.points}
     wanted: dict[int, list[int]] = {}
+    for name in placement.integer:
+        shortcuts = None if name in layers else bits_of_layer(bits, placement.layers.get(name, "")).shortcuts
+        if shortcuts is not None:
+            for source in [source for operand in nodes[name].all_input_nodes for source in _computed(operand, groups)]:
+                wanted.setdefault(groups[source], []).append(shortcuts)
     for name, widths in layers.items():
         for source in _computed(nodes[name].args[0], groups):
             wanted.setdefault(groups[source], []).append(widths.activations or target.activations.bits)
     anchored = {point.group for point in placement.points if point.anchor is not None}
     formats = {}
     for group in groups.values():
-        bits = max(wanted[group]) if group in wanted else rest.activations or target.activations.bits
-        formats[group] = _widened(target, min(bits, 8) if group in anchored else bits)
+        width = max(wanted[group]) if group in wanted else rest.activations or target.activations.bits
+        formats[group] = _widened(target, min(width, 8) if group in anchored else width)
     return formats
+
+
+def _two_values_fit(scheme: Scheme, clamp: tuple[float, float | None] | None, label: str) -> Scheme:
+    """The format itself. Raises SettingError where it has two values, 0 and the scale, and the activation both signs."""
+    if scheme.bits == 1 and (clamp is None or clamp[0] != 0):
+        raise SettingError(
+            f"{label}: Bits(activations=1) wanted for a value that no ReLU has made; one bit is 0 and the scale, which loses"
+            " every negative value. Give the layers that read it more:"
+            ' bits={"": Bits(...), "name of the layer": Bits(activations=8)}'
+        )
+    return scheme
+
+
+def _round_again_(body: fx.GraphModule, layers: dict[Node, Scheme], observer: Callable[[], Observer] | None) -> None:
+    """Round the input of each layer again where its format has fewer bits than the value has, in place.
+
+    Only `Bits.shortcuts` makes a value so; where two layers read one value, it has the wider format for both.
+    """
+    inputs: dict[tuple[Node, int], Node] = {}
+    widest: dict[Node, int] = {}
+    for layer, scheme in layers.items():
+        widest[layer.args[0]] = max(scheme.bits, widest.get(layer.args[0], 0))
+    for layer in layers:
+        value = layer.args[0]
+        source, scheme = quantizer_of(body, value), replace(layers[layer], bits=widest[value])
+        if not isinstance(source, ActivationQuantizer) or source.scheme.bits <= scheme.bits or source.anchor is not None:
+            continue
+        if (value, scheme.bits) not in inputs:
+            label = f"input of {module_path(layer) or layer.name}"
+            watching = (observer or partial(HistogramMSE, symmetric=scheme.symmetric))()
+            if isinstance(watching, HistogramMSE):
+                watching.bits = min(watching.bits, scheme.bits)
+            clamp = source.clamp if source.clamp is not None and source.clamp[0] == 0 else None
+            made = ActivationQuantizer(_two_values_fit(scheme, clamp, label), watching, clamp, label=label)
+            name = add_quantizer_(body, f"input_{layer.name}", made)
+            with body.graph.inserting_before(layer):
+                inputs[value, scheme.bits] = body.graph.call_module(name, (value,))
+            inputs[value, scheme.bits].meta = {key: value.meta[key] for key in ("val", "nn_module_stack") if key in value.meta}
+        layer.replace_input_with(value, inputs[value, scheme.bits])
 
 
 def _computed(value: object, points: Container[Node]) -> Iterator[Node]:

@@ -32,6 +32,7 @@ class Remedy:
 
     name: of the remedy. before, after: mean signal-to-noise ratio of the outputs, in dB, on calibration data that it did not see.
     kept: whether it paid. seconds: that it took.
+    drop_before, drop_after: what the model loses, in percent, where that was measured, too; see `repair`.
     """
 
     name: str
@@ -39,10 +40,14 @@ class Remedy:
     after: float
     kept: bool
     seconds: float
+    drop_before: float | None = None
+    drop_after: float | None = None
 
     def __str__(self) -> str:
         verdict = "kept" if self.kept else "not kept"
-        return f"{self.name}: {self.before:.2f} -> {self.after:.2f} dB at the outputs, {verdict} ({self.seconds:.1f} s)"
+        drops = "" if self.drop_after is None else f", loss {self.drop_before:.3f} -> {self.drop_after:.3f} %"
+        quality = f"{self.after - self.before:+.1f} dB ({self.before:.2f} -> {self.after:.2f} dB at the outputs{drops})"
+        return f"{self.name}: {quality}, {verdict}, {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,8 @@ from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
 from compresskit.quant.passes.quantizer_names import QuantizerHolder
 
+CONSTANT = 0.01  # fraction of eps below which a variance is that of a channel that is constant
+
 
 class ConvBN(nn.Module):
     """A convolution or linear layer with its BatchNorm, for training: called with the layer's input, weight and bias.
@@ -76,7 +78,8 @@ class ConvBN(nn.Module):
         shift: Tensor | None = self.bias
         if bias is not None:  # it cancels; optimizers still see it, with a gradient of zeros
             shift = 0 * bias if shift is None else shift + 0 * bias
-        x, mean, variance = _ScaledBatchNorm.apply(y, self.eps * factor.square(), weight, shift)  # type: ignore[no-untyped-call]
+        usual = self.running_var * factor.square()
+        x, mean, variance = _ScaledBatchNorm.apply(y, self.eps * factor.square(), usual, weight, shift)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             rows = y.numel() / y.shape[1]
             self.running_mean.lerp_(mean / factor + (0 if bias is None else bias), self.momentum)
@@ -106,14 +109,19 @@ class ConvBN(nn.Module):
 class _ScaledBatchNorm(torch.autograd.Function):
     """BatchNorm of y / k for x = y: weight (y - mean) / sqrt(variance + eps k^2) + bias, without computing y / k.
 
+    A channel whose weights all round to zero is constant: its variance is none, and the gradient of BatchNorm, which divides by
+    sqrt(eps), hundreds of times too large. Of such a channel the usual variance takes the place of eps.
+
     Its values are computed again where the backward pass of a quantizer needs them (see `round_to_grid`).
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, eps: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, y: Tensor, eps: Tensor, usual: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Ten times as fast as var_mean, whose reduction over the outer dimensions is not vectorised on CPUs.
         mean, variance = torch.batch_norm_update_stats(y, None, None, 0.0)
-        spread = variance + eps
+        spread = variance + torch.where(variance < CONSTANT * eps, torch.maximum(eps, usual), eps)
         ctx.save_for_backward(y, weight, bias, mean, spread)
         ctx.computed_again = _normalized_again
         ctx.unpacked = None
@@ -128,7 +136,7 @@ class _ScaledBatchNorm(torch.autograd.Function):
         needed = [True, weight is not None, bias is not None]
         scale = torch.rsqrt(spread)
         found = torch.ops.aten.native_batch_norm_backward(grads[0], y, weight, None, None, mean, scale, True, 0.0, needed)
-        return found[0], None, *(value if wanted else None for value, wanted in zip(found[1:], needed[1:], strict=True))
+        return found[0], None, None, *(value if wanted else None for value, wanted in zip(found[1:], needed[1:], strict=True))
 
 
 def _normalized_again(ctx: Any) -> Tensor:

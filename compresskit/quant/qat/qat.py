@@ -34,7 +34,9 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
+from compresskit.quant.qat.oscillations import FreezeOscillating, Oscillations, damped
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
 from compresskit.train.modes import given_modes
 from compresskit.train.train import Train, fit_
@@ -46,6 +48,7 @@ class QATOptions(CalibratedOptions, total=False):
     """Keyword arguments of `prepare_qat`; `QATSettings` has their defaults."""
 
     learned: bool
+    offsets: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,15 @@ class QATSettings(CalibratedSettings):
     """Settings of a model that is prepared for quantization-aware training; `prepare_qat` explains them."""
 
     learned: bool = False
+    offsets: bool = False
+
+    def check(self, where: str) -> None:
+        """Raise SettingError, which begins with `where`, for a setting out of range."""
+        super().check(where)
+        if self.offsets and not self.learned:
+            raise SettingError(f"{where}(offsets=True): zero points are learned together with scales; write learned=True, too")
+        if self.offsets and not self.target.zero_points:
+            raise SettingError(f"{where}(offsets=True): {self.target.name} knows no zero point but 0; leave offsets out")
 
 
 @overload
@@ -72,7 +84,9 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
         inside: dotted name of a submodule that alone is quantized; the result is then a copy of the whole model.
         observer: follows the range of each activation during the training; default `MovingAverage(momentum=0.01)`.
         learned: make the scales parameters (LSQ) instead; no observer follows then. Default False.
-        target, skip, choose, deployment, dynamic, strict: as in `quantize_static`.
+        offsets: learn the zero points of activations, too (LSQ+, Bhalgat et al., 2004.09576), of all but those that a ReLU makes.
+            Default False.
+        target, skip, choose, deployment, dynamic, strict, bits: as in `quantize_static`.
 
     Returns the quantized model in train mode; with `inside`, the whole model.
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has
@@ -86,12 +100,14 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
 def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, where: str) -> tuple[nn.Module, Quantized]:
     """The prepared model, and the quantized part of it."""
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
+    if not settings.learned:
+        refuse_one_bit(settings.bits, where)
     choice = measured_choice(module, example, settings)
     quantized = build_quantized(
         module,
         example,
         settings.target,
-        MinMax,
+        None if settings.learned else MinMax,  # learned scales start from the range of least error, where bits are few
         skip=settings.skip,
         floating=choice.floating,
         dynamic=settings.dynamic,
@@ -101,7 +117,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     )
     quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
-    quantized.unfold_batchnorm_(learned=settings.learned)
+    quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
     renew_stale_statistics_(quantized, example, where)
     if not settings.learned:
         quantized.observe_(True, settings.observer or partial(MovingAverage, momentum=0.01))
@@ -131,9 +147,10 @@ def zeros_kept(model: nn.Module) -> Iterator[None]:
 class QAT(QATSettings, Train):
     """Quantize a trained model as `prepare_qat` does, train it, and convert it. Weights that are zero stay zero.
 
-    target, observer, learned, skip, choose, deployment, dynamic, strict, inside: as in `prepare_qat`.
+    target, observer, learned, offsets, bits, skip, choose, deployment, dynamic, strict, inside: as in `prepare_qat`.
     samples: how many calibration samples the ranges start from, from `Task(calibration=...)` or the training data.
     freeze: fraction of the training after which BatchNorm statistics and ranges are frozen.
+    oscillations: what is done about weights that are rounded up and down in turn; by default nothing.
     objective: what is minimised. The default is half the task's loss and half the distance to the float model's predictions.
     The other settings are those of `Train`, with a small default learning rate.
     """
@@ -144,6 +161,7 @@ class QAT(QATSettings, Train):
     optimizer: Callable[..., torch.optim.Optimizer] = field(default=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     samples: int = 512
     freeze: float = 0.8
+    oscillations: Oscillations = field(default_factory=Oscillations)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +169,8 @@ class QAT(QATSettings, Train):
         check_samples(self.samples, "QAT")
         if not 0 <= self.freeze <= 1:
             raise SettingError(f"QAT(freeze=...): wanted a fraction of the training in [0, 1], got {self.freeze}")
+        if not isinstance(self.oscillations, Oscillations):
+            raise SettingError(f"QAT(oscillations=...): wanted quant.qat.Oscillations(...), got {self.oscillations!r}")
 
     @property
     def starts_from_trained(self) -> bool:
@@ -174,7 +194,19 @@ class QAT(QATSettings, Train):
         # At temperature 1 this is the cross-entropy to labels half of which are the float model's predictions. With less of the
         # task's loss a network that is trained further would stay where the float model was (benchmarks/quantize_cifar.md).
         objective = self.objective or imitate(model, loss=match_predictions, weight=0.5, task_weight=0.5)
+        how = self.oscillations
+        if how.damping:
+            objective = damped(objective, quantized, how.damping)
+        freezers = [] if how.freezing is None else [FreezeOscillating(quantized, how.freezing, how.momentum)]
+
+        def freeze_oscillating(step: int, steps: int) -> None:
+            for freezer in freezers:
+                freezer.step_()
+
+        hooks = [freeze_late, freeze_oscillating]
         with zeros_kept(whole):
-            fit_(whole, with_reference, self, objective=objective, after_step=[freeze_late], label="QAT")
+            fit_(whole, with_reference, self, objective=objective, after_step=hooks, resumables=freezers, label="QAT")
+        for freezer in freezers:
+            log.info("QAT: %.1f %% of the weights oscillated and were fixed", 100 * freezer.fraction())
         quantized.convert_()
         return whole

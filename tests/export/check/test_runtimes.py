@@ -14,7 +14,8 @@ from networks import build, image
 import compresskit as ck
 from compresskit.base.errors import ExportError
 from compresskit.measure import session
-from compresskit.quant import OPENVINO, TENSORRT, quantize_static
+from compresskit.quant import OPENVINO, quantize_static
+from compresskit.quant.numerics.targets import TENSORRT
 
 
 def exported(target, folder):

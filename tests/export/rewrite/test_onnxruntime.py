@@ -119,10 +119,12 @@ class Branches(nn.Module):
 
 
 #: Weights whose products saturate on no machine that runs the test.
-SMALL_WEIGHTS = ck.quant.X86_NO_VNNI.weights
+SMALL_WEIGHTS = ck.quant.targets.X86_NO_VNNI.weights
 
 
-@pytest.mark.parametrize("target", [ck.quant.X86_NO_VNNI, replace(ck.quant.ARM, weights=SMALL_WEIGHTS)], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "target", [ck.quant.targets.X86_NO_VNNI, replace(ck.quant.ARM, weights=SMALL_WEIGHTS)], ids=lambda t: t.name
+)
 @pytest.mark.parametrize(
     ("activation", "bias"),
     [(torch.nn.functional.relu, True), (lambda h: h, False), (lambda h: h.clamp(-0.5, 0.5), True)],

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import compresskit as ck
 from compresskit.base.errors import ExportError, SettingError
 from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset
-from compresskit.quant import X86_NO_VNNI, BlockScheme, quantize_dynamic, quantize_static, quantize_weights
+from compresskit.quant import BlockScheme, quantize_dynamic, quantize_static, quantize_weights
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 
 NUMBERS = {
     "axes": np.array([-1], np.int64),

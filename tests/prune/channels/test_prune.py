@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+from dataclasses import replace
 from functools import partial
 
 import networks
@@ -12,7 +14,7 @@ from networks import build, image, images_task
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import Interrupted, ModelError, SettingError, StageOrderError
 from compresskit.prune import Prune, plan_channels, replayed, schedules
 from compresskit.prune.criteria import l2
 from compresskit.prune.rankings import uniform
@@ -77,6 +79,51 @@ def test_rewinding_puts_earlier_weights_into_the_chosen_channels() -> None:
     assert ck.count_macs(tuned, image(2)) <= 0.5 * ck.count_macs(model, image(2))
 
 
+def test_rewinding_to_a_point_of_the_training_restarts_its_weights_and_its_schedule() -> None:
+    task = replace(images_task(ck, samples=96, classes=4), snapshots={0.5: {}})
+    model = ck.Train(epochs=4, optimizer=ADAM)(build(networks.Residual), task)
+    plan = plan_channels(model, image(2), budget=ck.keep(macs=0.5), round_to=4)
+    rates = []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    how = ck.Train(epochs=1, optimizer=partial(Slow, lr=1e-12), schedule=ck.lr.Cosine())
+    small = stage(rewind=ck.prune.rewind(to=0.5), finetune=how)(model, task)
+    kept = plan.keep("inner.0.weight")  # chosen at the end of the training
+    rows, columns = kept.get(0, torch.arange(16)), kept.get(1, torch.arange(16))
+    torch.testing.assert_close(small.inner[0].weight.detach(), task.snapshots[0.5]["inner.0.weight"][rows][:, columns])
+    assert rates[0] == pytest.approx(0.5e-12)  # half of a cosine is left
+    assert rates == sorted(rates, reverse=True)
+    with pytest.raises(SettingError, match=r"rewind\(to=0.5\): no weights were kept there; in a Recipe put it directly after"):
+        stage(rewind=ck.prune.rewind(to=0.5), finetune=how)(build(networks.Residual), replace(task, snapshots=None))
+    with pytest.raises(StageOrderError, match=r"stage 1, Prune, rewinds to 0.5 of a training, so it must come right after one"):
+        ck.Recipe(stage(rewind=ck.prune.rewind(to=0.5), finetune=how))
+
+
+def test_a_chain_that_rewinds_channels_is_resumed_with_the_same_bits(tmp_path) -> None:
+    task = images_task(ck, samples=64, classes=4)
+    train = ck.Train(epochs=2, optimizer=ADAM, validate_every=0)
+
+    def run(out, stop_at=None):
+        def stop(report):
+            if report.training == "fine-tune" and report.step == stop_at:
+                signal.raise_signal(signal.SIGTERM)
+
+        prune = stage(rewind=ck.prune.rewind(to=0.5), finetune=train, samples=32)
+        recipe = ck.Recipe(train, prune, export="last", on_step=stop, save=ck.Every(steps=1))
+        torch.manual_seed(0)
+        return recipe.run(build(networks.Residual), task, out).model.state_dict()
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run(tmp_path / "halves", stop_at=3)
+    resumed = run(tmp_path / "halves")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
 def test_learning_sparsely_comes_before_the_cut() -> None:
     model, task, _ = trained()
     learn = ck.Train(epochs=2, optimizer=ADAM)
@@ -107,8 +154,8 @@ def test_stage_settings_matter() -> None:
         ({"steps": 2, "budget": ck.keep(latency=0.5)}, "more than one step wants a budget of macs"),
         ({"between": ck.Train(epochs=1)}, "nothing between the cuts of one step"),
         (
-            {"rewind": ck.prune.rewind(to=0.33)},
-            r"wanted an earlier checkpoint of the same network, a module, got Rewind\(to=0\.33\)",
+            {"rewind": 0.33, "finetune": ck.Train(epochs=1)},
+            r"Prune\(rewind=...\): wanted .*rewind",
         ),
         ({"rewind": nn.Linear(1, 1)}, "rewound weights must be trained again; set finetune"),
     ],

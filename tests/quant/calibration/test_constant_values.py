@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import X86_NO_VNNI, quantize_static
+from compresskit.quant import quantize_static
 from compresskit.quant.calibration.constant_values import constant_values
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 
 
 class Gated(nn.Module):

@@ -14,8 +14,9 @@ from networks import build, image
 from torch import nn
 
 from compresskit.base.errors import DataError
-from compresskit.quant import X86, X86_NO_VNNI, diagnose, quantize_static
+from compresskit.quant import X86, diagnose, quantize_static
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 
 
 def test_noise_equals_that_of_switching_quantizers() -> None:

@@ -16,8 +16,9 @@ import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.export.check.optimized_graph import optimized_model
 from compresskit.measure import numpy_inputs, session
-from compresskit.quant import X86_NO_VNNI, Scheme, diagnose, quantize_dynamic
+from compresskit.quant import Scheme, diagnose, quantize_dynamic
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 
 GRIDS = {
     "symmetric": Scheme(signed=True, symmetric=True, per_channel=True),

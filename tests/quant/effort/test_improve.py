@@ -17,7 +17,7 @@ import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
 from compresskit.quant import X86, Quantized, correct_bias_, quantize_static
 from compresskit.quant.build import build_quantized
-from compresskit.quant.effort import improve
+from compresskit.quant.effort import improve, trials
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, halves, joined_samples
@@ -88,9 +88,9 @@ def test_tuning_brings_the_outputs_closer_and_keeps_scales_frozen() -> None:
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 5, "best": 15})
-    monkeypatch.setattr(improve, "RECONSTRUCTION_STEPS", 20)
+    monkeypatch.setattr(trials, "RECONSTRUCTION_STEPS", 20)
     model, x = build(networks.Residual), image(64)
-    with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.improve"):
+    with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.trials"):
         quantized = quantize_static(model, [x], target=W3, effort=effort)
     remedies = quantized.origin.remedies
     names = [remedy.name.split(",")[0] for remedy in remedies]
@@ -134,7 +134,7 @@ def test_balanced_does_not_train_a_large_network(monkeypatch) -> None:
 def test_reconstruction_pays_at_three_bits(monkeypatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
-    monkeypatch.setattr(improve, "RECONSTRUCTION_STEPS", 40)
+    monkeypatch.setattr(trials, "RECONSTRUCTION_STEPS", 40)
     quantized = quantize_static(build(networks.Residual), [image(64)], target=W3, effort="best", float_macs=0)
     remedy = next(remedy for remedy in quantized.origin.remedies if remedy.name == "reconstruct blocks, 40 steps")
     assert remedy.kept
@@ -143,8 +143,8 @@ def test_reconstruction_pays_at_three_bits(monkeypatch) -> None:
 
 def test_best_does_not_reconstruct_what_takes_too_long(monkeypatch, caplog) -> None:
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
-    monkeypatch.setattr(improve, "MOST_RECONSTRUCTION_MACS", 1e6)
-    with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.improve"):
+    monkeypatch.setattr(trials, "MOST_RECONSTRUCTION_MACS", 1e6)
+    with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.trials"):
         quantized = quantize_static(build(networks.Chain), [image(32)], effort="best")
     assert not any(remedy.name.startswith("reconstruct") for remedy in quantized.origin.remedies)
     assert any("blocks are not reconstructed: " in record.getMessage() for record in caplog.records)
@@ -153,8 +153,8 @@ def test_best_does_not_reconstruct_what_takes_too_long(monkeypatch, caplog) -> N
 def test_best_reconstructs_on_the_rows_that_fit_in_memory(monkeypatch) -> None:
     rows = list[int]()
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
-    monkeypatch.setattr(improve, "MOST_RECONSTRUCTION_BYTES", 12 * 4 * 32 * 16 * 16)
-    monkeypatch.setattr(improve, "reconstruct_blocks_", lambda q, data, **_: rows.extend(len(x[0]) for x in data))
+    monkeypatch.setattr(trials, "MOST_RECONSTRUCTION_BYTES", 12 * 4 * 32 * 16 * 16)
+    monkeypatch.setattr(trials, "reconstruct_blocks_", lambda q, data, **_: rows.extend(len(x[0]) for x in data))
     quantize_static(build(networks.Chain), [image(20), image(20)], effort="best")
     assert rows == [10]
 
@@ -181,8 +181,8 @@ class Stepped(Ids):
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 @pytest.mark.parametrize("kind", [Ids, Stepped])
 def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(improve, "RECONSTRUCTION_STEPS", 5)
-    with caplog.at_level(logging.WARNING, logger="compresskit.quant.effort.improve"):
+    monkeypatch.setattr(trials, "RECONSTRUCTION_STEPS", 5)
+    with caplog.at_level(logging.WARNING, logger="compresskit.quant.effort.trials"):
         quantized = quantize_static(kind().eval(), [image(32)], effort=effort)
     warned = [record.getMessage() for record in caplog.records]
     assert [text.startswith("no layers are kept float, and nothing is trained: ") for text in warned] == [True] * (

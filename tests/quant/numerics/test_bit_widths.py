@@ -9,10 +9,12 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
-from compresskit.quant import TENSORRT, X86, quantize_static
+from compresskit.quant import X86, quantize_static
 from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.numerics.bit_widths import Bits, bits_of_layer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
+from compresskit.quant.numerics.scheme import Scheme, fake_quantize, to_integers
+from compresskit.quant.numerics.targets import TENSORRT
 from compresskit.quant.qat.qat import prepare_qat
 
 
@@ -130,7 +132,7 @@ def test_a_saved_model_keeps_its_bits(tmp_path) -> None:
 
 def test_an_older_opset_stores_the_same_integers_in_the_types_that_it_has(tmp_path) -> None:
     quantized = quantize_static(net(), [X], bits=Bits(weights=2))
-    for opset, kind in ((21, onnx.TensorProto.INT4), (18, onnx.TensorProto.INT8), ("lowest", onnx.TensorProto.INT8)):
+    for opset, kind in ((21, onnx.TensorProto.UINT8), (17, onnx.TensorProto.INT8), ("lowest", onnx.TensorProto.INT8)):
         path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,), opset=opset)
         assert kind in {t.data_type for t in onnx.load(path).graph.initializer if len(t.dims) > 1}
         ck.verify_onnx(path, quantized, [(X,)])
@@ -146,6 +148,11 @@ def test_an_older_opset_stores_the_same_integers_in_the_types_that_it_has(tmp_pa
         ),
         ({"bits": Bits(activations=4), "target": TENSORRT}, r"Target TENSORRT: activations.bits must be 8, got 4"),
         ({"bits": {"0.2": Bits(activations=4)}, "target": TENSORRT}, r"Target TENSORRT, 0.2: activations.bits must be 8, got 4"),
+        ({"bits": Bits(shortcuts=16), "target": TENSORRT}, r"Target TENSORRT: activations.bits must be 8, got 16"),
+        (
+            {"bits": {"0.2": Bits(weights=1)}},
+            r"quantize_static\(bits=\.\.\.\): '0.2': one bit needs training with learned scales; write QAT\(bits=",
+        ),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(settings, message) -> None:
@@ -153,9 +160,11 @@ def test_what_cannot_be_expressed_is_refused(settings, message) -> None:
         quantize_static(net(), [X], **settings)
 
 
-@pytest.mark.parametrize(("name", "value"), [("weights", 1), ("weights", 9), ("activations", 1), ("activations", 17)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("weights", 0), ("weights", 9), ("activations", 0), ("activations", 17), ("shortcuts", 1)]
+)
 def test_widths_out_of_range_are_refused(name, value) -> None:
-    with pytest.raises(SettingError, match=rf"Bits\({name}=\.\.\.\): wanted 2\.\.(8|16), got {value}"):
+    with pytest.raises(SettingError, match=rf"Bits\({name}=\.\.\.\): wanted [12]\.\.(8|16), got {value}"):
         Bits(**{name: value})
 
 
@@ -164,3 +173,84 @@ def test_four_bits_need_no_room_against_overflow() -> None:
         q for q in quantize_static(net(), [X], target=X86, bits=Bits(weights=4)).quantizers() if isinstance(q, WeightQuantizer)
     ]
     assert all(q.packing is None for q in weights)
+
+
+class Block(nn.Module):
+    """Two residual blocks: the sum of the first is read by a convolution and by the next addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8, 10)
+        self.a, self.b, self.c, self.d = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        x = (self.b(self.a(x).relu()) + x).relu()
+        x = (self.d(self.c(x).relu()) + x).relu()
+        return self.head(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+ENDS = {"stem": Bits(weights=8, activations=8), "head": Bits(weights=8, activations=8)}
+
+
+def test_sums_keep_more_bits_than_the_layers_that_read_them(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Block().eval()
+    narrow = quantize_static(model, [X], bits={"": Bits(weights=4, activations=3), **ENDS})
+    wide = quantize_static(model, [X], bits={"": Bits(weights=4, activations=3, shortcuts=8), **ENDS})
+    widths = {q.label: q.scheme.bits for q in wide.activation_quantizers()}
+    again = {label for label in widths if label.startswith("input of ")}
+    assert again == {"input of a", "input of c"}  # of two values that an addition and a convolution read
+    assert {widths[label] for label in again} == {3}
+    assert sorted(widths[label] for label in widths if label not in again) == [3, 3, 8, 8, 8, 8, 8, 8, 8]
+    wanted = model(X)
+    assert (wide(X) - wanted).square().mean() < 0.5 * (narrow(X) - wanted).square().mean()
+    path = ck.export_onnx(wide, tmp_path / "m.onnx", (X,))
+    ck.verify_onnx(path, wide, [(X,), (X[:7],), (20 * X,)])
+    assert ck.audit(path).integer_fraction == 1.0
+    ck.save(wide, tmp_path / "saved")
+    assert torch.equal(ck.load(Block(), tmp_path / "saved").eval()(X), wide(X))
+
+
+def test_one_bit_is_the_sign_times_a_scale() -> None:
+    scheme = Scheme(bits=1, signed=True, symmetric=True, per_channel=True)
+    weight = torch.tensor([[-2.0, -0.1, 0.0, 0.4], [3.0, -0.2, 0.1, -9.0]], requires_grad=True)
+    scale = torch.tensor([0.5, 2.0], requires_grad=True)
+    y = fake_quantize(weight, scale, torch.zeros(2), scheme, gradient_scale=0.25)
+    assert y.tolist() == [[-0.5, -0.5, 0.5, 0.5], [2.0, -2.0, 2.0, -2.0]]
+    assert to_integers(weight, scale, torch.zeros(2), scheme).tolist() == [[-1, -1, 1, 1], [1, -1, 1, -1]]
+    y.backward(torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]))
+    assert scale.grad.tolist() == [0.25 * (-1 - 2 + 3 + 4), 0.25 * (5 - 6 + 7 - 8)]
+    assert weight.grad.tolist() == [[0.0, 2.0, 3.0, 4.0], [0.0, 6.0, 7.0, 0.0]]  # where |w| < 1.5 scale: 0.75 and 3
+    with pytest.raises(SettingError, match=r"Scheme\(bits=1, signed=True\): the two integers are -1 and 1"):
+        Scheme(bits=1, signed=True)
+
+
+def test_a_binary_network_is_trained_and_runs_in_integers(tmp_path) -> None:
+    torch.manual_seed(0)
+    bits = {"": Bits(weights=1, activations=1, shortcuts=8), **ENDS}
+    quantized = prepare_qat(Block().eval(), [X], bits=bits, learned=True)
+    first, weight = next((q, w) for q, w in quantized.rounded_weights() if q.scheme.bits == 1)
+    torch.testing.assert_close(first.scale.detach(), weight.abs().mean((1, 2, 3)))  # 1603.05279, equation 6
+    optimizer = torch.optim.Adam(quantized.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        quantized(X).square().mean().backward()
+        optimizer.step()
+    quantized.convert_()
+    quantized.eval()
+    for rounding, weight in quantized.rounded_weights():
+        if rounding.scheme.bits == 1:
+            assert (rounding(weight).abs() == rounding.qparams(weight)[0].view(-1, 1, 1, 1)).all()
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", (X,))
+    ck.verify_onnx(path, quantized, [(X,), (X[:1],), (X[:7],)])
+    assert ck.audit(path).integer_fraction == 1.0
+    ck.save(quantized, tmp_path / "saved")
+    assert torch.equal(ck.load(Block(), tmp_path / "saved").eval()(X), quantized(X))
+
+
+def test_one_bit_where_it_cannot_be_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"prepare_qat\(bits=\.\.\.\): one bit needs training with learned scales"):
+        prepare_qat(Block(), [X], bits=Bits(weights=1))
+    with pytest.raises(SettingError, match=r"x: Bits\(activations=1\) wanted for a value that no ReLU has made"):
+        prepare_qat(Block(), [X], bits=Bits(weights=1, activations=1), learned=True)

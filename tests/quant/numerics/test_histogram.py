@@ -105,14 +105,31 @@ def test_the_range_of_least_error_is_the_first_of_the_best_candidates(channels) 
     histogram = CountsCentres(64)
     histogram.update(values)
     low, high = values.amin(1), values.amax(1)
-    got = least_error(histogram, low, high, 16, symmetric=True, candidates=20)
+    got = least_error(histogram, low, high, 32, symmetric=True, candidates=20)
     assert histogram.calls == 2
     reach = torch.maximum(-low, high).double()
     centres, best, least = Histogram.centres(histogram), reach.clone(), torch.full_like(reach, math.inf)
     for fraction in torch.linspace(1, 1 / 20, 20, dtype=torch.float64):
         end = (reach * fraction)[:, None]
-        inside = ((centres.abs() <= end) * histogram.counts).sum(1) * (2 * end[:, 0] / 15).square() / 12
+        inside = ((centres.abs() <= end) * histogram.counts).sum(1) * (2 * end[:, 0] / 31).square() / 12
         error = ((centres - centres.clamp(-end, end)).square() * histogram.counts).sum(1) + inside
         best, least = torch.where(error < least, end[:, 0], best), torch.minimum(error, least)
     assert torch.equal(got[1], best.float())
     assert torch.equal(got[0], -best.float())
+
+
+@pytest.mark.parametrize("steps", [2, 4, 16])
+def test_the_error_of_few_steps_is_that_of_each_value(steps) -> None:
+    """Between two steps values are not spread evenly: with one bit, of values behind a ReLU, most lie near zero."""
+    values = torch.randn(1, 4000).clamp(min=0)
+    histogram = Histogram(2048)
+    histogram.update(values)
+    got = least_error(histogram, values.amin(1), values.amax(1), steps, symmetric=False)[1]
+    errors = {}
+    for fraction in torch.linspace(1, 0.01, 100):
+        step = values.max() * fraction / (steps - 1)
+        errors[float(values.max() * fraction)] = float(
+            (torch.round(values / step).clamp(0, steps - 1) * step - values).square().sum()
+        )
+    best = min(errors, key=lambda end: errors[end])
+    assert float(got) == pytest.approx(best, rel=0.05)

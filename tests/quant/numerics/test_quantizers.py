@@ -10,9 +10,10 @@ from networks import image
 from torch import nn
 
 from compresskit.base.errors import DataError
-from compresskit.quant import TENSORRT, X86, quantize_static
+from compresskit.quant import X86, quantize_static
 from compresskit.quant.numerics.observers import OBSERVERS, MinMax
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
+from compresskit.quant.numerics.targets import TENSORRT
 
 
 class Constant(nn.Module):

@@ -16,19 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import (
-    ARM,
-    X86,
-    X86_NO_VNNI,
-    Scheme,
-    adaround_,
-    prepare_qat,
-    quantize_dynamic,
-    quantize_static,
-    reconstruct_blocks_,
-)
+from compresskit.quant import ARM, X86, Scheme, adaround_, prepare_qat, quantize_dynamic, quantize_static, reconstruct_blocks_
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.numerics.saturation import FitPairs, PairPacking, can_overflow, conv_packing
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 
 INT8 = Scheme(signed=True, symmetric=True, per_channel=True)
 UNGUARDED = replace(X86, saturates=False)

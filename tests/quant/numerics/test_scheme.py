@@ -79,7 +79,7 @@ def test_gradient_passes_inside_the_range() -> None:
     assert x.grad.tolist() == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("settings", [{"bits": 1}, {"bits": 17}, {"symmetric": True}])
+@pytest.mark.parametrize("settings", [{"bits": 0}, {"bits": 1, "signed": True}, {"bits": 17}, {"symmetric": True}])
 def test_other_widths_and_symmetric_unsigned_are_refused(settings) -> None:
     with pytest.raises(SettingError, match=r"Scheme\("):
         Scheme(**settings)

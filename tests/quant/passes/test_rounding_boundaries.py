@@ -14,11 +14,12 @@ from networks import image
 from torch import nn
 
 import compresskit as ck
-from compresskit.quant import X86, X86_NO_VNNI, adaround_, prepare_qat, quantize_static
+from compresskit.quant import X86, adaround_, prepare_qat, quantize_static
 from compresskit.quant.numerics.dynamic_quantizers import RowQuantizer
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, WeightQuantizer
 from compresskit.quant.numerics.scheme import Scheme, to_integers
+from compresskit.quant.numerics.targets import X86_NO_VNNI
 from compresskit.quant.passes import rounding_boundaries as boundaries
 
 TARGET = X86_NO_VNNI  # 8-bit weights would overflow where the processor has no VNNI

@@ -13,7 +13,7 @@ from networks import image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compresskit.quant import prepare_qat
+from compresskit.quant import Bits, prepare_qat
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
 from compresskit.quant.numerics.scheme import Scheme
@@ -159,3 +159,36 @@ def test_ranges_follow_the_ends_of_the_values(clamp, observer) -> None:
     assert torch.equal(plain.scale, derived.scale)
     assert torch.equal(plain.zero_point, derived.zero_point)
     assert seen == [(1, 300)] * 3
+
+
+def test_a_channel_that_rounds_to_zero_does_not_explode() -> None:
+    """Divided by sqrt(eps), the gradient of BatchNorm of a constant channel was 300 times that of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval()
+    x = torch.randn(16, 3, 8, 8)
+    with torch.no_grad():
+        model[1].running_var.copy_(model[0](x).var((0, 2, 3)))
+    quantized = prepare_qat(model, [x], bits=Bits(weights=2), learned=True)
+    scale = next(quantizer for quantizer, _ in quantized.rounded_weights()).scale
+    with torch.no_grad():
+        scale[1] *= 100
+    quantized(x).square().sum().backward()
+    sizes = quantized.body.get_parameter("0.weight").grad.flatten(1).norm(dim=1)
+    assert 0 < sizes[1] < 10 * sizes[[0, 2, 3]].max()
+
+
+def test_learned_scales_of_few_bits_start_from_the_range_of_least_error() -> None:
+    """From the extremes, two bits round most values to zero."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval(), torch.randn(32, 3, 12, 12)
+    bits = {"": Bits(activations=2), "0": Bits(activations=8)}
+    quantized = prepare_qat(model, [x], bits=bits, learned=True)
+    first, hidden = quantized.activation_quantizers()[:2]
+    with torch.no_grad():
+        values = model[:2](x)
+    assert float(first.scale.detach()) == pytest.approx(float((x.max() - x.min()) / 255), rel=1e-4)
+    errors = {
+        steps: float((torch.round(values / (values.max() / steps)).clamp(0, 3) * (values.max() / steps) - values).square().sum())
+        for steps in range(3, 40)
+    }
+    assert float(values.max() / hidden.scale.detach()) == pytest.approx(min(errors, key=lambda steps: errors[steps]), rel=0.2)

@@ -1,0 +1,302 @@
+"""Try remedies against rounding errors on a quantized model: each is made on some data, and judged on other data."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from torch import nn
+
+from compresskit.base.task import Inputs, batch_size
+from compresskit.graph.capture import Captured
+from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
+from compresskit.quant.calibration.rounding_noise import rounding_noise
+from compresskit.quant.calibration.rows import in_chunks
+from compresskit.quant.effort.balance import balance_channels_
+from compresskit.quant.effort.biases import correct_biases_
+from compresskit.quant.effort.float_layers import choose_float_layers
+from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
+from compresskit.quant.effort.samples import OutputError, joined_samples
+from compresskit.quant.effort.tuning import minimise_error_
+from compresskit.quant.model import CALIBRATION_BYTES, Quantized
+from compresskit.quant.numerics.bit_widths import BitWidths
+from compresskit.quant.passes.prepare_graph import Remedy
+from compresskit.quant.passes.rounding_boundaries import nudge_scales_
+
+log = logging.getLogger(__name__)
+
+LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
+LEAST_LOWERED = 0.02  # of the second measure that it must lower, where the outputs come no closer
+PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
+NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
+STRENGTHS = (1.0, 0.5)  # of the balancing of channels
+MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this are not tried
+TUNING_ROWS = 8
+RECONSTRUCTION_STEPS, RECONSTRUCTION_ROWS = 300, 16  # for each block, at most; rows of a step
+LEAST_RECONSTRUCTION_STEPS = 50
+MOST_RECONSTRUCTION_MACS = 6e12  # of all steps of all blocks, forward and backward: some minutes
+MOST_RECONSTRUCTION_BYTES = 2**30  # of the largest activation for all rows; some three of that size are kept
+RECONSTRUCTION_TRAVEL = 6.0  # how far the choice of a weight can move, in logits: its learning rate times the steps
+
+
+class Build(Protocol):
+    """Builds the quantized model, still to be calibrated."""
+
+    def __call__(
+        self,
+        *,
+        observer: Callable[[], SeveralRanges] | None = None,
+        adjust: Callable[[Captured], object] | None = None,
+        floating: Mapping[str, str] | None = None,
+        bits: BitWidths | None = None,
+    ) -> Quantized:
+        """observer, bits: None for the user's or the default ones. adjust, floating: as in `build_quantized`."""
+
+
+class Trials:
+    """The model so far, how good it is on the data to judge by, and what each remedy did.
+
+    A remedy is kept where the outputs come closer to the float model's by `LEAST_DECIBELS`. With a second measure it is kept
+    where it lowers that, by more than the tolerance; where there is one, also where it brings the outputs closer without raising
+    the second measure by more than that.
+
+    model: the best so far. quality: its signal-to-noise ratio at the outputs in dB. drop: its second measure, or None.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fit: list[Inputs],
+        judge: list[Inputs],
+        build: Build,
+        *,
+        measure: Callable[[Quantized], float] | None = None,
+        tolerance: float = 0.0,
+    ) -> None:
+        """Set up the trials of one model; `start` begins them.
+
+        Args:
+            module: the float model. fit, judge: inputs that remedies are made by, and that they are judged on.
+            build: makes the quantized model.
+            measure: a second measure of a model, lower is better. tolerance: how much of it is chance.
+        """
+        self.module, self.fit, self.judge, self.build = module, fit, judge, build
+        self.measure, self.tolerance = measure, tolerance
+        self.drop: float | None = None
+        self.remedies: list[Remedy] = []
+        self.adjust: Callable[[Captured], object] | None = None
+        self.bits: BitWidths | None = None
+        self.floating: dict[str, str] = {}
+        self.moved = 0
+        self.chooses_ranges = False
+        self.changes: list[Callable[[Quantized], object]] = []
+
+    def start(self) -> None:
+        """Make the model without remedies."""
+        self.model = self.calibrated(self.build(), self.fit)
+        self.rows = max(1, CALIBRATION_BYTES // self.model.row_bytes)
+        self.error = self.error_on(self.judge)
+        self.quality = self.error.decibels(self.model)
+        self.drop = None if self.measure is None else self.measure(self.model)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates for one sample."""
+        return sum(cost.macs for cost in self.model.placement.costs.values())
+
+    def has_gradients(self) -> bool:
+        """Whether gradients of the outputs reach the roundings: an argmax at the end has none, nor have some operators."""
+        try:
+            return any(rounding_noise(self.model, joined_samples(self.fit, 1), probes=1).values())
+        except RuntimeError as error:  # an operator without a derivative
+            log.warning("no layers are kept float, and nothing is trained: %s", str(error).splitlines()[0])
+            return False
+
+    def error_on(self, batches: Sequence[Inputs]) -> OutputError:
+        """The error of the outputs on some data."""
+        return OutputError(self.module, batches, self.rows)
+
+    def try_balance(self, strength: float) -> bool:
+        """Try to balance channels, once more where they are balanced; returns whether that paid, or there are none to balance."""
+        began, counts, before = time.perf_counter(), list[int](), self.adjust
+
+        def adjust(captured: Captured) -> None:
+            if before is not None:
+                before(captured)
+            counts.append(balance_channels_(captured.module, self.fit, strength=strength))
+
+        built = self.build(adjust=adjust, bits=self.bits)
+        if not counts[0]:
+            return True
+        kept = self.judged(f"balance channels, strength {strength:g}", self.calibrated(built, self.fit), began)
+        if kept:
+            self.adjust, self.moved = adjust, max(self.moved, counts[0])
+        return kept
+
+    def try_samples(self, name: str, fit: list[Inputs]) -> bool:
+        """Try other data to make everything by, from now on; returns whether that paid."""
+        began, before = time.perf_counter(), self.fit
+        self.fit = fit
+        kept = self.judged(name, self._rebuilt(), began)
+        if not kept:
+            self.fit = before
+        return kept
+
+    def try_ranges(self) -> bool:
+        """Try ranges that are chosen activation by activation; returns whether that paid."""
+        began = time.perf_counter()
+        kept = self.judged("choose ranges", self._rebuilt(ranges=True), began)
+        self.chooses_ranges |= kept
+        return kept
+
+    def try_float_layers(self, most_macs: float) -> bool:
+        """Try to leave the layers float whose rounding adds most noise to the outputs for the work that they are.
+
+        What was learned on the way is learned again. Returns whether that paid.
+        """
+        began = time.perf_counter()
+        noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
+        found = choose_float_layers(self.model, noise, most_macs)
+        if found.noise > MOST_NOISE_LEFT:
+            return False
+        why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
+        floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
+        candidate = self._rebuilt(floating=floating)
+        kept = self.judged(f"float layers, {len(floating)} operators, {found.work:.1%} of the work", candidate, began)
+        if kept:
+            self.floating = floating
+        return kept
+
+    def try_bits(self, name: str, bits: BitWidths) -> bool:
+        """Try other bit widths; what was learned on the way is learned again. Returns whether that paid."""
+        began = time.perf_counter()
+        kept = self.judged(name, self._rebuilt(bits=bits), began)
+        if kept:
+            self.bits = bits
+        return kept
+
+    def _rebuilt(
+        self, *, floating: Mapping[str, str] | None = None, bits: BitWidths | None = None, ranges: bool = False
+    ) -> Quantized:
+        """The model so far, built anew with what was kept, and with something else."""
+        floating, bits = self.floating if floating is None else floating, self.bits if bits is None else bits
+        ranges = ranges or self.chooses_ranges
+        candidate = self._with_ranges(floating, bits) if ranges else self._with_extremes(floating, bits)
+        for change in self.changes:
+            change(candidate)
+            nudge_scales_(candidate.body)
+        return candidate
+
+    def _with_extremes(self, floating: Mapping[str, str], bits: BitWidths | None) -> Quantized:
+        return self.calibrated(self.build(adjust=self.adjust, floating=floating, bits=bits), self.fit)
+
+    def _with_ranges(self, floating: Mapping[str, str], bits: BitWidths | None) -> Quantized:
+        formats = self.model.target.activations
+        observer = partial(SeveralRanges, min(8, formats.bits), symmetric=formats.symmetric)
+        built = self.build(observer=observer, adjust=self.adjust, floating=floating, bits=bits)
+        candidate = self.calibrated(built, self.fit, finish=False)
+        choose_ranges_(candidate, joined_samples(self.fit, PROBE_SAMPLES))
+        self.finish(candidate)
+        return candidate
+
+    def try_changed(self, name: str, change: Callable[[Quantized], object]) -> bool:
+        """Try a change of a copy of the model so far; returns whether that paid."""
+        began, candidate = time.perf_counter(), copy.deepcopy(self.model)
+        change(candidate)
+        nudge_scales_(candidate.body)
+        kept = self.judged(name, candidate, began)
+        if kept:
+            self.changes.append(change)
+        return kept
+
+    def try_biases(self) -> bool:
+        """Try to correct biases; returns whether that paid."""
+        return self.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(self.fit, PROBE_SAMPLES)))
+
+    def try_imitation(self, steps: int) -> bool:
+        """Try to train weights, biases and scales to imitate the float model; returns whether that paid."""
+        learn_from = self.error_on(self.fit)
+        return self.try_changed(
+            f"imitate the float model, {steps} steps", lambda q: minimise_error_(q, learn_from, steps=steps, batch=TUNING_ROWS)
+        )
+
+    @property
+    def reconstruction_steps(self) -> int:
+        """For how many steps a block can be reconstructed such that all take some minutes; 0 where that is too few."""
+        affordable = int(MOST_RECONSTRUCTION_MACS / (3 * RECONSTRUCTION_ROWS * max(1, self.macs)))
+        return 0 if affordable < LEAST_RECONSTRUCTION_STEPS else min(RECONSTRUCTION_STEPS, affordable)
+
+    def try_reconstruction(self) -> bool:
+        """Try to learn the rounding block by block, for as many steps as take some minutes; returns whether that paid."""
+        steps = self.reconstruction_steps
+        if not steps:
+            log.info("blocks are not reconstructed: %.2g MACs a sample would take too long", self.macs)
+            return False
+        data = self._rows_that_fit(MOST_RECONSTRUCTION_BYTES)
+        rate = RECONSTRUCTION_TRAVEL / steps
+
+        def change(quantized: Quantized) -> None:
+            reconstruct_blocks_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
+
+        return self.try_changed(f"reconstruct blocks, {steps} steps", change)
+
+    def _rows_that_fit(self, size: int) -> list[Inputs]:
+        """As much of the data to learn from, a batch at least, as has largest activations of `size` bytes together."""
+        left, taken = max(1, size // self.model.row_bytes), list[Inputs]()
+        for inputs in in_chunks(self.fit, max(1, min(RECONSTRUCTION_ROWS, left))):
+            if taken and left < batch_size(inputs):
+                break
+            taken.append(inputs)
+            left -= batch_size(inputs)
+        return taken
+
+    def result(self, batches: Sequence[Inputs]) -> Quantized:
+        """The model so far, with its remedies; where none paid, calibrated on all data."""
+        if not any(remedy.kept for remedy in self.remedies):
+            self.model = self.calibrated(self.build(), batches)
+        origin = self.model.origin
+        self.model.origin = replace(origin, remedies=tuple(self.remedies), smoothed=origin.smoothed + self.moved)
+        return self.model
+
+    def judged(self, name: str, candidate: Quantized, began: float) -> bool:
+        """Keep a candidate where it pays, and say what it bought."""
+        quality = self.error.decibels(candidate)
+        drop = None if self.measure is None else self.measure(candidate)
+        remedy = Remedy(
+            name=name,
+            before=self.quality,
+            after=quality,
+            kept=self._pays(quality, drop),
+            seconds=time.perf_counter() - began,
+            drop_before=self.drop,
+            drop_after=drop,
+        )
+        self.remedies.append(remedy)
+        log.info("%s", remedy)
+        if remedy.kept:
+            self.model, self.quality, self.drop = candidate, quality, drop
+        return remedy.kept
+
+    def _pays(self, quality: float, drop: float | None) -> bool:
+        closer = quality > self.quality + LEAST_DECIBELS
+        if drop is None or self.drop is None:
+            return closer
+        least = max(self.tolerance, LEAST_LOWERED * self.drop)
+        return drop < self.drop - least or (self.tolerance > 0 and closer and drop <= self.drop + self.tolerance)
+
+    def calibrated(self, quantized: Quantized, batches: Sequence[Inputs], *, finish: bool = True) -> Quantized:
+        quantized.eval()
+        quantized.calibrate_(batches)
+        if finish:
+            self.finish(quantized)
+        return quantized
+
+    @staticmethod
+    def finish(quantized: Quantized) -> None:
+        nudge_scales_(quantized.body)
+        quantized.balance_weights_()
