@@ -1,7 +1,7 @@
 """Programs that need no decomposition go to torch's exporter without one.
 
 `torch.onnx.export` traces every program a second time, to replace the operators that it has no translation for, which takes half
-of the export of a small network. Most graphs hold few such operators, and `REPLACEMENTS` replaces these by what torch would take.
+of the export of a small network. Most graphs hold few such operators, and `DECOMPOSED` replaces these by what torch would take.
 A graph with anything else (writes into views, branches, operators without a translation) is decomposed by torch.
 """
 
@@ -22,9 +22,9 @@ from compresskit.graph.normalize import Node, functional_form, is_inplace
 
 aten = torch.ops.aten
 #: Their result is their input, in another shape.
-RESHAPES = (aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int)
+RESHAPING = (aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int)
 #: Operators that torch's exporter removes by itself.
-ASSERTIONS = (aten._assert_tensor_metadata.default,)
+REMOVED_BY_TORCH = (aten._assert_tensor_metadata.default,)
 
 
 def replace_or(decompose: Callable[..., ExportedProgram]) -> Callable[..., ExportedProgram]:
@@ -39,16 +39,16 @@ def replace_or(decompose: Callable[..., ExportedProgram]) -> Callable[..., Expor
         if not all(_is_translated(node, known) for node in module.graph.nodes):
             return decompose(program, registry)
         for node in list(module.graph.nodes):
-            if node.target in REPLACEMENTS:
+            if node.target in DECOMPOSED:
                 with module.graph.inserting_before(node):
-                    _replace(program, node, REPLACEMENTS[node.target](module.graph, node))
+                    _put_in_place(program, node, DECOMPOSED[node.target](module.graph, node))
         module.recompile()
         return program
 
     return decomposed
 
 
-def _replace(program: ExportedProgram, node: Node, by: Node) -> None:
+def _put_in_place(program: ExportedProgram, node: Node, by: Node) -> None:
     program.graph_signature.replace_all_uses(node.name, by.name)
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
@@ -61,25 +61,25 @@ def _make_functional(program: ExportedProgram) -> None:
             with graph.inserting_before(node):
                 made = graph.call_function(target, node.args, node.kwargs)
             made.meta = dict(node.meta)
-            _replace(program, node, made)
+            _put_in_place(program, node, made)
 
 
 def _is_translated(node: Node, known: set[Any]) -> bool:
-    """Whether torch would leave the node as it is, or replace it as `REPLACEMENTS` does."""
+    """Whether torch would leave the node as it is, or replace it as `DECOMPOSED` does."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if "val" not in node.meta:
         return False
-    if node.target in REPLACEMENTS:
+    if node.target in DECOMPOSED:
         return _is_replaced(node)
-    if node.target in ASSERTIONS:
+    if node.target in REMOVED_BY_TORCH:
         return True
     if not isinstance(node.target, OpOverload):
         return node.target in known
-    return node.target in known and (node.target is aten.sym_size.int or _stays(node.target))
+    return node.target in known and (node.target is aten.sym_size.int or _is_kept(node.target))
 
 
-def _stays(target: OpOverload) -> bool:
+def _is_kept(target: OpOverload) -> bool:
     """Whether a decomposition leaves an operator that has a translation: neither it nor what it is made of writes."""
     if target._schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
         return False
@@ -103,7 +103,7 @@ def _is_replaced(node: Node) -> bool:
         return len(node.args) == 2
     if node.target is aten.chunk.default:
         return isinstance(x.meta["val"].shape[(*node.args, 0)[2]], int)
-    if node.target in RESHAPES:
+    if node.target in RESHAPING:
         return all(_find_size(node.graph, size) is not None for size in node.meta["val"].shape)
     return True
 
@@ -120,60 +120,62 @@ def _find_size(graph: fx.Graph, size: Any) -> int | tuple[Node, int] | None:
     return None
 
 
-def _make(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: Node, value: Any, **settings: Any) -> Node:
+def _call_like(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: Node, value: Any, **settings: Any) -> Node:
     made = graph.call_function(target, args, settings)
     made.meta = {**like.meta, "val": value}
     return made
 
 
-def _batch_norm(graph: fx.Graph, node: Node) -> Node:
+def _decomposed_batch_norm(graph: fx.Graph, node: Node) -> Node:
     value = node.meta["val"]
     empty = value.new_empty(0)
     args = (*node.args[:5], *node.args[6:8])
-    made = _make(graph, aten._native_batch_norm_legit_no_training.default, args, node, (value, empty, empty))
-    return _make(graph, operator.getitem, (made, 0), node, value)
+    made = _call_like(graph, aten._native_batch_norm_legit_no_training.default, args, node, (value, empty, empty))
+    return _call_like(graph, operator.getitem, (made, 0), node, value)
 
 
-def _mean(graph: fx.Graph, node: Node) -> Node:
-    return _make(graph, aten.mean.dim, (node.args[0], [-1, -2], True), node, node.meta["val"])
+def _decomposed_pool(graph: fx.Graph, node: Node) -> Node:
+    return _call_like(graph, aten.mean.dim, (node.args[0], [-1, -2], True), node, node.meta["val"])
 
 
-def _split(graph: fx.Graph, node: Node) -> Node:
+def _decomposed_chunk(graph: fx.Graph, node: Node) -> Node:
     x, count, dim = (*node.args, 0)[:3]
     size = -(-x.meta["val"].shape[dim] // count)
-    return _make(graph, aten.split.Tensor, (x, size, dim), node, node.meta["val"])
+    return _call_like(graph, aten.split.Tensor, (x, size, dim), node, node.meta["val"])
 
 
-def _cast(graph: fx.Graph, node: Node) -> Node:
+def _decomposed_cast(graph: fx.Graph, node: Node) -> Node:
     x, dtype = node.args
-    return x if x.meta["val"].dtype == dtype else _make(graph, aten._to_copy.default, (x,), node, node.meta["val"], dtype=dtype)
+    return (
+        x if x.meta["val"].dtype == dtype else _call_like(graph, aten._to_copy.default, (x,), node, node.meta["val"], dtype=dtype)
+    )
 
 
-def _view(graph: fx.Graph, node: Node) -> Node:
+def _decomposed_reshape(graph: fx.Graph, node: Node) -> Node:
     x, value = node.args[0], node.meta["val"]
     sizes: list[Any] = []
     for size in value.shape:
         found = _find_size(graph, size)
         if isinstance(found, tuple):
             readers = (user for user in found[0].users if user.target is aten.sym_size.int and user.args == found)
-            found = next(readers, None) or _make(graph, aten.sym_size.int, found, node, size)
+            found = next(readers, None) or _call_like(graph, aten.sym_size.int, found, node, size)
         sizes.append(found)
     # Whether a copy is needed is not known: strides differ between traces. The exporter removes it.
     dense = x.meta["val"].contiguous()
-    copied = _make(graph, aten.clone.default, (x,), node, dense, memory_format=torch.contiguous_format)
-    return _make(graph, aten._unsafe_view.default, (copied, sizes), node, value)
+    copied = _call_like(graph, aten.clone.default, (x,), node, dense, memory_format=torch.contiguous_format)
+    return _call_like(graph, aten._unsafe_view.default, (copied, sizes), node, value)
 
 
-def _input(graph: fx.Graph, node: Node) -> Node:
+def _only_input(graph: fx.Graph, node: Node) -> Node:
     return node.args[0]
 
 
-REPLACEMENTS: dict[Any, Callable[[fx.Graph, Node], Node]] = {
-    aten.batch_norm.default: _batch_norm,
-    aten.adaptive_avg_pool2d.default: _mean,
-    aten.chunk.default: _split,
-    aten.to.dtype: _cast,
-    aten.dropout.default: _input,
-    aten.contiguous.default: _input,
-    **dict.fromkeys(RESHAPES, _view),
+DECOMPOSED: dict[Any, Callable[[fx.Graph, Node], Node]] = {
+    aten.batch_norm.default: _decomposed_batch_norm,
+    aten.adaptive_avg_pool2d.default: _decomposed_pool,
+    aten.chunk.default: _decomposed_chunk,
+    aten.to.dtype: _decomposed_cast,
+    aten.dropout.default: _only_input,
+    aten.contiguous.default: _only_input,
+    **dict.fromkeys(RESHAPING, _decomposed_reshape),
 }
