@@ -18,9 +18,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 
 from compresskit.graph.capture import mutates_a_view
-from compresskit.graph.normalize import Node, functional_form, is_inplace
+from compresskit.graph.normalize import Node, aten, functional_form, is_inplace
 
-aten = torch.ops.aten
 #: Their result is their input, in another shape.
 RESHAPING = (aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int)
 #: Operators that torch's exporter removes by itself.
