@@ -100,7 +100,7 @@ loader = [(x, torch.arange(8) % 10) for x in batches]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x, y = loader[0]
 """
-#: Packages of which a page shows the use, and without which it is skipped. The extra `dev` has none of them: these pages are slow.
+#: Packages of which a page shows the use, and without which it is skipped. The extra `dev` has none of them, so they are slow.
 NEEDS = {"loops": ["lightning", "transformers", "accelerate"], "tracking": ["tensorboard", "mlflow"]}
 SLOW = {"quantization", *NEEDS}
 
