@@ -52,6 +52,7 @@ torchvision.models.resnet18 = untrained
 model, loader, loss_fn = networks.Chain(), task.train, nn.functional.cross_entropy
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
+    "compress": "",
     "parts": "",
     "pruning": """
 from pathlib import Path

@@ -68,7 +68,8 @@ class _PlaneBuilder:
     def __init__(self, model: ir.Model) -> None:
         self.graph = model.graph
         self.start = model.graph[0]
-        self.names = {value.name for node in self.graph for value in node.outputs} | set(self.graph.initializers)
+        self.names = {name for node in self.graph for name in (node.name, *(value.name for value in node.outputs))}
+        self.names |= set(self.graph.initializers)
         self.stored: dict[Any, ir.Value] = {}
 
     def store(self, group: Sequence[Packed]) -> None:

@@ -66,6 +66,14 @@ def test_every_width_is_stored_exactly(bits) -> None:
     assert size <= values * bits / 8 + 200
 
 
+def test_widths_stand_side_by_side() -> None:
+    tensors = [integers(bits, 40, 70) for bits in (3, 5, 1, 6, 3, 7, 4, 5, 8)]
+    model = stored(*tensors)
+    pack_few_bits(model, 18)
+    for wanted, got in zip(tensors, returned(model), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def test_large_tensors_are_unpacked_in_groups(monkeypatch) -> None:
     monkeypatch.setattr(bit_planes, "MOST_TOGETHER", 3000)
     tensors = [integers(3, 2000), integers(3, 900), integers(3, 5000), integers(3, 100)]
