@@ -28,6 +28,7 @@ from compresskit.measure import count_macs, count_parameters, evaluate
 from compresskit.prune import Densify, LotteryTicket, Prune, Sparsify
 from compresskit.quant import QAT, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.recipe import Recipe, Result, load, save
+from compresskit.search import at_most, compress
 from compresskit.train import lr
 from compresskit.train.train import Train, fit_
 
@@ -58,7 +59,9 @@ __all__ = [
     "TrainingError",
     "WeightQuant",
     "accuracy",
+    "at_most",
     "audit",
+    "compress",
     "count_macs",
     "count_parameters",
     "distill",

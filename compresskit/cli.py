@@ -1,9 +1,10 @@
-"""The command line: `verify|audit|bench|inspect FILE...` for ONNX files, `report FOLDER...` for runs, `doctor`, `completion`."""
+"""The command line: `verify|audit|bench|inspect FILE...` for ONNX files, `report FOLDER...` for runs, `compress`, `doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from compresskit.export.files import read_metadata
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
+from compresskit.search import at_most, compress
 
 SAY_WHICH = "say which: --size N, or --inputs FILE.npz"
 #: Lines at the end of the help of a command.
@@ -44,6 +46,11 @@ exit code: 0 agrees, 1 does not agree, 2 cannot be read, 3 no verdict on random 
   compresskit report runs/digits runs/small -o page.html
 
 exit code: 0 finished, 1 something is unfinished or damaged, 2 cannot be read""",
+    "compress": """  compresskit compress mine.py --latency 5ms --size 1MB
+  compresskit compress mine.py --latency 0.3x --drop 0.5 --minutes 30 --out runs/small
+
+mine.py defines `model`, trained, and `task`, a compresskit.Task; and `train`, a compresskit.Train, if finalists are trained.
+exit code: 0 a file meets the budget, 2 none does""",
     "doctor": """  compresskit doctor
 
 exit code: 0 all that is needed is there, 1 something is missing or too old""",
@@ -115,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
     report.add_argument("files", nargs="+", metavar="FOLDER", help="folder of a run, finished or not")
     report.add_argument("-o", "--output", metavar="FILE", help="write a page (.html) or a table (.csv) of all runs")
     report.add_argument("--json", action="store_true", help="print JSON")
+    _add_compress(commands)
     doctor = _add_command(commands, "doctor", "versions, what is missing, and what this processor can do for int8")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     _add_command(commands, "completion", "a script that lets bash and zsh complete commands and options")
@@ -125,6 +133,25 @@ def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser
     """Add a command whose help ends with its examples."""
     layout = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, help=text, description=text, epilog=f"examples:\n{EXAMPLES[name]}", formatter_class=layout)
+
+
+def _add_compress(commands: Any) -> None:
+    """The budget of a search; what is not given is minimised."""
+    command = _add_command(
+        commands, "compress", "search for the recipe that meets a budget, run it, and hand over its verified file"
+    )
+    command.add_argument("file", metavar="FILE.py", help="defines model and task")
+    command.add_argument("--latency", help="of one call of the file: 5ms, or 0.4x of the uncompressed file's")
+    command.add_argument("--size", help="of the file: 1MB, 300KiB, or 0.1x")
+    command.add_argument("--macs", help="multiply-accumulates of one sample: 10M, or 0.5x")
+    command.add_argument("--drop", type=float, help="how much worse the metric may be, in points (hundredths)")
+    command.add_argument("--minutes", type=float, help="how long may be trained in all (default: no training)")
+    command.add_argument("--threads", type=int, default=1, help="threads of the runtime (default 1)")
+    command.add_argument("--batch", type=int, default=1, help="samples of a call (default 1)")
+    command.add_argument("--trials", type=int, default=24, help="candidates that are measured without training (default 24)")
+    command.add_argument("--finalists", type=int, default=3, help="candidates that are run as recipes at most (default 3)")
+    command.add_argument("--seconds", type=float, default=1.0, help="time to measure each latency (default 1)")
+    command.add_argument("--out", default="runs/compress", help="folder of the search, which it resumes (default runs/compress)")
 
 
 def _completion_script(parser: argparse.ArgumentParser) -> str:
@@ -259,6 +286,38 @@ def _inspect_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _compress_command(options: argparse.Namespace) -> int:
+    budget = at_most(
+        latency=options.latency,
+        bytes=options.size,
+        macs=options.macs,
+        drop=None if options.drop is None else f"{options.drop}pt",
+        minutes=options.minutes,
+        threads=options.threads,
+        batch=options.batch,
+    )
+    if not Path(options.file).is_file():
+        raise DataError(f"no such file: {options.file}")
+    sys.path.insert(0, str(Path(options.file).resolve().parent))  # as if it were run
+    defined = runpy.run_path(options.file)
+    if missing := [name for name in ("model", "task") if name not in defined]:
+        raise SettingError(
+            f"compress: {options.file} defines no {' and no '.join(missing)}; write model = ... and task = ck.Task(...)"
+        )
+    found = compress(
+        defined["model"],
+        defined["task"],
+        budget,
+        out=options.out,
+        train=defined.get("train"),
+        trials=options.trials,
+        finalists=options.finalists,
+        seconds=options.seconds,
+    )
+    sys.stdout.write(f"{found}\n")
+    return 0
+
+
 def _doctor_command(options: argparse.Namespace) -> int:
     here, found = environment(), packages()
     words = {True: "yes", False: "no", None: "not known"}
@@ -286,6 +345,7 @@ COMMANDS = {
     "bench": _bench_command,
     "inspect": _inspect_command,
     "report": _report_command,
+    "compress": _compress_command,
     "doctor": _doctor_command,
 }
 

@@ -1,0 +1,110 @@
+"""`Candidate`: one way to compress a model, and the stages that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from compresskit.base.budget import keep
+from compresskit.base.stage import Stage
+from compresskit.distill import imitate
+from compresskit.prune import Prune
+from compresskit.prune.depth import Depth
+from compresskit.prune.low_rank import LowRank
+from compresskit.quant import QAT, Bits, StaticQuant
+from compresskit.quant.numerics.targets import X86, Target
+from compresskit.train.train import Train
+
+Storage = Literal["float", "int8", "int4"]
+FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to 4: few multiples of 8 are left in narrow networks
+QAT_SHARE = 4  # one part of so many of the training is quantization-aware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to compress a model.
+
+    Attributes:
+        blocks: how many residual blocks go, in the order of the search.
+        macs: fraction of the multiply-accumulates that stays when channels are removed; 1 removes none.
+        rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
+        bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8.
+    """
+
+    blocks: int = 0
+    macs: float = 1.0
+    rank: float = 1.0
+    bits: Storage = "int8"
+
+    @property
+    def name(self) -> str:
+        """Such as `2blocks-macs0.5-int8`; the name of its folder."""
+        parts = [f"{self.blocks}blocks"] if self.blocks else []
+        parts += [f"macs{self.macs:g}"] if self.macs < 1 else []
+        parts += [f"rank{self.rank:g}"] if self.rank < 1 else []
+        return "-".join([*parts, self.bits])
+
+    @property
+    def changes_structure(self) -> bool:
+        """Whether it removes anything but precision."""
+        return self.blocks > 0 or self.macs < 1 or self.rank < 1
+
+    def stages(self, *, order: Sequence[str], samples: int, train: Train | None, target: Target = X86) -> tuple[Stage, ...]:
+        """The stages of a recipe that makes the candidate; none for the uncompressed model.
+
+        Args:
+            order: dotted names of residual blocks, first to go first.
+            samples: calibration samples that the stages read.
+            train: how long and how to train in all; None trains nothing.
+            target: runtime of the quantized file.
+        """
+        finetune, qat = (None, None) if train is None else _shares(train, self)
+        structure: list[Any] = []
+        if self.blocks:
+            structure.append(Depth(blocks=tuple(order[: self.blocks]), repair=samples))
+        if self.macs < 1:
+            multiple = 8 if self.macs >= FINER_BELOW else 4
+            structure.append(Prune(budget=keep(macs=self.macs), samples=samples, round_to=multiple))
+        if self.rank < 1:
+            structure.append(LowRank(budget=keep(macs=self.rank), samples=samples))
+        if structure and finetune is not None:
+            structure[-1] = replace(structure[-1], finetune=finetune)
+        if self.bits == "float":
+            return tuple(structure)
+        bits = Bits(weights=4) if self.bits == "int4" else Bits()
+        if qat is None:
+            return (*structure, StaticQuant(target=target, bits=bits, samples=min(samples, 512)))
+        return (
+            *structure,
+            QAT(
+                epochs=qat.epochs,
+                steps=qat.steps,
+                target=target,
+                bits=bits,
+                optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
+                validate_every=qat.validate_every,
+            ),
+        )
+
+
+UNCOMPRESSED = Candidate(bits="float")
+
+
+def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | None]:
+    """The training before rounding, and the one with it. Without an objective of its own, it imitates the uncompressed model."""
+    train = train if train.objective is not None else replace(train, objective=imitate())
+    if candidate.bits == "float":
+        return train, None
+    if not candidate.changes_structure:
+        return None, train
+    total = train.steps or train.epochs or 0
+    rounded = max(1, round(total / QAT_SHARE))
+    if rounded >= total:  # one epoch or step, which the structure needs more
+        return train, None
+    if train.steps is None:
+        return replace(train, epochs=total - rounded), replace(train, epochs=rounded)
+    return replace(train, steps=total - rounded), replace(train, steps=rounded)

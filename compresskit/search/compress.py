@@ -1,0 +1,252 @@
+"""`compress`: from a trained model and a budget to a recipe and its verified file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+from torch import nn
+
+from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.files import atomic, read_json, write_json
+from compresskit.base.fingerprint import describe
+from compresskit.base.progress import announce
+from compresskit.base.task import Task, accuracy
+from compresskit.graph.surgery import copy_model
+from compresskit.recipe.folder import locked
+from compresskit.recipe.preflight import preflight_check
+from compresskit.search.candidate import UNCOMPRESSED
+from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, MEASURED, Ceilings
+from compresskit.search.explore import Explorer
+from compresskit.search.finalists import RUNGS, Finals
+from compresskit.search.options import SearchOptions, SearchSettings
+from compresskit.search.outcome import Search, Tried, nearest_budget
+from compresskit.search.proxy import Workshop, held_out
+from compresskit.search.source import as_script
+from compresskit.search.study import import_optuna
+from compresskit.train.train import Train
+
+log = logging.getLogger(__name__)
+
+SCRIPT = "recipe.py"
+TIMED_STEPS = 4  # of a training, from which the length that fits into the minutes is taken
+ROUNDED_STEP = 1.5  # what a step with rounding takes, relative to one without
+
+
+def compress(
+    model: nn.Module,
+    task: Task,
+    budget: Ceilings,
+    *,
+    out: str | Path,
+    **options: Unpack[SearchOptions],
+) -> Search:
+    """Search for the recipe that meets a budget, run it, and return its verified file with all that was tried.
+
+    Candidates remove channels, residual blocks and precision, and factor layers. Each is first made without training and
+    judged by its exported file, on held-out data; Optuna proposes which. Those that promise most are then run as recipes on all
+    data, one after another, and given up early where they fall behind. Called again, a search that was interrupted goes on where
+    it was; another budget in the same folder takes over what was measured.
+
+    Args:
+        model: a trained float model; it is not changed.
+        task: data, loss and metric. Its validation data choose, so keep other data to report a metric on.
+        budget: made by `at_most`.
+        out: folder of the search.
+        train: how each finalist is trained, in all its stages; by default, with `minutes` in the budget, AdamW for as many
+            steps as fit, and nothing without. It imitates the uncompressed model unless it has an objective.
+        trials: how many candidates are measured without training.
+        finalists: how many are run as recipes at most.
+        held_out_samples: validation samples that candidates without training are judged by.
+        calibration_samples: samples that stages read without training.
+        seconds: for each measurement of a latency.
+        target: runtime of quantized files.
+        seed: of the search and of every stage.
+
+    Raises:
+        SettingError: Optuna is missing, a setting is out of range, or a latency cannot be measured on this machine.
+        ModelError: no candidate meets the budget; the message has the nearest that can.
+        CheckpointError: the folder belongs to another model or task.
+        Other errors that a first run of the model and its training raise.
+    """
+    settings = SearchSettings(**options)
+    _check_request(model, task, budget)
+    import_optuna()
+    preflight_check(model, task, [settings.train] if settings.train is not None else [])
+    with locked(Path(out) / "lock"):
+        workshop = Workshop(
+            model=copy_model(model).to(task.device).eval(),
+            task=task,
+            held=held_out(task, settings.held_out_samples),
+            out=Path(out),
+            samples=settings.calibration_samples,
+            batch=budget.batch,
+            threads=budget.threads,
+            seconds=settings.seconds,
+            seed=settings.seed,
+            target=settings.target,
+        )
+        return _search_and_run(workshop, budget, settings)
+
+
+def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettings) -> Search:
+    """Explore, run the finalists, and write the recipe."""
+    begin, out = time.perf_counter(), workshop.out
+    workshop.prepare()
+    dense = workshop.dense()
+    stopwatch = workshop.stopwatch(strict=budget.latency is not None)
+    dense = replace(dense, latency=stopwatch.milliseconds)
+    ceilings = budget.absolute(dense)
+    minimise, order = free_quantity(ceilings), workshop.block_order()
+    train = training_within(workshop, settings, budget)
+    name = _study_name(budget, train)
+    explorer = Explorer(
+        workshop=workshop,
+        stopwatch=stopwatch,
+        dense=dense,
+        order=order,
+        ceilings=ceilings,
+        judged=tuple(quantity for quantity in ceilings if quantity != "drop" or train is None),
+        trials=settings.trials,
+        name=name,
+    )
+    tried = explorer.explore()
+    _refuse_unreachable(tried, budget, ceilings, train is not None, out)
+    finals = Finals(
+        workshop=workshop,
+        stopwatch=stopwatch,
+        name=f"{name}-finals",
+        order=order,
+        ceilings=ceilings,
+        minimise=minimise,
+        train=train,
+    )
+    if (chosen := finals.run(tried, settings.finalists)) is None:
+        raise _none_within(tried, budget, ceilings, out)
+    result, recipe = finals.results[chosen.candidate.name], finals.recipes[chosen.candidate.name]
+    title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
+    with atomic(out / SCRIPT) as file:
+        file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
+    return Search(
+        budget=budget,
+        dense=dense,
+        tried=tuple(tried),
+        chosen=chosen,
+        reason=_reason(chosen, tried, ceilings, minimise),
+        recipe=recipe,
+        code=out / SCRIPT,
+        result=result,
+        noise=stopwatch.noise,
+        ceilings=ceilings,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
+    """Raise SettingError where it is plain that the search cannot work."""
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"compress(model): wanted a trained module, got {type(model).__name__}")
+    if not isinstance(budget, Ceilings):
+        raise SettingError(f'compress(budget): wanted a budget such as ck.at_most(latency="5ms"), got {budget!r}')
+    if task.prefers_higher is None:
+        raise SettingError("compress: whether a larger metric is better is not said; pass Task(higher_is_better=...)")
+    if task.metric is accuracy and budget.drop is not None and budget.drop.value > LARGEST_PLAUSIBLE_DROP:
+        raise SettingError(
+            f"at_most(drop={budget.drop.value:g}): a drop is in the unit of the metric, and accuracies are fractions; write"
+            f' drop={budget.drop.value / 100:g} or drop="{budget.drop.value:g}pt" for {budget.drop.value:g} points'
+        )
+
+
+def free_quantity(ceilings: dict[str, float]) -> str:
+    """What is minimised: the first without a ceiling of the drop, the latency and the bytes; the drop where each has one."""
+    return next((name for name in ("drop", "latency", "bytes") if name not in ceilings), "drop")
+
+
+def training_within(workshop: Workshop, settings: SearchSettings, budget: Ceilings) -> Train | None:
+    """The training of each finalist: no longer than all of them may take together. None where nothing is trained."""
+    train = settings.train
+    if budget.minutes is not None:
+        fits = _steps_within(workshop, settings, budget.minutes.value)
+        wanted = fits if train is None else min(fits, train.length(workshop.task).steps)
+        train = replace(train or Train(steps=1), steps=wanted, epochs=None)
+        announce(log, "compress: %d steps for each finalist", wanted)
+    if train is None or train.validate_every is not None:
+        return train
+    return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
+
+
+def _steps_within(workshop: Workshop, settings: SearchSettings, minutes: float) -> int:
+    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
+    asked = json.dumps([minutes, settings.finalists, describe(settings.train)], sort_keys=True)
+    path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+    if path.exists():
+        return int(read_json(path, "the length of a training")["steps"])
+    train = settings.train or Train(steps=1)
+    probe = replace(train, steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
+    probe(copy_model(workshop.model), workshop.task)  # the first steps are slower than the others
+    begin = time.perf_counter()
+    probe(copy_model(workshop.model), workshop.task)
+    a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
+    fits = math.floor(minutes * 60 / a_step / (1 + (settings.finalists - 1) / RUNGS))
+    if fits < RUNGS:
+        raise SettingError(
+            f"at_most(minutes={minutes:g}): {settings.finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted"
+            f" at least {RUNGS}; leave minutes= and train= out to train nothing"
+        )
+    write_json(path, {"steps": fits})
+    return fits
+
+
+def _study_name(budget: Ceilings, train: Train | None) -> str:
+    """One study for what is asked for, however long the training that fits today."""
+    settings = None if train is None or budget.minutes is not None else describe(train)
+    return hashlib.sha256(json.dumps([repr(budget), settings], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _refuse_unreachable(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], trains: bool, out: Path) -> None:
+    """Raise ModelError where no candidate keeps the ceilings on what training does not change."""
+    counted = {name: c for name, c in ceilings.items() if name in MEASURED or not trains}
+    figures = [t.figures for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
+    if not figures:
+        why = next((f"{t.candidate.name}: {t.failure}" for t in tried if t.failure), "none was tried")
+        raise ModelError(f"compress: none of {len(tried)} candidates could be made: {why}; run its stages one by one")
+    if any(not f.excesses(counted) for f in figures):
+        return
+    advice = "" if trains or "drop" not in ceilings else ", or train (minutes= or train=)"
+    raise ModelError(
+        f"compress: none of {len(figures)} candidates meets {budget!r}; the nearest that can is"
+        f" {nearest_budget(figures, budget, ceilings)}; ask for that{advice}, or raise trials=; all files are in {out}"
+    )
+
+
+def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path) -> ModelError:
+    """The error for finalists none of which keeps all ceilings."""
+    figures = [t.trained for t in tried if t.trained is not None]
+    if not figures:
+        return ModelError(
+            f"compress: the uncompressed model alone meets {budget!r}; raise trials=, or ask for less; all files are in {out}"
+        )
+    return ModelError(
+        f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest that can is"
+        f" {nearest_budget(figures, budget, ceilings)}; ask for that, train longer, or raise finalists=; all files are in {out}"
+    )
+
+
+def _reason(chosen: Tried, tried: Sequence[Tried], ceilings: dict[str, float], minimise: str) -> str:
+    assert chosen.trained is not None
+    measured = {name: c for name, c in ceilings.items() if name in MEASURED}
+    within = sum(t.figures is not None and not t.figures.excesses(measured) for t in tried)
+    run = sum(t.trained is not None or t.stopped is not None for t in tried)
+    units = {"latency": " ms", "bytes": " bytes", "macs": " MACs", "drop": ""}
+    kept = ", ".join(f"{name} {chosen.trained.get(name):.6g} <= {c:.6g}{units[name]}" for name, c in ceilings.items())
+    return (
+        f"chosen: {chosen.candidate.name}: {kept}. {within} of {len(tried)} candidates keep the ceilings that training does not"
+        f" change; of {run} that were run as recipes it has the least {minimise}"
+    )

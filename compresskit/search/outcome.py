@@ -1,0 +1,166 @@
+"""`Search`: the result of `compress`, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from compresskit.recipe.recipe import Recipe, Result
+from compresskit.search.candidate import Candidate
+from compresskit.search.ceilings import Ceilings
+from compresskit.search.figures import Figures, pareto
+
+SEARCH_COLUMNS = ("candidate", "metric", "drop", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within")
+
+
+@dataclass(kw_only=True)
+class Tried:
+    """A candidate and what was measured of it.
+
+    Attributes:
+        candidate: what it is.
+        figures: of its file without training; None where it could not be made.
+        failure: why it could not be made.
+        trained: figures of its file after training, on all validation data.
+        stopped: fraction of the training after which it was given up.
+        training_seconds: that its training took.
+    """
+
+    candidate: Candidate
+    figures: Figures | None = None
+    failure: str = ""
+    trained: Figures | None = None
+    stopped: float | None = None
+    training_seconds: float = 0.0
+
+    @property
+    def best(self) -> Figures | None:
+        """Of the trained file where there is one, else of the untrained."""
+        return self.trained or self.figures
+
+    def __str__(self) -> str:
+        if (figures := self.best) is None:
+            return f"{self.candidate.name} cannot be made: {self.failure}"
+        return f"{self.candidate.name}: metric {figures.metric:.4f}, {figures.latency:.3f} ms, {figures.bytes / 1000:.1f} kB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a search found; prints as a table.
+
+    Attributes:
+        budget: what was asked for.
+        dense: figures of the uncompressed file.
+        tried: all candidates.
+        chosen: the one that was taken.
+        reason: why it was.
+        recipe: makes it; `code` is the same as Python that runs by itself.
+        result: of the run of the recipe: its folder, report and rows.
+        noise: relative difference of two latencies of one file.
+        ceilings: the budget in milliseconds, bytes, MACs and the unit of the metric.
+        seconds: of this call; what an earlier one did is not in it.
+    """
+
+    budget: Ceilings
+    dense: Figures
+    tried: tuple[Tried, ...]
+    chosen: Tried
+    reason: str
+    recipe: Recipe
+    code: Path
+    result: Result
+    noise: float
+    ceilings: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def model(self) -> nn.Module:
+        """The compressed model, in eval mode."""
+        return self.result.model
+
+    @property
+    def onnx(self) -> Path:
+        """Its verified file."""
+        assert self.result.onnx is not None
+        return self.result.onnx
+
+    @property
+    def figures(self) -> Figures:
+        """Of that file, on all validation data."""
+        assert self.chosen.trained is not None
+        return self.chosen.trained
+
+    def curve(self, by: str = "latency") -> list[Tried]:
+        """The Pareto curve of all candidates, from the least of `by` (latency, bytes or macs) to the best metric."""
+        measured = [(tried, found) for tried in self.tried if (found := tried.best) is not None]
+        points = [(figures.get(by), figures.drop) for _, figures in measured]
+        return pareto([tried for tried, _ in measured], points)
+
+    def __str__(self) -> str:
+        on_curve = {id(tried) for tried in self.curve()}
+        by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else float("inf"))
+        lines = [SEARCH_COLUMNS, ("uncompressed", *_figure_cells(self.dense, self.dense, ""), "")]
+        lines += [self._line(tried, on_curve=id(tried) in on_curve) for tried in by_latency]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(SEARCH_COLUMNS))]
+        text = [
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]
+        failed = [str(t) for t in self.tried if t.failure]
+        proxies = sum(t.figures.seconds for t in self.tried if t.figures)
+        training = sum(t.training_seconds for t in self.tried)
+        measured = sum(t.figures is not None for t in self.tried)
+        trained = sum(t.training_seconds > 0 for t in self.tried)
+        return "\n".join(
+            [
+                repr(self.budget),
+                text[0],
+                "-" * len(text[0]),
+                *(line.rstrip() for line in text[1:]),
+                "",
+                "* on the Pareto curve of metric and latency; > chosen; trained: fraction of the training that was done",
+                *failed,
+                f"cost: {measured} candidates measured without training in {proxies:.0f} s, {trained} run as a recipe in"
+                f" {training:.0f} s; latencies are known to {self.noise:.1%}",
+                self.reason,
+                f"file: {self.onnx}",
+                f"recipe: {self.code}",
+            ]
+        )
+
+    def _line(self, tried: Tried, *, on_curve: bool) -> tuple[str, ...]:
+        mark = "> " if tried is self.chosen else "* " if on_curve else "  "
+        if (figures := tried.best) is None:
+            return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
+        done = "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
+        misses = figures.excesses(self.ceilings)
+        within = "yes" if not misses else "no: " + ", ".join(misses)
+        return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, done), within)
+
+
+def _figure_cells(figures: Figures, dense: Figures, trained: str) -> tuple[str, ...]:
+    return (
+        f"{figures.metric:.4f}",
+        f"{figures.drop:+.4f}",
+        trained,
+        f"{figures.latency:.3f} ms",
+        f"{dense.latency / figures.latency:.2f}x",
+        f"{figures.bytes / 1000:.1f} kB",
+        f"{dense.bytes / figures.bytes:.1f}x",
+        f"{figures.macs / 1e6:.2f}M",
+        f"{figures.seconds:.0f}",
+    )
+
+
+def nearest_budget(figures: Sequence[Figures], budget: Ceilings, ceilings: dict[str, float]) -> str:
+    """The budget, as Python, of the candidate that exceeds the ceilings least."""
+    best = min(figures, key=lambda found: sum(found.excesses(ceilings).values()))
+    # What is exceeded becomes what the candidate has, rounded up so that it is met.
+    values = {"latency": f'"{best.latency * 1.05:.4g}ms"', "bytes": best.bytes, "macs": best.macs, "drop": f"{best.drop:.4g}"}
+    over = best.excesses(ceilings)
+    given = [f"{name}={values[name] if name in over else f'{ceilings[name]:.6g}'}" for name in ceilings]
+    given += [f"{name}={vars(budget)[name]}" for name in ("threads", "batch") if vars(budget)[name] != 1]
+    return f"at_most({', '.join(given)})"

@@ -1,0 +1,202 @@
+"""Make candidates without training, and measure their exported files; each once for a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compresskit.base.errors import CheckpointError, CompressError
+from compresskit.base.files import read_json, write_json
+from compresskit.base.fingerprint import describe
+from compresskit.base.inputs import calibration_inputs, some_batches
+from compresskit.base.randomness import seed_generators_
+from compresskit.base.task import Task, call_checked, first_rows
+from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.prune.depth.costs import milliseconds
+from compresskit.prune.depth.find_blocks import find_blocks
+from compresskit.prune.depth.importance import BlockScoring, output_error
+from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go
+from compresskit.quant.numerics.targets import Target
+from compresskit.recipe.dependencies import describe_model, describe_task, versions
+from compresskit.recipe.engine import run_stage
+from compresskit.recipe.measure_stage import measure_stage
+from compresskit.search.candidate import Candidate
+from compresskit.search.figures import Figures
+from compresskit.search.stopwatch import Stopwatch, start_stopwatch
+
+log = logging.getLogger(__name__)
+
+IDENTITY, FIGURES, ORDER = "search.json", "figures.json", "blocks.json"
+CANDIDATES, LOCKED = "candidates", "lock"
+DENSE = "uncompressed"
+SCORED_SAMPLES = 64  # that the importance of blocks reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """Makes candidates of one model in one folder.
+
+    Attributes:
+        model: the trained model, in eval mode on the task's device.
+        task: with all validation data. held: the same with those batches of them that candidates are judged by.
+        out: folder of the search.
+        samples: calibration samples of a stage.
+        batch, threads, seconds: of latencies.
+        seed: of the stages.
+        target: runtime of quantized files.
+    """
+
+    model: nn.Module
+    task: Task
+    held: Task
+    out: Path
+    samples: int
+    batch: int
+    threads: int
+    seconds: float
+    seed: int
+    target: Target
+
+    def prepare(self) -> None:
+        """Claim the folder. Raises CheckpointError where it belongs to another model, task or version."""
+        described = {
+            "model": describe_model(self.model, trained=True).record,
+            "task": {name: part.record for name, part in describe_task(self.task).items()},
+            "settings": [self.samples, self.batch, self.threads, self.seed, describe(self.target)],
+            "versions": versions(),
+        }
+        mine = {name: _short_hash(part) for name, part in described.items()} | {"class": type(self.model).__name__}
+        path = self.out / IDENTITY
+        if not path.exists() and any(entry.name != LOCKED for entry in self.out.iterdir()):
+            raise CheckpointError(f"{self.out}: not empty, and not the folder of a search; choose another out=")
+        if path.exists():
+            other = read_json(path, "whose search it is")
+            changed = [name for name in described if other.get(name) != mine[name]]
+            if changed:
+                raise CheckpointError(
+                    f"{self.out}: belongs to the search of another {' and '.join(changed)} (there: {other.get('class')}, here:"
+                    f" {mine['class']}); choose another out=, or delete the folder"
+                )
+        else:
+            write_json(path, mine)
+
+    def dense(self) -> Figures:
+        """The figures of the uncompressed model but for its latency, which `stopwatch` measures."""
+        folder = self.out / DENSE
+        if (folder / FIGURES).exists() and (folder / "model.onnx").exists():
+            return read_figures(folder / FIGURES)
+        figures = self._export(copy_model(self.model), folder, None, settings=[])
+        write_json(folder / FIGURES, asdict(figures))
+        return figures
+
+    def stopwatch(self, *, strict: bool) -> Stopwatch:
+        """Measures latencies beside that of the uncompressed file. strict: whether a noisy machine is an error."""
+        inputs = first_rows(self.task.example(), self.batch)
+        file = self.out / DENSE / "model.onnx"
+        return start_stopwatch(file, inputs, threads=self.threads, seconds=self.seconds, strict=strict)
+
+    def block_order(self) -> tuple[str, ...]:
+        """Dotted names of the residual blocks that can go, the one that is worth least for its time first.
+
+        Their importance is measured once, in the whole model; what candidates lose without several of them is measured on them.
+        """
+        path = self.out / ORDER
+        if path.exists():
+            return tuple(read_json(path, "the order of residual blocks")["order"])
+        order = self._ranked_blocks()
+        write_json(path, {"order": list(order)})
+        return order
+
+    def _ranked_blocks(self) -> tuple[str, ...]:
+        example = self.task.example()
+        try:
+            found = find_blocks(self.model, example)
+            found = found.without(blocks_that_cannot_go(self.model, found.removable, example))
+        except CompressError as error:
+            log.warning("compress: no residual blocks are removed: %s", error)
+            return ()
+        if not found.removable:
+            return ()
+        batches, model = list(calibration_inputs(self.task, SCORED_SAMPLES, "read blocks")), frozen_copy(self.model)
+        with torch.no_grad():
+            predictions = [self.task.predict(call_checked(model, inputs, "calibration data")) for inputs in batches]
+        scores = output_error(
+            BlockScoring(
+                model=model,
+                blocks=list(found.removable.values()),
+                batches=batches,
+                predictions=predictions,
+                task=self.task,
+                samples=SCORED_SAMPLES,
+            )
+        )
+        costs = milliseconds(self.model, example, found.removable)
+        ranked = sorted(found.removable, key=lambda path: scores[path] / max(costs[path], 1e-12))
+        return tuple(p for p in ranked if not any(p.startswith(f"{other}.") for other in ranked))
+
+    def make(self, candidate: Candidate, order: Sequence[str], dense: Figures, stopwatch: Stopwatch) -> Figures | str:
+        """The figures of a candidate without training, or why it cannot be made; from its folder where it was made before."""
+        folder = self.out / CANDIDATES / candidate.name
+        if (folder / FIGURES).exists():
+            record = read_json(folder / FIGURES, "the figures of a candidate")
+            return str(record["failure"]) if "failure" in record else read_figures(folder / FIGURES)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            figures = self._measured(candidate, order, folder, dense, stopwatch)
+        except CompressError as error:
+            write_json(folder / FIGURES, {"failure": str(error)})
+            return str(error)
+        write_json(folder / FIGURES, asdict(figures))
+        return figures
+
+    def _measured(
+        self, candidate: Candidate, order: Sequence[str], folder: Path, dense: Figures, stopwatch: Stopwatch
+    ) -> Figures:
+        begin = time.perf_counter()
+        model, stages = (
+            copy_model(self.model),
+            candidate.stages(order=order, samples=self.samples, train=None, target=self.target),
+        )
+        for i, stage in enumerate(stages):
+            seed_generators_(self.seed + i, self.task.train, self.task.calibration)
+            model = run_stage(stage, model, self.task)
+        figures = self._export(model, folder, dense, settings=describe(stages))
+        milliseconds_now = stopwatch.measure(folder / "model.onnx")
+        return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
+
+    def _export(self, model: nn.Module, folder: Path, dense: Figures | None, settings: Any) -> Figures:
+        """Write, verify and measure a file; all but its latency, which is 0."""
+        begin = time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        report = measure_stage(model.eval(), self.held, folder, settings=settings, seconds=0, export=True)
+        assert report.bytes is not None
+        drop = 0.0 if dense is None else (dense.metric - report.metric) * (1 if self.task.prefers_higher else -1)
+        spent = time.perf_counter() - begin
+        return Figures(metric=report.metric, drop=drop, latency=0.0, bytes=report.bytes, macs=report.macs, seconds=spent)
+
+
+def held_out(task: Task, samples: int) -> Task:
+    """The task with the first validation batches, up to so many samples."""
+    return replace(task, val=list(some_batches(task, "val", samples, "hold out")))
+
+
+def read_figures(path: Path) -> Figures:
+    """Figures from their file; CheckpointError where it holds none."""
+    record = read_json(path, "the figures of a candidate")
+    try:
+        return Figures(**record)
+    except TypeError as error:
+        raise CheckpointError(f"{path}: no figures of a candidate in it ({error}); delete its folder") from None
+
+
+def _short_hash(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

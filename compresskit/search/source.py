@@ -1,0 +1,142 @@
+"""A recipe as Python that can be saved and run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from compresskit import distill, mixed, prune, quant
+from compresskit.base.budget import Budget
+from compresskit.base.errors import SettingError
+from compresskit.distill import Distill
+from compresskit.prune import Prune
+from compresskit.quant import QAT, StaticQuant
+from compresskit.recipe.recipe import Recipe
+from compresskit.train import lr
+from compresskit.train.train import Train
+
+#: What `import compresskit as ck` has of a recipe's parts, and the namespaces in which the rest is looked for.
+AT_THE_TOP = (Train, Distill, Prune, QAT, StaticQuant)
+NAMESPACES = {
+    "quant": quant,
+    "mixed": mixed,
+    "prune": prune,
+    "prune.depth": prune.depth,
+    "prune.low_rank": prune.low_rank,
+    "prune.criteria": prune.criteria,
+    "distill": distill,
+    "lr": lr,
+}
+
+SCRIPT_TEXT = '''"""{title}
+
+    python {name} FILE.py      # which defines `model`, trained, and `task`
+"""
+
+{imports}
+
+recipe = {recipe}
+
+if __name__ == "__main__":
+    given = runpy.run_path(sys.argv[1])
+    print(recipe.run(given["model"], given["task"], out="{out}"))
+'''
+
+
+def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
+    """The text of a script that runs a recipe on the model and the task of a file."""
+    writer = SourceWriter()
+    stages = [f"    {writer.source(stage, f'stage {i}')},\n" for i, stage in enumerate(recipe.stages, 1)]
+    text = f"ck.Recipe(\n{''.join(stages)}    seed={recipe.seed},\n    export={recipe.export!r},\n)"
+    return SCRIPT_TEXT.format(title=title, name=name, imports=writer.imports(), recipe=text, out=out)
+
+
+class SourceWriter:
+    """Writes settings as Python, and collects what must be imported for them."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, str] = {}  # name -> module
+
+    def imports(self) -> str:
+        """The lines that import what was written so far."""
+        names = sorted(self.modules.items(), key=lambda entry: (entry[1], entry[0]))
+        return "\n".join(
+            [
+                "import runpy",
+                "import sys",
+                *(f"from {module} import {name}" for name, module in names),
+                "",
+                "import compresskit as ck",
+            ]
+        )
+
+    def source(self, value: Any, where: str) -> str:
+        """An expression that makes an equal value. Raises SettingError, which begins with `where`, where there is none."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return repr(value)
+        if isinstance(value, Budget):
+            return f"ck.{value!r}"
+        if isinstance(value, partial):
+            self.modules["partial"] = "functools"
+            given = [self.source(entry, where) for entry in value.args]
+            given += [f"{key}={self.source(entry, where)}" for key, entry in value.keywords.items()]
+            return f"partial({', '.join([self._named(value.func, where), *given])})"
+        if isinstance(value, tuple | list):
+            entries = ", ".join(self.source(entry, where) for entry in value)
+            if isinstance(value, list):
+                return f"[{entries}]"
+            return f"({entries},)" if len(value) == 1 else f"({entries})"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{key!r}: {self.source(entry, where)}' for key, entry in value.items())}}}"
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            return self._named(value, where)
+        if (public := public_name(value)) is not None:
+            return public
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value, where)
+        raise SettingError(
+            f"{where}: {type(value).__name__} cannot be written as Python; use a setting that is a dataclass or a number"
+        )
+
+    def _dataclass(self, value: Any, where: str) -> str:
+        given = []
+        for field in fields(value):
+            entry = vars(value).get(field.name)
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            if field.init and not _is_default(entry, default):
+                given.append(f"{field.name}={self.source(entry, f'{where}, {field.name}')}")
+        return f"{self._named(type(value), where)}({', '.join(given)})"
+
+    def _named(self, thing: Any, where: str) -> str:
+        """The name by which a function or class is imported."""
+        if (public := public_name(thing)) is not None:
+            return public
+        module, name = thing.__module__, thing.__qualname__
+        if not name.isidentifier() or module == "__main__":
+            raise SettingError(
+                f"{where}: {name} of {module} cannot be imported, so that no recipe can be written with it; put it into a module,"
+                " or use functools.partial of a function of one"
+            )
+        if self.modules.setdefault(name, module) != module:
+            raise SettingError(f"{where}: {name} of {module} and of {self.modules[name]} are both used; rename one of them")
+        return str(name)
+
+
+def public_name(thing: Any) -> str | None:
+    """The name of a part of the library under `import compresskit as ck`; None for anything else."""
+    if any(thing is known for known in AT_THE_TOP):
+        return f"ck.{thing.__name__}"
+    for path, namespace in NAMESPACES.items():
+        for name, known in vars(namespace).items():
+            if known is thing and not name.startswith("_"):
+                return f"ck.{path}.{name}"
+    return None
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if isinstance(value, partial) and isinstance(default, partial):
+        return value.func is default.func and value.args == default.args and value.keywords == default.keywords
+    return value is default or (type(value) is type(default) and value == default)

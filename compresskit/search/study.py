@@ -1,0 +1,130 @@
+"""Optuna's studies in the folder of a search: which candidate is tried next, and which training goes on.
+
+The journal is a file, so that a search that was killed goes on where it was. Samplers and pruners are Optuna's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compresskit.base.errors import SettingError
+from compresskit.search.candidate import Candidate
+
+JOURNAL = "study.log"
+#: What is tried before the sampler decides: from little to much, first alone and then together.
+LADDER = (
+    Candidate(),
+    Candidate(macs=0.5),
+    Candidate(macs=0.25),
+    Candidate(macs=0.7),
+    Candidate(macs=0.35),
+    Candidate(macs=0.15),
+    Candidate(macs=0.5, bits="int4"),
+    Candidate(rank=0.6),
+    Candidate(bits="float", macs=0.5),
+)
+#: Fractions of the blocks that go, tried with nothing else removed and with half of the MACs.
+DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
+
+
+def import_optuna() -> Any:
+    """Optuna, silent. Raises SettingError where it is not installed, or too old."""
+    try:
+        optuna = importlib.import_module("optuna")
+    except ImportError:
+        raise SettingError("compress(): it needs Optuna, which is not installed; pip install 'compresskit[search]'") from None
+    if int(optuna.__version__.split(".")[0]) < 5:
+        raise SettingError(
+            f"compress(): wanted Optuna 5 or newer, got {optuna.__version__}; pip install --upgrade 'compresskit[search]'"
+        )
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def first_candidates(blocks: int) -> list[Candidate]:
+    """What is tried first in a network with so many removable blocks."""
+    deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS if blocks]
+    return [*LADDER[:3], *deep, *LADDER[3:]]
+
+
+class CandidateStudy:
+    """The study that proposes candidates: few objectives to minimise, within constraints.
+
+    Args:
+        out: folder of the search.
+        name: of the study in the journal.
+        objectives: how many values `tell` gets.
+        blocks: how many residual blocks may go.
+        first: candidates that are tried before the sampler decides.
+        seed: of the sampler.
+    """
+
+    def __init__(self, out: Path, name: str, *, objectives: int, blocks: int, first: Sequence[Candidate], seed: int) -> None:
+        self.optuna, self.blocks = import_optuna(), blocks
+        self.study = self.optuna.create_study(
+            study_name=name,
+            storage=journal(self.optuna, out),
+            directions=["minimize"] * objectives,
+            sampler=self.optuna.samplers.TPESampler(seed=seed, n_startup_trials=len(first)),
+            load_if_exists=True,
+        )
+        for trial in self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,)):
+            self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)  # of a process that was killed
+            self.study.enqueue_trial(trial.params)
+        if not self.study.get_trials(deepcopy=False):
+            for candidate in first:
+                self.study.enqueue_trial(self._parameters(candidate))
+
+    def _parameters(self, candidate: Candidate) -> dict[str, Any]:
+        values = vars(candidate)
+        return {name: values[name] for name in ("blocks", "macs", "rank", "bits") if name != "blocks" or self.blocks}
+
+    def finished(self) -> list[Candidate]:
+        """The candidates that were told in earlier calls, each once."""
+        done = (self.optuna.trial.TrialState.COMPLETE, self.optuna.trial.TrialState.FAIL)
+        trials = [t.params for t in self.study.get_trials(deepcopy=False, states=done)]
+        return list(dict.fromkeys(candidate_of(p) for p in trials if "bits" in p))
+
+    @property
+    def told(self) -> int:
+        """How many trials were told."""
+        done = (self.optuna.trial.TrialState.COMPLETE, self.optuna.trial.TrialState.FAIL)
+        return len(self.study.get_trials(deepcopy=False, states=done))
+
+    def ask(self) -> tuple[Any, Candidate]:
+        """The next trial and its candidate."""
+        trial = self.study.ask()
+        if self.blocks:
+            trial.suggest_int("blocks", 0, self.blocks)
+        trial.suggest_float("macs", 0.1, 1.0, step=0.05)
+        trial.suggest_float("rank", 0.4, 1.0, step=0.1)
+        trial.suggest_categorical("bits", ["float", "int8", "int4"])
+        return trial, candidate_of(trial.params)
+
+    def tell(self, trial: Any, values: Sequence[float] | None, constraints: Sequence[float] = ()) -> None:
+        """The result of a trial: what is minimised, and constraints that are met where <= 0; None where it could not be made."""
+        if values is None:
+            self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+            return
+        for i, constraint in enumerate(constraints):
+            trial.set_constraint(f"ceiling {i}", constraint)
+        self.study.tell(trial, list(values))
+
+
+def candidate_of(parameters: dict[str, Any]) -> Candidate:
+    """The candidate of a trial's parameters; steps of floats are rounded to the decimals that they have."""
+    return Candidate(
+        blocks=int(parameters.get("blocks", 0)),
+        macs=round(parameters["macs"], 2),
+        rank=round(parameters["rank"], 2),
+        bits=parameters["bits"],
+    )
+
+
+def journal(optuna: Any, out: Path) -> Any:
+    """Optuna's storage in a file of the folder."""
+    backend = importlib.import_module("optuna.storages.journal")
+    return optuna.storages.JournalStorage(backend.JournalFileBackend(str(out / JOURNAL)))

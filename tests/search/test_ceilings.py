@@ -1,0 +1,93 @@
+"""Budgets of a search: units, what is minimised, messages."""
+
+from __future__ import annotations
+
+import pytest
+
+import compresskit as ck
+from compresskit.search.ceilings import parse_ceiling
+from compresskit.search.compress import free_quantity
+from compresskit.search.figures import Figures, pareto
+from compresskit.search.outcome import nearest_budget
+from compresskit.search.stopwatch import start_stopwatch
+
+DENSE = Figures(metric=0.9, drop=0.0, latency=10.0, bytes=1000, macs=500)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("latency", 5, 5.0),
+        ("latency", "5ms", 5.0),
+        ("latency", "200 us", 0.2),
+        ("latency", "1s", 1000.0),
+        ("bytes", "1MB", 1e6),
+        ("bytes", "2KiB", 2048.0),
+        ("macs", "10M", 1e7),
+        ("drop", "0.5pt", 0.005),
+        ("drop", 0, 0.0),
+        ("minutes", "2h", 120.0),
+    ],
+)
+def test_units(name, given, value) -> None:
+    assert parse_ceiling(name, given).value == pytest.approx(value)
+
+
+def test_fractions_are_of_the_uncompressed_file() -> None:
+    budget = ck.at_most(latency="0.4x", bytes="0.1x", macs="0.5x", drop=0.01)
+    assert budget.absolute(DENSE) == pytest.approx({"latency": 4.0, "bytes": 100.0, "macs": 250.0, "drop": 0.01})
+    assert repr(budget) == 'at_most(latency="0.4x", bytes="0.1x", macs="0.5x", drop=0.01)'
+    assert eval(repr(budget), vars(ck)) == budget
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "wanted at least one of latency=, bytes=, macs= and drop=, got none"),
+        ({"minutes": 3}, "wanted at least one of"),
+        ({"latency": "5MB"}, r'at_most\(latency=...\): wanted "5ms", 5 \(milliseconds\)'),
+        ({"latency": -1}, "got -1"),
+        ({"bytes": 0}, "got 0"),
+        ({"drop": "0.1x"}, "got '0.1x'"),
+        ({"drop": float("nan")}, "got nan"),
+        ({"macs": True}, "got True"),
+        ({"latency": 1, "threads": 0}, r"at_most\(threads=...\): wanted a whole number >= 1, got 0"),
+    ],
+)
+def test_messages(given, message) -> None:
+    with pytest.raises(ck.SettingError, match=message):
+        ck.at_most(**given)
+
+
+def test_what_has_no_ceiling_is_minimised() -> None:
+    assert free_quantity({"latency": 1.0}) == "drop"
+    assert free_quantity({"drop": 0.1}) == "latency"
+    assert free_quantity({"drop": 0.1, "latency": 1.0}) == "bytes"
+    assert free_quantity({"drop": 0.1, "latency": 1.0, "bytes": 1.0}) == "drop"
+
+
+def test_excesses_and_the_nearest_budget() -> None:
+    slow = Figures(metric=0.9, drop=0.0, latency=6.0, bytes=90, macs=1)
+    large = Figures(metric=0.8, drop=0.1, latency=3.0, bytes=900, macs=1)
+    ceilings = {"latency": 4.0, "bytes": 100.0, "drop": 0.05}
+    assert slow.excesses(ceilings) == pytest.approx({"latency": 0.5})
+    assert large.excesses(ceilings) == pytest.approx({"bytes": 8.0, "drop": 0.05})
+    budget = ck.at_most(latency=4, bytes=100, drop=0.05, threads=2)
+    nearest = nearest_budget([slow, large], budget, ceilings)
+    assert nearest == 'at_most(latency="6.3ms", bytes=100, drop=0.05, threads=2)'
+    assert not slow.excesses(eval(nearest, vars(ck)).absolute(DENSE))
+
+
+def test_pareto_keeps_what_nothing_dominates() -> None:
+    points = [(1.0, 5.0), (2.0, 5.0), (2.0, 3.0), (3.0, 4.0), (4.0, 1.0), (4.0, 1.0)]
+    assert pareto(list(range(6)), points) == [0, 2, 4]
+
+
+def test_a_noisy_machine_is_named(tmp_path) -> None:
+    def timer(files, seconds):
+        return [5.0, 7.0]
+
+    settings = {"threads": 1, "seconds": 0.1, "timer": timer}
+    with pytest.raises(ck.SettingError, match="the same file differed from itself by 40% in 3 attempts, wanted at most 15%"):
+        start_stopwatch(tmp_path, (), strict=True, **settings)
+    assert start_stopwatch(tmp_path, (), strict=False, **settings).noise == pytest.approx(0.4)

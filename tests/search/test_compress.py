@@ -1,0 +1,184 @@
+"""`compress`: a budget in, a verified file out; resumed, refused, and printed."""
+
+from __future__ import annotations
+
+import runpy
+from functools import partial
+
+import networks
+import pytest
+import torch
+
+import compresskit as ck
+from compresskit.cli import main
+from compresskit.search.candidate import Candidate
+from compresskit.search.figures import Figures
+from compresskit.search.proxy import Workshop
+from compresskit.search.source import SourceWriter
+from compresskit.search.study import import_optuna
+
+QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
+
+
+@pytest.fixture(scope="module")
+def task():
+    torch.manual_seed(0)
+    return networks.images_task(ck)
+
+
+@pytest.fixture(scope="module")
+def model(task):
+    return ck.Train(epochs=3)(networks.build(networks.WideChain), task)
+
+
+@pytest.fixture(scope="module")
+def found(model, task, tmp_path_factory):
+    out = tmp_path_factory.mktemp("search") / "runs"
+    return ck.compress(model, task, ck.at_most(bytes="0.5x"), out=out, **QUICK)
+
+
+def test_the_file_meets_the_budget(found, task) -> None:
+    assert found.onnx.stat().st_size <= 0.5 * found.dense.bytes
+    assert found.figures.bytes == found.onnx.stat().st_size
+    assert ck.verify_onnx(found.onnx, found.model, [task.example()]).passed
+    assert found.figures.metric == pytest.approx(ck.evaluate(found.model, task), abs=0.05)
+    assert len(found.tried) == 2
+    best = min((t for t in found.tried if t.figures), key=lambda t: t.figures.drop)
+    assert found.chosen.figures.drop == best.figures.drop  # the drop has no ceiling, so it is minimised
+
+
+def test_it_says_what_was_tried_and_why(found) -> None:
+    text = str(found)
+    assert 'at_most(bytes="0.5x")' in text
+    assert f"> {found.chosen.candidate.name}" in text
+    assert "2 candidates measured without training" in text
+    assert "it has the least drop" in text
+    drops = [tried.best.drop for tried in found.curve()]
+    assert drops == sorted(drops, reverse=True)
+
+
+def test_the_recipe_is_python_that_runs_by_itself(found, task) -> None:
+    written = runpy.run_path(str(found.code))["recipe"]
+    assert repr(written) == repr(found.recipe)
+
+
+def test_a_search_goes_on_and_other_budgets_reuse_it(found, model, task, monkeypatch) -> None:
+    made = []
+    measured = Workshop._measured
+    monkeypatch.setattr(
+        Workshop, "_measured", lambda self, candidate, *rest: made.append(candidate) or measured(self, candidate, *rest)
+    )
+    out = found.code.parent
+    again = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=out, **QUICK)
+    assert made == []
+    assert again.chosen.candidate == found.chosen.candidate
+    with pytest.raises(
+        ck.ModelError, match=r"none of 2 candidates meets at_most\(bytes=100.0\); the nearest that can is at_most\(bytes="
+    ):
+        ck.compress(model, task, ck.at_most(bytes=100), out=out, **QUICK)
+    assert made == []
+
+
+def test_an_interrupted_search_resumes(model, task, tmp_path, monkeypatch) -> None:
+    made = []
+
+    def measured(self, candidate, *rest):
+        if made == [Candidate()] and not (tmp_path / "restarted").exists():
+            raise KeyboardInterrupt
+        made.append(candidate)
+        return Figures(metric=0.5, drop=0.0, latency=1.0, bytes=1000, macs=1000)
+
+    monkeypatch.setattr(Workshop, "_measured", measured)
+    settings = {"out": tmp_path / "s", **QUICK, "trials": 2}
+    with pytest.raises(KeyboardInterrupt):
+        ck.compress(model, task, ck.at_most(bytes=10), **settings)
+    (tmp_path / "restarted").touch()
+    with pytest.raises(ck.ModelError, match="none of 2 candidates meets"):
+        ck.compress(model, task, ck.at_most(bytes=10), **settings)
+    assert made == [Candidate(), Candidate(macs=0.5)]
+
+
+def test_the_folder_of_another_model_is_refused(found, model, task) -> None:
+    other = networks.build(networks.WideChain)
+    with pytest.raises(ck.CheckpointError, match="belongs to the search of another model"):
+        ck.compress(other, task, ck.at_most(bytes="0.5x"), out=found.code.parent, **QUICK)
+    with pytest.raises(ck.CheckpointError, match="not empty, and not the folder of a search"):
+        ck.compress(model, task, ck.at_most(bytes="0.5x"), out=found.onnx.parent, **QUICK)
+
+
+@pytest.mark.slow
+def test_finalists_are_trained(model, task, tmp_path) -> None:
+    train = ck.Train(epochs=2, optimizer=partial(torch.optim.SGD, lr=0.01))
+    found = ck.compress(model, task, ck.at_most(macs="0.6x"), out=tmp_path / "s", train=train, **QUICK)
+    assert [type(stage).__name__ for stage in found.recipe.stages] == ["Prune", "QAT"]
+    assert found.figures.macs <= 0.6 * found.dense.macs
+    assert found.chosen.training_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 5}, r'compress\(budget\): wanted a budget such as ck.at_most\(latency="5ms"\), got 5'),
+        ({"budget": ck.at_most(drop=0.5)}, r'write drop=0.005 or drop="0.5pt" for 0.5 points'),
+        ({"trials": 0}, r"compress\(trials=...\): wanted a whole number >= 1, got 0"),
+        ({"train": 3}, r"compress\(train=...\): wanted a Train, got 3"),
+        (
+            {"train": ck.Train(epochs=1, optimizer=lambda p: torch.optim.SGD(p, lr=1))},
+            r"compress\(train=...\), optimizer: .*<lambda> of .* cannot be imported",
+        ),
+        ({"budget": ck.at_most(bytes=1000, minutes="0.000001")}, "finalists have 0 steps"),
+    ],
+)
+def test_messages(settings, message, model, task, tmp_path) -> None:
+    given = {"budget": ck.at_most(bytes=1000), "out": tmp_path / "s", **QUICK} | settings
+    budget = given.pop("budget")
+    with pytest.raises(ck.SettingError, match=message):
+        ck.compress(model, task, budget, **given)
+
+
+def test_a_metric_without_a_direction_is_refused(model, task, tmp_path) -> None:
+    unsaid = ck.Task(train=task.train, val=task.val, metric=lambda predictions, target: 1.0)
+    with pytest.raises(ck.SettingError, match="whether a larger metric is better is not said"):
+        ck.compress(model, unsaid, ck.at_most(bytes=1000), out=tmp_path / "s")
+
+
+def test_optuna_is_named_where_it_is_missing(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(ck.SettingError, match=r"pip install 'compresskit\[search\]'"):
+        import_optuna()
+
+
+def test_the_stages_of_a_candidate() -> None:
+    train = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1))
+    candidate = Candidate(blocks=1, macs=0.5, rank=0.6, bits="int4")
+    stages = candidate.stages(order=("a", "b"), samples=7, train=train)
+    assert [type(stage).__name__ for stage in stages] == ["Depth", "Prune", "LowRank", "QAT"]
+    assert stages[0].blocks == ("a",)
+    assert stages[2].finetune.steps == 6
+    assert stages[3].steps == 2
+    assert stages[3].bits == ck.quant.Bits(weights=4)
+    written = [SourceWriter().source(stage, "here") for stage in stages]
+    assert written[0] == "ck.prune.depth.Depth(blocks=('a',), repair=7)"
+    assert Candidate(bits="float").stages(order=(), samples=1, train=train) == ()
+
+
+@pytest.mark.slow
+def test_the_command_line(task, tmp_path, capsys, monkeypatch) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import compresskit as ck\nimport networks\nmodel = networks.build(networks.Chain)\ntask = networks.images_task(ck)\n"
+    )
+    quick = ["--trials", "1", "--finalists", "1", "--seconds", "0.02", "--out", str(tmp_path / "s")]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["compress", str(file), "--size", "0.9x", *quick]) == 0
+    assert "> int8" in capsys.readouterr().out
+
+
+def test_the_command_line_says_what_is_missing(tmp_path, capsys) -> None:
+    file = tmp_path / "mine.py"
+    assert main(["compress", str(file), "--drop", "nan"]) == 2
+    assert "at_most(drop=...): wanted 0.005" in capsys.readouterr().err
+    assert main(["compress", str(tmp_path / "none.py"), "--size", "1MB"]) == 2
+    file.write_text("model = 1\n")
+    assert main(["compress", str(file), "--size", "1MB"]) == 2
+    assert "defines no task" in capsys.readouterr().err
