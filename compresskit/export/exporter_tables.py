@@ -1,8 +1,8 @@
-"""torch's ONNX exporter with its tables built once in a process, instead of once in every call.
+"""torch's ONNX exporter with its tables built once in a process, instead of once in every call, and without a second trace.
 
 Every call of `torch.onnx.export` parses the source of the 500 translations of onnxscript again, and looks up every composite
-operator of torch once for each namespace. Neither depends on the model. Both are internals of torch, so a release
-that has them elsewhere is left as it is: slower, with the same result.
+operator of torch once for each namespace. Neither depends on the model. It traces every program a second time, which few need;
+see `decompositions`. All are internals of torch, so a release that has them elsewhere is left as it is: slower, same result.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from compresskit.export.decompositions import replace_or
+
 
 @contextlib.contextmanager
-def tables_built_once() -> Iterator[None]:
-    """While it lasts, `torch.onnx.export` takes its translations from memory and looks operators up once."""
+def quick_exporter() -> Iterator[None]:
+    """While it lasts, `torch.onnx.export` takes translations from memory, and traces only what it must."""
     with contextlib.ExitStack() as stack:
         if registry := _holder("torch.onnx._internal.exporter._registration.ONNXRegistry", "from_torchlib"):
             stack.enter_context(_patched(registry, "from_torchlib", staticmethod(_copier(registry.from_torchlib))))
@@ -25,6 +27,8 @@ def tables_built_once() -> Iterator[None]:
             # Of this call only: a user may define operators before the next.
             once = functools.cache(operators._materialize_cpp_cia_ops)
             stack.enter_context(_patched(operators, "_materialize_cpp_cia_ops", once))
+        if passes := _holder("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry"):
+            stack.enter_context(_patched(passes, "decompose_with_registry", replace_or(passes.decompose_with_registry)))
         yield
 
 

@@ -18,7 +18,7 @@ from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
-from compresskit.export.exporter_tables import tables_built_once
+from compresskit.export.exporter_tables import quick_exporter
 from compresskit.export.files import KEY, write_model
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
@@ -195,7 +195,7 @@ def to_program(
     ]
     inputs = [node.name for node in nodes]
     try:
-        with torch.no_grad(), tables_built_once(), warnings.catch_warnings():
+        with torch.no_grad(), quick_exporter(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter warns of its own internals
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
             logging.getLogger("onnxscript").setLevel(logging.ERROR)  # constant folding names the operators that it left

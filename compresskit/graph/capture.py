@@ -102,7 +102,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
             model, example = inputs_inside(model, example, inside)
         program, example = trace(model, example, dynamic)
         module = program.module()
-        if _mutates_a_view(module.graph):
+        if mutates_a_view(module.graph):
             # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
             module = program.run_decompositions({}).module()
         module = fx.GraphModule(module, module.graph, type(model).__name__)
@@ -327,7 +327,7 @@ def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
     return rows
 
 
-def _mutates_a_view(graph: fx.Graph) -> bool:
+def mutates_a_view(graph: fx.Graph) -> bool:
     """Whether an in-place operator writes to memory that a later operator reads under another name."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:

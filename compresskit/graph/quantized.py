@@ -18,7 +18,7 @@ class QuantizedModule(nn.Module, ABC):
     """A model whose forward pass simulates the integer arithmetic of a runtime.
 
     dynamic: which dimensions of its inputs may vary, as it was captured.
-    stores_few_bits: whether weights of fewer than 8 bits are stored packed, where the file's opset has a form for them.
+    stores_few_bits: whether weights of up to 6 bits are stored packed, where the file's opset has a form for them.
     exact: whether the exported file, as it is written, computes the same numbers; else roundings may fall to the other side.
     """
 

@@ -81,14 +81,14 @@ class Quantized(QuantizedModule):
         """Version of the ONNX operator set that its file is written in, where the user names none."""
         narrow = [bits for bits in self._weight_bits() if self.stores_few_bits]
         wide = [q.scheme.bits for q in self.activation_quantizers() if q.scheme.bits > 8]
-        narrow_opsets = (25 if bits == 2 else 21 if bits in (3, 4) else 18 for bits in narrow if bits < 7)
+        narrow_opsets = (25 if bits == 2 else 21 if bits in (3, 4) else 18 for bits in narrow if bits <= 6)
         needed = max([21] * bool(wide) + list(narrow_opsets), default=0)
         return max(self.target.opset, needed)
 
     @property
     def stores_few_bits(self) -> bool:  # type: ignore[override]  # of the base, a constant
-        """Whether weights of fewer than 8 bits are stored packed."""
-        return self.target.few_bits and min(self._weight_bits(), default=8) < 8
+        """Whether weights of up to 6 bits are stored packed."""
+        return self.target.few_bits and min(self._weight_bits(), default=8) <= 6
 
     def _weight_bits(self) -> list[int]:
         return [q.scheme.bits for q in self.quantizers() if isinstance(q, WeightQuantizer)]

@@ -69,6 +69,7 @@ class RunSettings:
         record: what recipe.json says of the recipe.
         on_step, on_epoch, on_stage: functions that are told of every step, epoch and stage.
         reused: of each step so far, whether it was read from its folder.
+        models: filled with a copy of what each stage returned, by its index, where the run has baselines; else None.
     """
 
     out: Path
@@ -83,6 +84,7 @@ class RunSettings:
     on_epoch: Sequence[OnEpoch] = ()
     on_stage: Sequence[Callable[[StageReport], Any]] = ()
     reused: list[bool] = field(default_factory=list)
+    models: dict[int, nn.Module] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,8 @@ def run_steps(run: RunSettings, steps: list[RunStep], model: nn.Module, task: Ta
         trained_on = replace(own, snapshots=taken or snapshots, progress=progress)
         model, report = run_or_read_step(run, step, index, model, Tasks(trained_on=trained_on, measured_on=task), taken)
         reports.append(report)
+        if run.models is not None:
+            run.models[len(run.models) - 1] = frozen_copy(model)
         snapshots = taken
         if task.reference is None and (step.stage is None or not step.stage.starts_from_trained):
             task = replace(task, reference=frozen_copy(model))

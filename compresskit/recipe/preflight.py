@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +16,8 @@ from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
+from compresskit.recipe.baselines import trainings_in
 from compresskit.train.objective import supervised_loss
-from compresskit.train.train import Train
 
 
 def preflight_check(
@@ -34,7 +33,8 @@ def preflight_check(
     """
     for i, stage in enumerate(stages):
         if _reads_target(stage):
-            _check_labelled(own.get(i, task), i, stage, own=i in own)
+            where = f"stage {i + 1}, {type(stage).__name__}: its loss or its criterion"
+            check_labelled(own.get(i, task), where, f"tasks[{i}]" if i in own else "its task")
     for which in ("val", "train", "calibration"):
         if which == "val" or getattr(task, which) is not None:
             _check_loader(model, task, which)
@@ -42,7 +42,7 @@ def preflight_check(
         if each.train is not None:
             _check_loader(model, each, "train", loss=_reads_target(stages[i]))
     for i, stage in enumerate(stages):
-        for training in _trainings_in(stage):
+        for training in trainings_in(stage):
             training.length(own.get(i, task))
     probe = copy_model(model).to(task.device).eval()
     for i, stage in enumerate(stages):
@@ -81,15 +81,14 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
             ) from error
 
 
-def _check_labelled(task: Task, index: int, stage: Stage, *, own: bool) -> None:
-    """Raise `DataError` where the training data of a stage whose loss reads targets have none."""
+def check_labelled(task: Task, what: str, data: str) -> None:
+    """Raise `DataError` where the training data of a task have no targets. what: reads them. data: what the task is called."""
     batch = None if task.train is None else next(iter(task.batches("train")), None)
     if batch is None or (missing := _missing_target(task, batch)) is None:
         return  # an empty loader is said elsewhere
     raise DataError(
-        f"stage {index + 1}, {type(stage).__name__}: its loss or its criterion reads targets, which the training data of"
-        f" {f'tasks[{index}]' if own else 'its task'} have not ({missing}); give labelled data, in Recipe.run(tasks=...) for this"
-        " stage alone, or what reads no targets, such as objective=imitate(teacher, task_weight=0)"
+        f"{what} reads targets, which the training data of {data} have not ({missing}); give labelled data, in"
+        " Recipe.run(tasks=...) for one stage alone, or what reads no targets, such as objective=imitate(teacher, task_weight=0)"
     )
 
 
@@ -105,13 +104,7 @@ def _missing_target(task: Task, batch: Any) -> str | None:
 def _reads_target(stage: Stage) -> bool:
     """Whether a training of a stage, or its criterion, is known to read the targets of the training data."""
     needed = needs_of(getattr(stage, "criterion", None)) - UNLABELLED_EVIDENCE
-    return bool(needed) or any(training.reads_target for training in _trainings_in(stage))
-
-
-def _trainings_in(stage: Stage) -> Iterator[Train]:
-    """The trainings of a stage: itself, and those among its settings."""
-    values: list[Any] = [vars(stage).get(field.name) for field in fields(stage)] if is_dataclass(stage) else []
-    yield from (value for value in [stage, *values] if isinstance(value, Train))
+    return bool(needed) or any(training.reads_target for training in trainings_in(stage))
 
 
 def _all_ignored(task: Task, target: Any) -> bool:

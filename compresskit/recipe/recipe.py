@@ -22,6 +22,7 @@ from compresskit.base.errors import ModelError, SettingError, StageOrderError
 from compresskit.base.files import FORMAT
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, stoppable
+from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.export.onnx import Opset, check_opset
@@ -29,10 +30,11 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
+from compresskit.recipe.baselines import baselines, with_new_weights
 from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
 from compresskit.recipe.engine import RunSettings, run_steps
 from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
-from compresskit.recipe.preflight import preflight_check
+from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
 from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.modes import remember_modes_
@@ -53,6 +55,7 @@ class Result:
         rows: one report per stage.
         out: the folder of the run.
         higher_is_better: whether a larger metric is better; None where neither the task nor the metric says so.
+        baselines: with `Recipe(baselines=True)`, a report of each baseline; their runs are in `out/baselines`.
     """
 
     model: nn.Module
@@ -60,6 +63,7 @@ class Result:
     rows: tuple[StageReport, ...]
     out: Path
     higher_is_better: bool | None = None
+    baselines: tuple[StageReport, ...] = ()
 
     @property
     def report(self) -> Path:
@@ -96,7 +100,7 @@ class Result:
         return min(measured, key=lambda pair: (pair[0], -sign * pair[1].metric))[1]
 
     def __str__(self) -> str:
-        return "\n".join([table(self.rows), *remarks(self.rows), "", f"model: {self.onnx or self.out}"])
+        return "\n".join([table([*self.rows, *self.baselines]), *remarks(self.rows), "", f"model: {self.onnx or self.out}"])
 
 
 def check_order(stages: Sequence[Stage]) -> None:
@@ -203,6 +207,8 @@ class Recipe:
         opset: version of ONNX's operators in all files, see `export_onnx`; "lowest" for the lowest that each of them needs.
         metadata: whether `out/model.onnx`, the file to hand on, holds the settings of its stage, its metric and its verification.
             The files in the folders of the stages always do.
+        baselines: whether networks of the sizes that the stages made are also trained from new weights, as long and on labels
+            alone: a student without its teacher, and for a pruned network one that was never larger. It costs their training.
         on_step, on_epoch: functions that all trainings of the run call, besides their own; see `Train`.
         on_stage: a function, or several, that is called with a `StageReport` after every stage that has run. Latencies are
             measured at the end of the run.
@@ -219,6 +225,7 @@ class Recipe:
         dynamic: Dynamic = (0,),
         opset: Opset | None = None,
         metadata: bool = True,
+        baselines: bool = False,
         on_step: Callbacks = None,
         on_epoch: Callbacks = None,
         on_stage: Callbacks = None,
@@ -239,10 +246,12 @@ class Recipe:
             raise SettingError(f"Recipe(save=...): wanted Every(seconds=...), got {save!r}")
         if not isinstance(metadata, bool):
             raise SettingError(f"Recipe(metadata=...): wanted True or False, got {metadata!r}")
+        if not isinstance(baselines, bool):
+            raise SettingError(f"Recipe(baselines=...): wanted True or False, got {baselines!r}")
         check_opset(opset, "Recipe")
         self.stages, self.seed, self.export, self.save = stages, seed, export, save
         self.dynamic, self.opset = dynamic, opset
-        self.metadata = metadata
+        self.metadata, self.baselines = metadata, baselines
         self.on_step = as_callbacks(on_step, "Recipe(on_step=...)")
         self.on_epoch = as_callbacks(on_epoch, "Recipe(on_epoch=...)")
         self.on_stage = as_callbacks(on_stage, "Recipe(on_stage=...)")
@@ -274,9 +283,14 @@ class Recipe:
         self._check_model(model)
         own = own_tasks(self.stages, task, tasks)
         preflight_check(model, task, self.stages, own)
+        if self.baselines:
+            with_new_weights(model)  # raises where it cannot
+            check_labelled(task, "Recipe(baselines=True): the training of baselines", "Task(train=...)")
+        made: dict[int, nn.Module] | None = None
         with distributed.process_group(task.device), locked(out), stoppable(out) as stop:
             model = copy_model(model).to(task.device)
             remember_modes_(model)
+            made = ({} if self._reports_start else {-1: copy_model(model)}) if self.baselines else None
             distributed.broadcast_model_(model)
             record, keys = distributed.on_rank_zero(lambda: self._record_and_keys(model, task, own))
             run = RunSettings(
@@ -291,9 +305,26 @@ class Recipe:
                 on_step=self.on_step,
                 on_epoch=self.on_epoch,
                 on_stage=self.on_stage,
+                models=made,
             )
             model, rows = run_steps(run, self._steps(keys, own), model, task)
-        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out, higher_is_better=task.prefers_higher)
+        extra = () if made is None else self._run_baselines(made, task, own, out)
+        better = task.prefers_higher
+        return Result(model=model, onnx=out / "model.onnx", rows=tuple(rows), out=out, higher_is_better=better, baselines=extra)
+
+    def _run_baselines(
+        self, made: Mapping[int, nn.Module], task: Task, own: Mapping[int, Task], out: Path
+    ) -> tuple[StageReport, ...]:
+        """Train the baselines, each as a run in `out/baselines`."""
+        rows = []
+        seed_generators_(self.seed)
+        for baseline in baselines(self.stages, made, task, own):
+            name = f"{baseline.stage + 1}-{type(self.stages[baseline.stage]).__name__.lower()}"
+            settings: dict[str, Any] = {"seed": self.seed, "dynamic": self.dynamic, "opset": self.opset, "save": self.save}
+            alone = Recipe(baseline.train, **settings, on_step=self.on_step, on_epoch=self.on_epoch)
+            row = alone.run(baseline.model, task, out / "baselines" / name).rows[0]
+            rows.append(replace(row, stage=f"{name}, alone"))
+        return tuple(rows)
 
     def plan(self, model: nn.Module, task: Task, out: str | Path, *, tasks: Sequence[Task | None] = ()) -> RunPlan:
         """Which stages `run` would reuse, resume or run in that folder, and why. Nothing is written."""
@@ -301,6 +332,10 @@ class Recipe:
         own = own_tasks(self.stages, task, tasks)
         record, keys = self._record_and_keys(model, task, own)
         return plan_run(Path(out), self._steps(keys, own), record)
+
+    @property
+    def _reports_start(self) -> bool:
+        return self.stages[0].starts_from_trained
 
     def _check_model(self, model: nn.Module) -> None:
         if is_quantized(model) and "float" in self.stages[0].needs:
@@ -328,7 +363,7 @@ class Recipe:
     def _steps(self, keys: list[StageKey], own: Mapping[int, Task]) -> list[RunStep]:
         """One step per folder of the run; step 0 is the incoming model, if the first stage starts from a trained one."""
         steps = []
-        if self.stages[0].starts_from_trained:  # the row that all others are compared with
+        if self._reports_start:  # the row that all others are compared with
             key, unknown = keys[0]
             steps.append(RunStep(name="0-start", key=f"{key}-start", stage=None, export=True, unknown=unknown))
         for i, (stage, (key, unknown)) in enumerate(zip(self.stages, keys, strict=True)):

@@ -101,9 +101,9 @@ loader = [(x, torch.arange(8) % 10) for x in batches]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x, y = loader[0]
 """
-SLOW = {"quantization"}
-#: Packages of which a page shows the use, and without which it is skipped.
+#: Packages of which a page shows the use, and without which it is skipped. The extra `dev` has none of them, so they are slow.
 NEEDS = {"loops": ["lightning", "transformers", "accelerate"], "tracking": ["tensorboard", "mlflow"]}
+SLOW = {"quantization", *NEEDS}
 
 
 def blocks(page) -> list[str]:

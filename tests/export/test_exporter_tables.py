@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.onnx._internal.exporter import _registration
 
-from compresskit.export.exporter_tables import tables_built_once
+from compresskit.export.exporter_tables import quick_exporter
 
 REGISTRY = _registration.ONNXRegistry
 
@@ -21,20 +21,20 @@ def test_translations_are_built_once_and_given_as_copies(monkeypatch) -> None:
 
     monkeypatch.setattr(REGISTRY, "from_torchlib", build)
     for _ in range(2):
-        with tables_built_once():
+        with quick_exporter():
             registry = REGISTRY().from_torchlib(opset_version=20)
             assert registry.functions == {"aten::relu": ["torch's own"]}
             registry.functions["aten::relu"].insert(0, "a user's")  # as the exporter does with a custom translation
             registry.functions["aten::gelu"] = ["a user's"]
     assert calls == [20]
-    with tables_built_once():
+    with quick_exporter():
         REGISTRY().from_torchlib(opset_version=23)
     assert calls == [20, 23]
 
 
 def test_torch_is_as_it_was_after_a_failure() -> None:
     before = vars(REGISTRY)["from_torchlib"]
-    with pytest.raises(ValueError, match="in the exporter"), tables_built_once():
+    with pytest.raises(ValueError, match="in the exporter"), quick_exporter():
         assert vars(REGISTRY)["from_torchlib"] is not before
         raise ValueError("in the exporter")
     assert vars(REGISTRY)["from_torchlib"] is before
@@ -42,5 +42,5 @@ def test_torch_is_as_it_was_after_a_failure() -> None:
 
 def test_a_release_without_these_internals_exports_as_before(monkeypatch) -> None:
     monkeypatch.delattr(REGISTRY, "from_torchlib")
-    with tables_built_once():
+    with quick_exporter():
         assert "from_torchlib" not in vars(REGISTRY)

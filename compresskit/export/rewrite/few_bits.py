@@ -2,7 +2,8 @@
 
 4 bits        int4 (opset 21), Cast to int8
 2 bits        int2 (opset 25), Cast to int8
-1, 3, 5 to 7  bit planes (opset 18), see `bit_planes.py`; 2 and 4 bits, too, where the opset has no type for them
+1, 3, 5, 6    bit planes (opset 18), see `bit_planes.py`; 2 and 4 bits, too, where the opset has no type for them
+7, 8 bits     int8
 
 A runtime computes what follows from constants once, when it loads the file, so its integer kernels of 8 bits run as before.
 Reading int4 in DequantizeLinear takes ONNX Runtime 1.31 back to a float convolution, and it does not read int2 there.
@@ -21,6 +22,7 @@ from compresskit.export.rewrite.opset import first_unknown
 
 SMALLEST_PACKED = 64  # values below which the Cast takes more bytes than packing saves
 LEAST_SAVED = 800  # bytes that the bit planes of one width must save: the operators that read them take about as many
+MOST_PACKED = 6  # bits: an eighth less is not worth a file that other tools cannot read weights from
 INT4_OPSET, INT2_OPSET = 21, 25
 
 
@@ -42,7 +44,7 @@ def pack_few_bits(model: ir.Model, opset: int) -> None:
         kind = _type_of(found.bits, opset, exactly=True)
         if kind is not None:
             _store_as(model, found, kind)
-        elif found.bits < 8:
+        elif found.bits <= MOST_PACKED:
             planes[found.bits].append(found)
     for bits, alike in sorted(planes.items()):
         kind = _type_of(bits, opset, exactly=False)

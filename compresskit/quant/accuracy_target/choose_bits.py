@@ -138,7 +138,7 @@ def _check(average: float | None, weight_bytes: int | None, weighting: str, widt
 
 def _stored_bytes(weights: int, bits: int) -> int:
     """Bytes of weights in a file, without the operators that unpack them."""
-    return math.ceil(weights * bits / 8)
+    return math.ceil(weights * (8 if bits == 7 else bits) / 8)
 
 
 def _average_costs(layers: Sequence[LayerSensitivity], weighting: Weighting) -> list[dict[int, float]]:

@@ -192,12 +192,19 @@ TARGETS = (X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO)
 
 #: Backends of PyTorch's quantization -> the target that replaces them.
 _OF_PYTORCH = {"fbgemm": "X86", "x86": "X86", "onednn": "X86", "qnnpack": "ARM", "xnnpack": "ARM", "executorch": "ARM"}
+#: Runtimes that are no target -> what they take.
+_NO_TARGETS = {
+    "coreml": "Core ML reads no ONNX file and has integer formats of its own; convert the float model with coremltools",
+    "tflite": "TFLite reads no ONNX file and quantizes (dynamic, static, QAT) in its own converter; give that the float model",
+}
 
 
 def check_target(target: object, where: str) -> None:
     """Raise SettingError for anything but a `Target`; for a backend of PyTorch by name, the message names the target."""
     if isinstance(target, Target):
         return
+    if isinstance(target, str) and (taken := _NO_TARGETS.get(target.lower().replace("_", ""))):
+        raise SettingError(f"{where}(target=...): {target!r} is no target of this library: {taken}")
     known = _OF_PYTORCH.get(target.lower()) if isinstance(target, str) else None
     known = known or next((t.name for t in TARGETS if isinstance(target, str) and t.name == target.upper()), None)
     hint = (

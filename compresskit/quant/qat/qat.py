@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
+from compresskit.base.packing import Resumable
 from compresskit.base.task import Task
 from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
@@ -37,6 +38,7 @@ from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
 from compresskit.quant.qat.oscillations import FreezeOscillating, Oscillations, damped
+from compresskit.quant.qat.progressive import ProgressiveBits, check_progressive
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
 from compresskit.train.modes import given_modes
 from compresskit.train.train import Train, fit_
@@ -150,6 +152,8 @@ class QAT(QATSettings, Train):
     target, observer, learned, offsets, bits, skip, choose, deployment, dynamic, strict, inside: as in `prepare_qat`.
     samples: how many calibration samples the ranges start from, from `Task(calibration=...)` or the training data.
     freeze: fraction of the training after which BatchNorm statistics and ranges are frozen.
+    progressive: bits of weights and activations that the training passes before the last ones, such as (8, 4), in equal parts of
+        its first half; `()` for none.
     oscillations: what is done about weights that are rounded up and down in turn; by default nothing.
     objective: what is minimised. The default is half the task's loss and half the distance to the float model's predictions.
     The other settings are those of `Train`, with a small default learning rate.
@@ -161,6 +165,7 @@ class QAT(QATSettings, Train):
     optimizer: Callable[..., torch.optim.Optimizer] = field(default=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
     samples: int = 512
     freeze: float = 0.8
+    progressive: tuple[int, ...] = ()
     oscillations: Oscillations = field(default_factory=Oscillations)
 
     def __post_init__(self) -> None:
@@ -169,6 +174,7 @@ class QAT(QATSettings, Train):
         check_samples(self.samples, "QAT")
         if not 0 <= self.freeze <= 1:
             raise SettingError(f"QAT(freeze=...): wanted a fraction of the training in [0, 1], got {self.freeze}")
+        check_progressive(self.progressive, "QAT")
         if not isinstance(self.oscillations, Oscillations):
             raise SettingError(f"QAT(oscillations=...): wanted quant.qat.Oscillations(...), got {self.oscillations!r}")
 
@@ -203,9 +209,17 @@ class QAT(QATSettings, Train):
             for freezer in freezers:
                 freezer.step_()
 
-        hooks = [freeze_late, freeze_oscillating]
+        passed = [ProgressiveBits(quantized, self.progressive)] if self.progressive else []
+
+        def change_bits(step: int, steps: int) -> None:
+            for bits in passed:
+                bits.step_(step / steps)
+
+        change_bits(0, 1)
+        hooks = [change_bits, freeze_late, freeze_oscillating]
+        resumables: list[Resumable] = [*passed, *freezers]
         with zeros_kept(whole):
-            fit_(whole, with_reference, self, objective=objective, after_step=hooks, resumables=freezers, label="QAT")
+            fit_(whole, with_reference, self, objective=objective, after_step=hooks, resumables=resumables, label="QAT")
         for freezer in freezers:
             log.info("QAT: %.1f %% of the weights oscillated and were fixed", 100 * freezer.fraction())
         quantized.convert_()

@@ -100,6 +100,11 @@ def test_a_kind_without_axis_has_one_scale_per_weight() -> None:
             "tpu",
             r"the targets are quant\.targets\.X86, quant\.targets\.X86_NO_VNNI, .* quant\.targets\.OPENVINO",
         ),
+        (
+            "CoreML",
+            "'CoreML' is no target of this library: Core ML reads no ONNX file .* convert the float model with coremltools",
+        ),
+        ("tflite", "'tflite' is no target of this library: TFLite reads no ONNX file"),
         (None, "wanted a quant.Target, got None"),
     ],
 )
