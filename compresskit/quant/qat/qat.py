@@ -18,13 +18,13 @@ from typing import ClassVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.packing import Resumable
 from compresskit.base.task import Task
 from compresskit.distill.losses import match_predictions
 from compresskit.distill.objectives.imitate import imitate
-from compresskit.graph.surgery import frozen_copy
+from compresskit.graph.surgery import frozen_copy, get_tensor
 from compresskit.quant.build import build_quantized
 from compresskit.quant.calibrated import (
     CalibratedOptions,
@@ -33,6 +33,7 @@ from compresskit.quant.calibrated import (
     check_samples,
     module_to_quantize,
 )
+from compresskit.quant.calibration.layer_outputs import integer_layers
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
@@ -117,6 +118,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
         bits=settings.bits,
         trainable=True,
     )
+    _refuse_zeros_in_one_bit(quantized, where)
     quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
@@ -124,6 +126,17 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     if not settings.learned:
         quantized.observe_(True, settings.observer or partial(MovingAverage, momentum=0.01))
     return whole.train(), quantized
+
+
+def _refuse_zeros_in_one_bit(quantized: Quantized, where: str) -> None:
+    """Raise ModelError for a layer with zeros, as pruning leaves them, whose weights are to have one bit."""
+    for layer in integer_layers(quantized):
+        zeros = int((get_tensor(quantized.body, layer.weight) == 0).sum())
+        if layer.quantizer.scheme.bits == 1 and zeros:
+            raise ModelError(
+                f"{where}: {quantized.placement.layers[layer.node.name]} has {zeros} weights that are zero, and one bit holds only"
+                " -1 and 1 times a scale; take 2 bits for it, bits={...: Bits(weights=2)}"
+            )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from functools import partial
 
 import checkout
 import networks
+import onnx
 import oracles
 import pytest
 import torch
@@ -17,8 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError, SettingError
-from compresskit.quant import X86, Scheme, prepare_qat, quantize_static
+from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.quant import X86, Bits, Scheme, prepare_qat, quantize_static
 from compresskit.quant.numerics.observers import OBSERVERS
 from compresskit.quant.numerics.quantizers import ActivationQuantizer
 from compresskit.quant.numerics.scheme import affine, fake_quantize
@@ -234,6 +235,23 @@ def test_the_default_objective_matches_the_float_model(monkeypatch) -> None:
         cross = nn.functional.cross_entropy(predictions * 1.5, y).item()
     assert losses["task"].item() == pytest.approx(0.5 * cross, rel=1e-5)
     assert losses["imitate"].item() == pytest.approx(0.5 * oracles.soft_targets(predictions * 1.5, predictions, 1.0), rel=1e-4)
+
+
+def test_one_bit_holds_no_zeros_of_pruning(tmp_path) -> None:
+    model = build(networks.WideChain)
+    kept = {"b": Bits(weights=1)}
+    path = ck.export_onnx(converted(prepare_qat(model, [image(16)], bits=kept, learned=True)), tmp_path / "m.onnx", image(4))
+    planes = [t for t in onnx.load(path).graph.initializer if t.data_type == onnx.TensorProto.UINT8 and len(t.dims) == 3]
+    assert [list(t.dims) for t in planes] == [[1, 64 * 32 * 9 // 8, 1]]  # a bit for each weight
+    with torch.no_grad():
+        model.b[0].weight[0, 0, 0] = 0
+    with pytest.raises(ModelError, match=r"prepare_qat: b.0 has 3 weights that are zero, and one bit holds only -1 and 1 times"):
+        prepare_qat(model, [image(16)], bits=kept, learned=True)
+
+
+def converted(quantized):
+    quantized.convert_()
+    return quantized.eval()
 
 
 def test_frozen_layers_stay_frozen_in_qat() -> None:
