@@ -134,8 +134,8 @@ def _refuse_zeros_in_one_bit(quantized: Quantized, where: str) -> None:
         zeros = int((get_tensor(quantized.body, layer.weight) == 0).sum())
         if layer.quantizer.scheme.bits == 1 and zeros:
             raise ModelError(
-                f"{where}: {quantized.placement.layers[layer.node.name]} has {zeros} weights that are zero, and one bit holds only"
-                " -1 and 1 times a scale; take 2 bits for it, bits={...: Bits(weights=2)}"
+                f"{where}: {quantized.placement.layers[layer.node.name]} has {zeros} weights that are zero, and one bit holds"
+                " only -1 and 1 times a scale; take 2 bits for it, bits={...: Bits(weights=2)}"
             )
 
 
