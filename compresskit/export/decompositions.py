@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from compresskit.graph.capture import mutates_a_view
 from compresskit.graph.normalize import Node, aten, functional_form, is_inplace
@@ -31,7 +32,8 @@ def replace_or(decompose: Callable[..., ExportedProgram]) -> Callable[..., Expor
 
     def decomposed(program: ExportedProgram, registry: Any) -> ExportedProgram:
         module = program.graph_module
-        if any(isinstance(child, fx.GraphModule) for child in module.children()) or mutates_a_view(module.graph):
+        nested = any(isinstance(child, fx.GraphModule) for child in module.children())
+        if nested or mutates_a_view(module.graph) or not _names_its_outputs(program):
             return decompose(program, registry)
         _make_functional(program)
         known = {found[0].fx_target for found in registry.functions.values()}
@@ -45,6 +47,13 @@ def replace_or(decompose: Callable[..., ExportedProgram]) -> Callable[..., Expor
         return program
 
     return decomposed
+
+
+def _names_its_outputs(program: ExportedProgram) -> bool:
+    """Whether the signature names the nodes that the graph returns: a pass that replaced the last one may not have told it."""
+    returned = [node.name for node in pytree.tree_leaves(program.graph.output_node().args) if isinstance(node, fx.Node)]
+    named = [spec.arg.name for spec in program.graph_signature.output_specs]
+    return set(returned) <= set(named)
 
 
 def _put_in_place(program: ExportedProgram, node: Node, by: Node) -> None:
