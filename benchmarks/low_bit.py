@@ -1,13 +1,18 @@
 """Weights of few bits after training, without labels: accuracy of the executed file, its size, and the time it took.
 
-    python benchmarks/low_bit.py --data CIFAR10 --checkpoints FOLDER
+    python benchmarks/low_bit.py --cifar CIFAR10 --checkpoints FOLDER                              ResNet-20
+    python benchmarks/low_bit.py --data FOLDER --networks face                                     the face detector
+    python benchmarks/low_bit.py ... --networks resnet56 --widths 4 3 --ways nearest learned       these rows, measured again
 
 nearest   quantize_static(bits=Bits(weights=...)), each weight to the nearest step
 learned   the same, then reconstruct_blocks_ (BRECQ with QDrop)
 tuned     the same, then imitate_float_: all layers at once, to give the float network's outputs
 mixed     bits of each layer by choose_bits, the mean as many, each weight to the nearest step; then learned, too
 
-All layers have these bits, the first and the last one too; activations have 8. Calibration: 512 training images.
+All layers have these bits, the first and the last one too; activations have 8. What is calibrated on and what is measured:
+`real_networks.py`, with its first draw. ResNets: top-1 in %; face detector: F1 in %.
+
+Writes `low_bit.json` and `low_bit.md` beside this file; what is not measured again stays.
 """
 
 from __future__ import annotations
@@ -16,84 +21,96 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from quantize_cifar import DEPTHS, MEAN, STD, X, draw, trained
-from real_networks import executed
-from torch import Tensor, nn
-from vision import CifarResNet, cifar10
+from quantize_cifar import DEPTHS
+from real_networks import Network, cifar, executed, float_run, networks
+from torch import nn
+from vision import CifarResNet
 
 import compresskit as ck
 from compresskit.quant import Bits
 
 HERE = Path(__file__).parent
 WIDTHS = (8, 4, 3, 2)
+AVERAGES = (4.0, 3.0)
+WAYS = ("nearest", "learned", "tuned", "mixed", "mixed, learned")
+Row = dict[str, Any]
 
 
-def network(name: str, checkpoints: Path) -> nn.Module:
-    """The newest safetensors of a name, or, for a file name that ends in .th, that file."""
-    if not name.endswith(".th"):
-        return trained(name, checkpoints)
+def published(name: str, checkpoints: Path) -> nn.Module:
+    """A network of the authors' file, which ends in .th."""
     saved = torch.load(checkpoints / name, map_location="cpu", weights_only=True)
     model = CifarResNet(DEPTHS[name.partition("-")[0]])
     model.load_state_dict({key.removeprefix("module."): value for key, value in saved["state_dict"].items()})
     return model.eval()
 
 
-def top1(run: Any, test: list[tuple[Tensor, Tensor]]) -> float:
-    hits = sum(int((run(x)[0].argmax(1) == labels).sum()) for x, labels in test)
-    return 100 * hits / sum(len(labels) for _, labels in test)
+def chosen(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
+    yield from networks(args)
+    for name in args.networks:
+        if name.endswith(".th"):
+            yield name, cifar(published(name, args.checkpoints), args.cifar)
 
 
-def rows_of(
-    name: str, model: nn.Module, batches: list[Tensor], test: list[tuple[Tensor, Tensor]], args: Any
-) -> list[dict[str, Any]]:
-    path, rows = Path(args.out) / "low_bit.onnx", []
+def measured(quantized: Any, network: Network, began: float, folder: Path) -> Row:
+    """What the file reaches, executed."""
+    seconds, path = time.perf_counter() - began, folder / "low_bit.onnx"
+    batches = network.draws[0]
+    ck.export_onnx(quantized, path, (batches[0][:2],))
+    ck.verify_onnx(path, quantized, [(batches[0],)])
+    row = {"quality": network.quality(executed(path)), "bytes": path.stat().st_size, "seconds": seconds}
+    return row | {"integers": ck.audit(path).integer_fraction}
 
-    def add(way: str, bits: str, quantized: Any, began: float) -> None:
-        seconds = time.perf_counter() - began
-        ck.export_onnx(quantized, path, X)
-        ck.verify_onnx(path, quantized, [(batches[0],)])
-        rows.append(
-            {"network": name, "weights": bits, "way": way, "top1": top1(executed(path), test), "bytes": path.stat().st_size}
-            | {"seconds": seconds, "integers": ck.audit(path).integer_fraction}
-        )
-        print(rows[-1], flush=True)
 
-    def learned(quantized: Any) -> Any:
+def rows_of(network: Network, args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of one network. A way goes on where the one before it ended, and its seconds are of all of them."""
+    model, batches = network.model, [(x,) for x in network.draws[0]]
+
+    def learn(quantized: Any) -> None:
         ck.quant.reconstruct_blocks_(quantized, batches, steps=args.steps, rate=args.rate)
-        return quantized
+
+    def results(bits: str, quantized: Any, began: float, ways: Sequence[tuple[str, Callable[[Any], None]]]) -> Iterator[Row]:
+        last = max((k for k, (way, _) in enumerate(ways) if way in args.ways), default=-1)
+        for way, change_ in ways[: last + 1]:
+            change_(quantized)
+            if way in args.ways:
+                yield {"weights": bits, "way": way} | measured(quantized, network, began, args.out)
 
     with torch.no_grad():
-        rows.append({"network": name, "weights": "fp32", "way": "", "top1": top1(lambda x: [model(x)], test)})
-    for width in WIDTHS:
+        yield {"weights": "fp32", "way": "", "quality": network.quality(float_run(model))}
+    for width in args.widths:
         began = time.perf_counter()
-        quantized = ck.quant.quantize_static(model, batches, bits=Bits(weights=width))
-        add("nearest", str(width), quantized, began)
-        if width < 8:
-            add("learned", str(width), learned(quantized), began)
-            ck.quant.imitate_float_(quantized, model, batches, steps=args.tuning)
-            add("tuned", str(width), quantized, began)
-    for average in (4.0, 3.0):
+        quantized = ck.quant.quantize_static(model, batches, bits=Bits(weights=width), dynamic=network.dynamic)
+        ways = [("nearest", lambda _: None), ("learned", learn)]
+        ways.append(("tuned", lambda q: ck.quant.imitate_float_(q, model, batches, steps=args.tuning)))
+        yield from results(str(width), quantized, began, ways if width < 8 else ways[:1])
+    for average in AVERAGES if any(way.startswith("mixed") for way in args.ways) else ():
         began = time.perf_counter()
         plan = ck.quant.choose_bits(model, batches, average=average)
-        quantized = ck.quant.quantize_static(model, batches, bits=plan.bits)
-        add("mixed", f"{average:g} on average", quantized, began)
-        add("mixed, learned", f"{average:g} on average", learned(quantized), began)
-    return rows
+        quantized = ck.quant.quantize_static(model, batches, bits=plan.bits, dynamic=network.dynamic)
+        yield from results(f"{average:g} on average", quantized, began, [("mixed", lambda _: None), ("mixed, learned", learn)])
+
+
+def put(rows: list[Row], new: Row) -> list[Row]:
+    """Rows with a new one in the place of the one that it measures again, in the order of the table."""
+    order = ["fp32", *map(str, WIDTHS), *(f"{average:g} on average" for average in AVERAGES)]
+    kept = [row for row in rows if (row["weights"], row["way"]) != (new["weights"], new["way"])]
+    return sorted([*kept, new], key=lambda row: (order.index(row["weights"]), ["", *WAYS].index(row["way"])))
 
 
 def table(found: dict[str, Any]) -> str:
     lines = [
-        "| network | bits of weights | way | top-1 % | file, KiB | of int8 | in integers | seconds |",
+        "| network | bits of weights | way | top-1 or F1, % | file, KiB | of int8 | in integers | seconds |",
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for name, rows in found["networks"].items():
-        whole = next(row["bytes"] for row in rows if row["weights"] == "8")
+        whole = next((row["bytes"] for row in rows if row["weights"] == "8"), float("nan"))
         for row in rows:
-            cells = [name, row["weights"], row["way"], f"{row['top1']:.2f}"]
+            cells = [name, row["weights"], row["way"], f"{row['quality']:.2f}"]
             if "bytes" in row:
                 cells += [
                     f"{row['bytes'] / 1024:.0f}",
@@ -102,33 +119,38 @@ def table(found: dict[str, Any]) -> str:
                     f"{row['seconds']:.0f}",
                 ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"10,000 test images, executed in ONNX Runtime. {found['about']}"]) + "\n"
+    lines += ["", f"Executed in ONNX Runtime; ResNets on 10,000 test images. {found['about']}"]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="CIFAR-10: train/<class>/* and test/<class>/*")
-    parser.add_argument("--checkpoints", type=Path, required=True)
-    parser.add_argument("--networks", nargs="+", default=["resnet20"], help="resnet20, resnet56, or a file such as resnet20-x.th")
+    parser.add_argument(
+        "--data", type=Path, help="networks.py with `load(name)` and photographs in images/, for the face detector"
+    )
+    parser.add_argument("--cifar", type=Path, help="CIFAR-10: train/<class>/* and test/<class>/*")
+    parser.add_argument("--checkpoints", type=Path)
+    parser.add_argument(
+        "--networks", nargs="+", default=["resnet20"], help="resnet20, resnet56, face, or a file such as resnet20-x.th"
+    )
+    parser.add_argument("--widths", nargs="*", type=int, choices=WIDTHS, default=WIDTHS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--steps", type=int, default=60, help="of reconstruct_blocks_, for each block")
     parser.add_argument("--rate", type=float, default=5e-2)
     parser.add_argument("--tuning", type=int, default=500, help="steps of imitate_float_")
-    parser.add_argument("--seed", type=int, default=0, help="of the calibration images")
-    parser.add_argument("--out", default=".", help="folder for the files that are measured")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the files that are measured")
     args = parser.parse_args()
-    data = cifar10(args.data, None)
-    images, labels = data["test"]
-    test = list(
-        zip(((images.float() / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)).split(500), labels.split(500), strict=True)
-    )
-    batches = draw(data["train"][0], args.seed)
+    path = HERE / "low_bit.json"
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-    about |= {"steps": args.steps, "rate": args.rate, "tuning": args.tuning, "seed": args.seed}
-    networks = {name: rows_of(name, network(name, args.checkpoints), batches, test, args) for name in args.networks}
-    found = {"about": about, "networks": networks}
-    (HERE / "low_bit.json").write_text(json.dumps(found, indent=1) + "\n")
-    (HERE / "low_bit.md").write_text(table(found))
-    print(table(found))
+    about |= {"steps": args.steps, "rate": args.rate, "tuning": args.tuning}
+    for name, network in chosen(args):
+        for row in rows_of(network, args):
+            found = json.loads(path.read_text()) if path.exists() else {"networks": {}}
+            found["about"] = about
+            found["networks"][name] = put(found["networks"].get(name, []), row)
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            path.with_suffix(".md").write_text(table(found))
+            print(name, row, flush=True)
 
 
 if __name__ == "__main__":

@@ -131,15 +131,20 @@ def cifar(model: nn.Module, folder: Path) -> Network:
     return Network(model, [draw(parts["train"][0], seed) for seed in range(DRAWS)], (0,), test[0][:1], test[:2], quality)
 
 
-def networks(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
-    spec = importlib.util.spec_from_file_location("deployed", args.data / "networks.py")
+def deployed(data: Path) -> Any:
+    """The module that loads the networks of a folder."""
+    spec = importlib.util.spec_from_file_location("deployed", data / "networks.py")
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{args.data}: no networks.py there")
+        raise SystemExit(f"{data}: no networks.py there")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("face", "fsrcnn_x2"):
+    return module
+
+
+def networks(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
+    for name in ("face", "fsrcnn_x2") if args.data else ():
         if name in (args.networks or [name]):
-            yield name, (face if name == "face" else super_resolution)(module.load(name), args.data)
+            yield name, (face if name == "face" else super_resolution)(deployed(args.data).load(name), args.data)
     for name in ("resnet20", "resnet56") if args.cifar and args.checkpoints else ():
         if name in (args.networks or [name]):
             yield name, cifar(trained(name, args.checkpoints), args.cifar)
