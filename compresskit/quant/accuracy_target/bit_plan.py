@@ -199,8 +199,8 @@ def best_widths(
 
 def frontier_of(layers: Sequence[LayerSensitivity], budget: BitBudget) -> tuple[tuple[float, float], ...]:
     """(cost, predicted loss) of the best choices from the cheapest to the dearest."""
-    ends = [sum(pick(cost.values()) for cost in budget.costs) for pick in (min, max)]
-    chosen = {best_widths(layers, budget, most=float(most)) for most in np.linspace(*ends, FRONTIER_POINTS)}
+    least, most = (float(sum(pick(cost.values()) for cost in budget.costs)) for pick in (min, max))
+    chosen = {best_widths(layers, budget, most=float(limit)) for limit in np.linspace(least, most, FRONTIER_POINTS)}
     return tuple(sorted((budget.of(widths), predicted_loss(layers, widths)) for widths in chosen))
 
 

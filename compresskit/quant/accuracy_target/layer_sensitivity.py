@@ -161,8 +161,9 @@ def _single_samples(batches: Sequence[tuple[Inputs, object]]) -> Iterator[tuple[
     for inputs, labels in batches:
         rows = row_count((inputs, labels))
         for row in range(rows or 0):
-            sample, label = take_rows((inputs, labels), slice(row, row + 1))
-            yield sample, label
+            sample = take_rows((inputs, labels), slice(row, row + 1))
+            assert isinstance(sample, tuple)
+            yield sample[0], sample[1]
         if rows is None:
             yield inputs, labels
 
