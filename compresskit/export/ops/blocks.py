@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 INDICES = "palette_indices"  # how the name of a buffer of indices into a palette ends
-PALETTE = "Palette"  # name of the operator that `rewrite.palettes` replaces before the file is written
+PALETTE_OPERATOR = "Palette"  # name of the operator that `rewrite.palettes` replaces before the file is written
 NARROW = "int4"  # how the name of a 4-bit buffer ends, with a `u` before it or without
 
 
@@ -178,14 +178,14 @@ def _palette_operator() -> Any:
 
     schema = defs.OpSchema
     made = schema(
-        PALETTE,
+        PALETTE_OPERATOR,
         "compresskit",
         1,
         inputs=[schema.FormalParameter(name, kind) for name, kind in (("indices", "I"), ("table", "T"), ("places", "P"))],
         outputs=[schema.FormalParameter("weight", "T")],
         type_constraints=[("I", ["tensor(int8)"], ""), ("T", ["tensor(float)"], ""), ("P", ["tensor(int32)"], "")],
     )
-    return values.Op(values.Opset("compresskit", 1), PALETTE, made)
+    return values.Op(values.Opset("compresskit", 1), PALETTE_OPERATOR, made)
 
 
 def _runtime_operator(name: str, inputs: tuple[str, ...], sizes: tuple[str, ...]) -> Any:

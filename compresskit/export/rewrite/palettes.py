@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compresskit.export.ops.blocks import INDICES, PALETTE
+from compresskit.export.ops.blocks import INDICES, PALETTE_OPERATOR
 from compresskit.export.ops.translations import DOMAIN
 from compresskit.export.rewrite.common import replace
 
@@ -17,7 +17,7 @@ from compresskit.export.rewrite.common import replace
 def write_palettes(model: ir.Model) -> None:
     """Replace every palette of a graph with standard operators, in place."""
     taken: set[str] = set()
-    for node in [n for n in model.graph if n.domain == DOMAIN and n.op_type == PALETTE]:
+    for node in [n for n in model.graph if n.domain == DOMAIN and n.op_type == PALETTE_OPERATOR]:
         indices, table, places = node.inputs
         cast = ir.Node("", "Cast", [indices], {"to": ir.AttrInt64("to", ir.DataType.INT32.value)})
         where = ir.Node("", "Add", [cast.outputs[0], places])

@@ -72,8 +72,7 @@ def quantize_weights(
         batches: an iterable of inputs (tensors, tuples or dicts), or one batch. The first captures the model. A rounding or
             scaling that uses calibration data reads all of them (a hundred samples will do), keeps them in memory, and runs them
             once for each weight; otherwise only the first is read.
-        scheme: number format of linear layers and of products by a constant: a `BlockScheme`, or a `weight_only.Palette`, whose
-            centroids k-means finds, without data; then `rounding` and `awq` stay as they are.
+        scheme: number format of linear layers and of products by a constant: a `BlockScheme`, or a `weight_only.Palette`.
         rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches.
         awq: scale the inputs of layers so that those with large activations get finer weights (2306.00978). The factors are
             folded into the preceding operator where that is possible, and else multiplied in at run time where that lowers the
