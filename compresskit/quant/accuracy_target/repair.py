@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Unpack
 from torch import nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches, calibration_inputs, in_chunks
+from compresskit.base.inputs import Batches, calibration_inputs
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, batch_size
@@ -31,6 +31,7 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.calibration.diagnose import Finding, diagnose
+from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.ranges import set_range_
 from compresskit.quant.effort.samples import halves, joined_samples
 from compresskit.quant.effort.trials import PROBE_SAMPLES, RECONSTRUCTION_ROWS, STRENGTHS, TUNING_ROWS, Trials

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches, first_and_all, shuffled_parts
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
 from compresskit.graph.interpreter import Compute, ValueOf, execute
@@ -32,6 +32,7 @@ from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.calibration.blocks import GraphBlock, find_graph_blocks, given_nodes
 from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.paired_run import Pair
+from compresskit.quant.calibration.rows import shuffled_parts
 from compresskit.quant.calibration.soft_rounding import SoftRounding, fit_scale_
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.quantizers import LEAST_SCALE, ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer

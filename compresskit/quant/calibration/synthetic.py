@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError, ModelError, SettingError
-from compresskit.base.inputs import AnyInputs, Batches, as_inputs, first_and_all, row_count, take_rows
+from compresskit.base.inputs import AnyInputs, Batches, as_inputs, first_and_all
 from compresskit.base.progress import announce, log, progress_bar
 from compresskit.base.task import Inputs, call, call_checked
 from compresskit.graph.surgery import mode
 from compresskit.quant.calibration.diagnose import diagnose
+from compresskit.quant.calibration.rows import row_count, take_rows
 from compresskit.quant.model import Quantized
 
 FIRST_SCALES = (1.0, 0.01, 0.1, 10.0, 100.0)  # standard deviations of the inputs that the synthesis may start from
@@ -87,8 +88,8 @@ def _check_float(example: Inputs) -> None:
     wrong = [str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for v in leaves]
     if not leaves or not all(isinstance(v, Tensor) and v.is_floating_point() for v in leaves):
         raise DataError(
-            f"synthesize: wanted inputs that are floating point tensors, got {wrong}: others have no gradient; calibrate with real"
-            " inputs"
+            f"synthesize: wanted inputs that are floating point tensors, got {wrong}, which have no gradient; calibrate with"
+            " real inputs"
         )
     if row_count(example) is None:
         raise DataError(f"synthesize: wanted tensors with one row for each sample, got shapes {[tuple(v.shape) for v in leaves]}")
@@ -196,8 +197,8 @@ def _readings(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 class CalibrationComparison:
     """What `compare_calibration` found; prints as a line.
 
-    real, synthetic: SQNR of the outputs, in dB, of the model calibrated by real and by synthetic inputs. samples: real inputs that
-    both were measured on, and that calibrated neither.
+    real, synthetic: SQNR of the outputs, in dB, of the model calibrated by real and by synthetic inputs.
+    samples: real inputs that both were measured on, and that calibrated neither.
     """
 
     real: float

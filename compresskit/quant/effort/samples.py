@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.inputs import in_chunks, row_count, take_rows
 from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs, batch_size, call, shapes_of
 from compresskit.graph.surgery import mode
 from compresskit.metrics import decibels
+from compresskit.quant.calibration.rows import in_chunks, row_count, take_rows
 
 LEAST_SAMPLES = 8  # of each half
 

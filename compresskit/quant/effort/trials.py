@@ -12,11 +12,11 @@ from typing import Protocol
 
 from torch import nn
 
-from compresskit.base.inputs import in_chunks
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import Captured
 from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 from compresskit.quant.calibration.rounding_noise import rounding_noise
+from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.balance import balance_channels_
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.float_layers import choose_float_layers

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
-from compresskit.base.inputs import Batches, first_and_all, row_count, take_rows
+from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
+from compresskit.quant.calibration.rows import row_count, take_rows
 from compresskit.quant.effort.samples import OutputError, float_leaves
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_

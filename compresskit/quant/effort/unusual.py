@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from compresskit.base.inputs import row_count, take_rows
 from compresskit.base.task import Inputs, call
 from compresskit.graph.surgery import mode
+from compresskit.quant.calibration.rows import row_count, take_rows
 from compresskit.quant.model import Quantized
 
 UNUSUAL = 4.0  # times that a sample's largest value is larger than that of the middle sample
