@@ -41,8 +41,9 @@ def synthesize(
     """Make inputs for calibration without data, from the running statistics of the BatchNorm layers (ZeroQ, 2001.00281).
 
     Normally distributed inputs are changed by Adam until the mean and the standard deviation of each channel that a BatchNorm
-    layer reads are those that it kept from training. The distances of all layers count alike, relative to the kept standard
-    deviation of the channel. The inputs look like noise; what they share with real ones are the ranges inside the network.
+    layer reads are those that it kept from training. All layers count alike, differences of means in kept standard deviations,
+    those of standard deviations by their logarithm. The inputs look like noise; what they share with real ones are the ranges
+    inside the network.
 
     Args:
         model: a trained float module with BatchNorm; it is not changed, and runs in eval mode.
@@ -181,9 +182,8 @@ def _readings(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         mean, variance = kept["running_mean"].float(), kept["running_var"].float()
         others = [d for d in range(x.ndim) if d != 1]
         least = LEAST_VARIANCE * variance.mean() + 1e-12
-        wanted = variance.clamp(min=least)
-        deviation = (x.var(others, correction=0) + least).sqrt() / (variance + least).sqrt()
-        found.append(((x.mean(others) - mean).square() / wanted + (deviation - 1).square()).mean())
+        deviations = ((x.var(others, correction=0) + least).log() - (variance + least).log()) / 2
+        found.append(((x.mean(others) - mean).square() / (variance + least) + deviations.square()).mean())
 
     handles = [module.register_forward_pre_hook(read) for module in norms]
     try:
