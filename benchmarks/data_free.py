@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from quantize_cifar import trained
 from real_networks import cifar, decibels, executed
+from torch import Tensor
 
 import compresskit as ck
 from compresskit.quant import Bits, quantize_static
@@ -56,7 +57,8 @@ def main() -> None:
     made = synthesize(model, network.example, samples=args.samples, steps=args.steps)
     seconds = time.perf_counter() - began
     noise = torch.randn(512, *network.example.shape[1:], generator=torch.Generator().manual_seed(0))
-    calibrations = {"real images": network.draws[0], "synthetic inputs": [x for (x,) in made], "noise": list(noise.split(64))}
+    calibrations: dict[str, list[Tensor]] = {"real images": network.draws[0], "noise": list(noise.split(64))}
+    calibrations["synthetic inputs"] = [inputs[0] for inputs in made if isinstance(inputs, tuple)]
     rows = []
     with torch.no_grad():
         whole = network.quality(lambda x: [model(x)])
