@@ -38,11 +38,7 @@ class ScalingLink:
 
 def links_of(module: fx.GraphModule) -> list[ScalingLink]:
     """All values of a captured graph whose readers are all matrix products by a constant, in the order of the graph."""
-    reads: dict[str, int] = {}
-    for node in module.graph.nodes:
-        if (name := parameter_name(node)) is not None:
-            reads[name] = reads.get(name, 0) + len(node.users)
-    links: dict[Node, ScalingLink] = {}
+    reads, links = _parameter_reads(module), dict[Node, ScalingLink]()
     for node in module.graph.nodes:
         if (weight_of(node)) is None:
             continue
@@ -53,6 +49,25 @@ def links_of(module: fx.GraphModule) -> list[ScalingLink]:
         if len(weights) == len(readers) and all(reads[name] == 1 for name, _ in weights):
             links[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads))
     return list(links.values())
+
+
+def why_no_link(module: fx.GraphModule, base: Node) -> str:
+    """Why a factor for each channel cannot be moved from a value into the weights that read it."""
+    reads, readers = _parameter_reads(module), _readers(base)
+    if readers is None:
+        return "other operators than products by a weight read it, too"
+    if shared := [w[0] for reader in readers if (w := weight_of(reader)) is not None and reads[w[0]] != 1]:
+        return f"the weight {shared[0]} is used elsewhere, too"
+    return "it has no weight and bias that are its own"
+
+
+def _parameter_reads(module: fx.GraphModule) -> dict[str, int]:
+    """How many operators read each parameter."""
+    reads: dict[str, int] = {}
+    for node in module.graph.nodes:
+        if (name := parameter_name(node)) is not None:
+            reads[name] = reads.get(name, 0) + len(node.users)
+    return reads
 
 
 def weight_of(node: Node) -> tuple[str, int] | None:
