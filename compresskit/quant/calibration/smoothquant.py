@@ -32,7 +32,7 @@ from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
 from compresskit.quant.passes.attention import attended
 from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links_of, why_no_link
 
-_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+_CHANNEL_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 SAMPLE_POSITIONS = 1024  # of each value, on which factors and shifts are tried
 
 
@@ -167,8 +167,8 @@ def even_norms_(captured: Captured, data: Sequence[Inputs], strength: float) -> 
 
 def norms_of(module: fx.GraphModule) -> tuple[list[ScalingLink], dict[str, str]]:
     """The norms whose channels `even_norms_` evens out, and the reason why for the dotted name of every other one."""
-    links = {link.base: link for link in links_of(module) if link.base.target in _NORMS and link.makers}
-    norms = [node for node in module.graph.nodes if node.target in _NORMS]
+    links = {link.base: link for link in links_of(module) if link.base.target in _CHANNEL_NORMS and link.makers}
+    norms = [node for node in module.graph.nodes if node.target in _CHANNEL_NORMS]
     return list(links.values()), {module_path(node): why_no_link(module, node) for node in norms if node not in links}
 
 

@@ -19,6 +19,9 @@ from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, PRODUCTS
 from compresskit.quant.numerics.scheme import channelwise
 
+#: Operators that may keep the last dimension as it is; `_keeps_channels` says whether one does.
+_MOVING = LAYOUT_OPERATORS | {aten.roll.default, aten.pad.default}
+
 
 @dataclass(frozen=True)
 class ScalingLink:
@@ -84,7 +87,7 @@ def weight_of(node: Node) -> tuple[str, int] | None:
 
 def base_of(value: Node) -> Node:
     """The node that computes the channels of a value, before all operators that keep the last dimension."""
-    while value.target in LAYOUT_OPERATORS and _keeps_channels(value):
+    while value.target in _MOVING and _keeps_channels(value):
         value = value.args[0]
     return value
 
@@ -102,6 +105,10 @@ def _keeps_channels(node: Node) -> bool:
         return (node.args[1] if len(node.args) > 1 else 0) % before.ndim != last
     if node.target is aten.unsqueeze.default:
         return node.args[1] % after.ndim != after.ndim - 1
+    if node.target is aten.roll.default:
+        return len(node.args) > 2 and last not in {d % before.ndim for d in node.args[2]}
+    if node.target is aten.pad.default:
+        return not any(node.args[1])  # padding of no values, as windows of a fitting size have it
     return True
 
 
@@ -113,7 +120,7 @@ def _readers(base: Node) -> list[Node] | None:
         for user in value.users:
             if weight_of(user) is not None and user.args[PRODUCTS[user.target][0]] is value:
                 readers.append(user)
-            elif user.target in LAYOUT_OPERATORS and _keeps_channels(user) and user.args[0] is value:
+            elif user.target in _MOVING and _keeps_channels(user) and user.args[0] is value:
                 pending.append(user)
             else:
                 return None

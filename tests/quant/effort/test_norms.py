@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import oracles
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from torch import nn
 import compresskit as ck
 from compresskit.graph.capture import capture
 from compresskit.graph.surgery import copy_model
-from compresskit.quant import Bits, quantize_static, repair
+from compresskit.quant import X86, Bits, quantize_static, repair
+from compresskit.quant.build import build_quantized
 from compresskit.quant.calibration.smoothquant import even_norms_, norms_of
+from compresskit.quant.numerics.observers import MinMax
 
 
 class Attention(nn.Module):
@@ -144,3 +147,68 @@ def test_smoothing_looks_at_the_bits_of_the_weights() -> None:
             got = quantize_static(model, [x], smooth=smooth, bits=Bits(weights=3))(*x)
             lost[smooth] = float((got - wanted).square().sum() / wanted.square().sum())
     assert lost[True] < lost[False]
+
+
+@pytest.mark.parametrize(("padding", "norms"), [([0, 0, 0, 0], 1), ([0, 0, 0, 1], 0)])
+def test_tokens_may_be_rolled_but_not_padded(padding, norms) -> None:
+    """Windows of attention roll tokens; a token of zeros that is added would not be shifted with the others."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.layer(nn.functional.pad(self.norm(x), padding).roll(2, 1).flatten(0, 1))
+
+    model, x = Windows().eval(), torch.randn(3, 5, 8) * torch.logspace(-1, 1, 8)
+    captured = capture(copy_model(model), (x,))
+    assert even_norms_(captured, [(x,)], 1.0) == norms
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(x), model(x))
+
+
+READ_ELSEWHERE = "other operators than products by a weight read it, too"
+
+
+def published(name: str) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    small = {"depths": (2, 1), "img_size": 64, "window_size": 4} if "swin" in name else {"depth": 2, "img_size": 64}
+    model = timm.create_model(name, pretrained=False, num_classes=10, **small).eval()
+    with torch.no_grad():
+        for block in model.modules():
+            if not hasattr(block, "norm1"):
+                continue
+            for norm, reader in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):
+                factor = torch.logspace(-1, 1.2, norm.weight.numel())[torch.randperm(norm.weight.numel())]
+                shift = torch.zeros_like(factor)
+                shift[:4] = 5 * factor[:4]
+                norm.weight.mul_(factor)
+                norm.bias.copy_(norm.bias * factor + shift)
+                reader.weight.div_(factor)
+                reader.bias.sub_(reader.weight @ shift)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "norms", "others"),
+    [
+        ("vit_tiny_patch16_224", 5, {}),
+        ("deit_tiny_patch16_224", 5, {}),
+        ("swin_tiny_patch4_window7_224", 7, dict.fromkeys(("patch_embed.norm", "norm"), READ_ELSEWHERE)),
+    ],
+)
+def test_published_networks_lose_less_with_even_norms(name, norms, others) -> None:
+    model, x = published(name), (torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(3)),)
+    found, left = norms_of(capture(copy_model(model), x).module)
+    with torch.no_grad():
+        wanted, quality = model(*x), {}
+        for even in (False, True):
+            adjust = (lambda captured: even_norms_(captured, [x], 1.0)) if even else None
+            quantized = build_quantized(model, x, X86, MinMax, adjust=adjust).eval()
+            quantized.calibrate_([x])
+            quality[even] = float(oracles.sqnr(wanted, quantized(*x)))
+    assert quality[True] > quality[False] + 6
+    assert (len(found), left) == (norms, others)
