@@ -239,7 +239,7 @@ def few_bits() -> str:
 
 ResNets: top-1 in % on 10,000 test pictures of CIFAR-10, one draw of 512 calibration pictures without labels; face detector: F1 in % of
 confident cells against those of the float network. Executed in ONNX Runtime. *nearest* is `quantize_static(bits=)`, *learned* is `reconstruct_blocks_` after it, *tuned* `imitate_float_` after that;
-"on average" are bits by layer of `choose_bits`. Activations have 8 bits. {source("low_bit")}
+"on average" are bits by layer of `choose_bits(check=False)`. Activations have 8 bits. {source("low_bit")}
 
 {table(("network", "fp32", "bits of weights", "nearest", "learned", "tuned", "file / int8 file"), rows)}
 """
