@@ -3,7 +3,7 @@
     python benchmarks/palettes.py --data CIFAR10 --checkpoints FOLDER
 
 uniform    quantize_weights, one scale for each output channel, symmetric; 3 bits are stored in 4
-palette    the same with Palette(bits=...): one for each weight, or for each 16 output channels
+palette    the same with Palette(bits=...), one for each weight
 
 Every weight of ResNet-20 has these bits, first and last layer too; activations and products stay float, and nothing is trained
 or calibrated. Load: until the file is ready to run. Latency: one thread, batch 1, all files in turn.
@@ -38,11 +38,8 @@ HERE = Path(__file__).parent
 SCHEMES: dict[str, BlockScheme | Palette] = {
     "uniform, 4 bits": BlockScheme(bits=4, block_size=None),
     "palette, 4 bits": Palette(bits=4),
-    "palette for 16 channels, 4 bits": Palette(bits=4, group_size=16),
     "uniform, 3 bits": BlockScheme(bits=3, block_size=None),
     "palette, 3 bits": Palette(bits=3),
-    "palette for 16 channels, 3 bits": Palette(bits=3, group_size=16),
-    "palette, 2 bits": Palette(bits=2),
 }
 
 
