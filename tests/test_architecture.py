@@ -23,7 +23,7 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 LAYERS = [
     {"base"},
     {"graph"},
-    {"mixed", "measure", "metrics"},
+    {"mixed", "measure", "metrics", "charts"},
     {"train"},
     {"export"},
     {"distill"},

@@ -101,6 +101,7 @@ def check_opset(opset: Opset | None, where: str) -> None:
 def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynamic: Dynamic, metadata: Mapping[str, str]) -> Any:
     """The onnx-ir model in an opset; see `export_onnx`."""
     # They load onnx_ir, which only exporting needs.
+    from compresskit.export.ops.blocks import INDICES
     from compresskit.export.rewrite.compact import compact_
     from compresskit.export.rewrite.few_bits import pack_few_bits, raise_opset_
     from compresskit.export.rewrite.opset import check_lowered, first_unknown, lower_opset_, lowest_opset
@@ -108,8 +109,8 @@ def _file_in_opset(model: nn.Module, example: Inputs, opset: Opset | None, dynam
     def written(version: int, *, pack: bool = True) -> Any:
         exported = min(max(version, EXPORTED), EXPORTED_LAST)
         file = _optimized_file(to_program(model, example, opset=exported, dynamic=dynamic).model, model, dynamic, metadata)
-        if pack and any(part.stores_few_bits for part in quantized_parts(model).values()):
-            pack_few_bits(file, version)
+        if pack and (parts := quantized_parts(model).values()):
+            pack_few_bits(file, version, ending="" if any(part.stores_few_bits for part in parts) else INDICES)
         if version > exported:
             raise_opset_(file, version)
         return file
@@ -188,7 +189,8 @@ def to_program(
         module.eval()
         program, example = trace(module, example, dynamic)
         refuse_weights_of_samples(program.graph)
-    from compresskit.export.rewrite.recurrent import write_recurrent  # loads onnx_ir, which only exporting needs
+    from compresskit.export.rewrite.palettes import write_palettes  # these load onnx_ir, which only exporting needs
+    from compresskit.export.rewrite.recurrent import write_recurrent
 
     nodes = [
         node for node in program.graph.nodes if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
@@ -211,6 +213,7 @@ def to_program(
     except Exception as error:
         raise ExportError(f"the ONNX exporter failed: {_cause(error)}") from error
     assert result is not None
+    write_palettes(result.model)
     write_recurrent(result.model)
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -22,6 +23,15 @@ def soft_targets(student, teacher, temperature):
             log_q = s - max(s_row) - math.log(s_sum)
             total += math.exp(log_p) * (log_p - log_q)
     return temperature**2 * total / len(student)
+
+
+def clusters(values, count):
+    """Least sum of squared distances of numbers to the means of `count` runs of them, of all ways to cut the sorted numbers."""
+    values, least = sorted(map(float, values)), math.inf
+    for cuts in itertools.combinations(range(1, len(values)), count - 1):
+        runs = [values[a:b] for a, b in itertools.pairwise([0, *cuts, len(values)])]
+        least = min(least, math.fsum((v - math.fsum(run) / len(run)) ** 2 for run in runs for v in run))
+    return least
 
 
 def quantize(x, scale, zero_point, low, high):

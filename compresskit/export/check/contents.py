@@ -155,7 +155,10 @@ class _Reader:
         self.stored: Counter[str] = Counter()
         self._collect(proto.graph)
         self.sources = {name: node for node in self.nodes if node.op_type in PASSED_ON for name in node.output}
+        self.decoding: set[str] = set()
         self._find_planes()
+        self.palettes: dict[str, tuple[str, ...]] = {}
+        self._find_palettes()
         self.counted: set[str] = set()
 
     def _collect(self, graph: Any) -> None:
@@ -183,7 +186,10 @@ class _Reader:
         return -(-prod(tensor.dims) * bits // 8)
 
     def _find_planes(self) -> None:
-        """Enter the tensors that are stored as bit planes as if each were stored by itself."""
+        """Enter the tensors that are stored as bit planes as if each were stored by itself.
+
+        `decoding`: names of what the operators compute that decode stored tensors, and are no layers.
+        """
         makers = {name: node for node in self.nodes if node.op_type in PLANE_OPERATORS for name in node.output}
         for name, node in list(makers.items()):
             shape = self.tensors.get(node.input[1]) if node.op_type == "Reshape" and len(node.input) > 1 else None
@@ -198,11 +204,29 @@ class _Reader:
             dims = [int(n) for n in self._numbers(node.input[1])]
             if shifts and planes is not None and len(planes.dims) == 3 and -1 not in dims:
                 self.tensors[name] = SimpleNamespace(dims=dims, data_type=f"INT{planes.dims[0]}")
+                self.decoding |= seen
+
+    def _find_palettes(self) -> None:
+        """Enter the weights that a Gather makes of stored indices and centroids as if each were stored by itself.
+
+        `palettes`: name of such a weight -> its centroids, and the places of the channels in them.
+        """
+        makers = {name: node for node in self.nodes for name in node.output}
+        for node in [n for n in self.nodes if n.op_type == "Gather"]:
+            added = makers.get(node.input[1])
+            if added is None or added.op_type != "Add" or node.input[0] not in self.tensors or len(added.input) != 2:
+                continue
+            indices = self._behind(added.input[0])[-1]
+            if indices in self.tensors and added.input[1] in self.tensors:
+                kind = f"{self._kind(indices)} PALETTE"
+                self.tensors[node.output[0]] = SimpleNamespace(dims=self.tensors[indices].dims, data_type=kind)
+                self.palettes[node.output[0]] = (node.input[0], added.input[1])
+                self.decoding |= {node.output[0], added.output[0]}
 
     def layers(self) -> Iterator[StoredLayer]:
         """The operators that take a stored weight, in the order of the file."""
         for node in self.nodes:
-            if node.op_type in PASSED_ON or node.op_type == "Constant":
+            if node.op_type in PASSED_ON or node.op_type == "Constant" or node.output[0] in self.decoding:
                 continue
             found = [self._behind(name) for name in node.input if name]
             weights = [chain[-1] for chain in found if chain[-1] in self.tensors]
@@ -244,6 +268,7 @@ class _Reader:
         """The stored tensors of a chain that ends in one: it, and the scales and zero points on the way."""
         if chain[-1] in self.tensors:
             yield chain[-1]
+            yield from self.palettes.get(chain[-1], ())
             for name in chain[:-1]:
                 yield from (extra for extra in self.sources[name].input[1:] if extra in self.tensors)
 

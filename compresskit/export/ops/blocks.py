@@ -1,6 +1,7 @@
 """Torch operators for block-wise quantized weights, their translation to ONNX, and the packing of 4-bit integers.
 
 dequantize_blocks   DequantizeLinear with a block size (opset 21)
+look_up             Gather of centroids (palettes); `rewrite.palettes` writes it
 gather_rows         Gather of integers and of their scales, then DequantizeLinear: only the selected rows are dequantized
 matmul_nbits        com.microsoft MatMulNBits     gather_nbits     com.microsoft GatherBlockQuantized
 
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+INDICES = "palette_indices"  # how the name of a buffer of indices into a palette ends
+PALETTE_OPERATOR = "Palette"  # name of the operator that `rewrite.palettes` replaces before the file is written
 NARROW = "int4"  # how the name of a 4-bit buffer ends, with a `u` before it or without
 
 
@@ -38,6 +41,17 @@ def dequantize_blocks(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis:
 @dequantize_blocks.register_fake
 def _dequantize_blocks_shape(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
+
+
+@torch.library.custom_op("compresskit::look_up", mutates_args=())
+def look_up(indices: Tensor, table: Tensor, places: Tensor) -> Tensor:
+    """Entries table[indices + places], fp32 in the shape of `indices` (int8); see `PaletteQuantizer.stored`."""
+    return table[indices.to(torch.int32) + places]
+
+
+@look_up.register_fake
+def _look_up_shape(indices: Tensor, table: Tensor, places: Tensor) -> Tensor:
+    return torch.empty_like(indices, dtype=torch.float32)
 
 
 @torch.library.custom_op("compresskit::gather_rows", mutates_args=())
@@ -126,6 +140,11 @@ def block_translations() -> dict[Any, Any]:
         "GatherBlockQuantized", ("data", "indices", "scales"), ("gather_axis", "quantize_axis", "bits", "block_size")
     )
 
+    palette = _palette_operator()
+
+    def look_up_centroids(indices, table, places):  # type: ignore[no-untyped-def]
+        return palette(indices, table, places)
+
     def dequantize(q, scale, zero_point, axis: int, block: int):  # type: ignore[no-untyped-def]
         return op.DequantizeLinear(q, scale, zero_point, axis=axis, block_size=block)
 
@@ -144,11 +163,29 @@ def block_translations() -> dict[Any, Any]:
 
     table = torch.ops.compresskit
     return {
+        table.look_up.default: look_up_centroids,
         table.dequantize_blocks.default: dequantize,
         table.gather_rows.default: gather,
         table.matmul_nbits.default: matmul,
         table.gather_nbits.default: gather_packed,
     }
+
+
+def _palette_operator() -> Any:
+    """Our operator for a palette, until `rewrite.palettes`: the exporter would compute a Gather of constants."""
+    from onnx import defs
+    from onnxscript import values
+
+    schema = defs.OpSchema
+    made = schema(
+        PALETTE_OPERATOR,
+        "compresskit",
+        1,
+        inputs=[schema.FormalParameter(name, kind) for name, kind in (("indices", "I"), ("table", "T"), ("places", "P"))],
+        outputs=[schema.FormalParameter("weight", "T")],
+        type_constraints=[("I", ["tensor(int8)"], ""), ("T", ["tensor(float)"], ""), ("P", ["tensor(int32)"], "")],
+    )
+    return values.Op(values.Opset("compresskit", 1), PALETTE_OPERATOR, made)
 
 
 def _runtime_operator(name: str, inputs: tuple[str, ...], sizes: tuple[str, ...]) -> Any:

@@ -33,10 +33,10 @@ def knows_int2() -> bool:
     return hasattr(TensorProto, "INT2") and hasattr(ir.DataType, "INT2") and hasattr(ml_dtypes, "int2")
 
 
-def pack_few_bits(model: ir.Model, opset: int) -> None:
-    """Store int8 initializers in the narrowest form of an opset that holds their values."""
+def pack_few_bits(model: ir.Model, opset: int, *, ending: str = "") -> None:
+    """Store int8 initializers whose names end in `ending` in the narrowest form of an opset that holds their values."""
     planes: dict[int, list[Packed]] = defaultdict(list)
-    for value in list(model.graph.initializers.values()):
+    for value in [v for name, v in model.graph.initializers.items() if name.endswith(ending)]:
         tensor = value.const_value
         if tensor is None or tensor.dtype is not ir.DataType.INT8 or tensor.size < SMALLEST_PACKED or value.is_graph_output():
             continue

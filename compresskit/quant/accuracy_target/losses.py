@@ -23,11 +23,11 @@ class MetricLoss:
     name: what is measured. samples: on how many. best: of the float model. whole: puts a quantized part into the whole model.
     """
 
-    def __init__(self, model: nn.Module, task: Task, whole: Callable[[Quantized], nn.Module]) -> None:
-        """Measure the float model. Raises SettingError where nothing says whether more of the metric is better."""
+    def __init__(self, model: nn.Module, task: Task, whole: Callable[[Quantized], nn.Module], *, where: str = "repair") -> None:
+        """Measure the float model. Raises SettingError, which begins with `where`, where nothing says which metric is better."""
         if task.prefers_higher is None:
             raise SettingError(
-                f"repair(task=...): whether more of {task.metric_name} is better is not said; pass Task(higher_is_better=...)"
+                f"{where}(task=...): whether more of {task.metric_name} is better is not said; pass Task(higher_is_better=...)"
             )
         self.task, self.whole, self.name = task, whole, task.metric_name
         self.sign = 1 if task.prefers_higher else -1
@@ -52,12 +52,12 @@ class OutputLoss:
     name: what is measured. samples: on how many.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Inputs]) -> None:
-        """Run the float model. Raises ModelError where it has no output in floating point."""
+    def __init__(self, model: nn.Module, batches: Sequence[Inputs], *, where: str = "repair") -> None:
+        """Run the float model. Raises ModelError, which begins with `where`, where it has no output in floating point."""
         self.batches, self.samples = list(batches), sum(map(batch_size, batches))
         self.wanted = [self._outputs(model, inputs) for inputs in self.batches]
         if not self.wanted[0]:
-            raise ModelError(f"repair: {type(model).__name__} has no floating point output to compare; pass task=")
+            raise ModelError(f"{where}: {type(model).__name__} has no floating point output to compare; pass task=")
         first = self.wanted[0][0]
         self.classes = len(self.wanted[0]) == 1 and first.ndim == 2 and first.shape[1] > 1
         self.name = "outputs, of classes" if self.classes else "outputs"

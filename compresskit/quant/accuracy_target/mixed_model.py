@@ -29,7 +29,7 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.channel_scaling import weight_of
 from compresskit.quant.passes.prepare_graph import prepare_graph
 from compresskit.quant.weight_only.storage import MATMUL_NBITS_INT8, ROW_BLOCK, deploy_weights, insert_input_quantizers_
-from compresskit.quant.weight_only.weight_model import block_quantizers, insert_block_quantizers_
+from compresskit.quant.weight_only.weight_model import block_quantizers, insert_matrix_quantizers_
 from compresskit.quant.weight_only.weight_plan import weights_of
 
 
@@ -160,7 +160,7 @@ def build_mixed(
         weight = weight_of(nodes[name])
         if precision.scheme is not None and weight is not None:
             schemes[weight[0]] = precision.scheme
-    insert_block_quantizers_(body, [w for w in weights_of(body) if w.name in schemes], schemes)
+    insert_matrix_quantizers_(body, [w for w in weights_of(body) if w.name in schemes], schemes)
     mixed = MixedQuantized(captured, target, placement, origin)
     with torch.no_grad():
         for name, quantizer in block_quantizers(body).items():

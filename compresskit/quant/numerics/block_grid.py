@@ -7,6 +7,7 @@ whose length is no multiple of the block size ends in a shorter block, which is 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -105,7 +106,33 @@ def round_to_nearest(matrix: WeightMatrix) -> tuple[Tensor, Tensor, Tensor]:
     return on_grid(matrix.weight, scale, zero_point, matrix.scheme), scale, zero_point
 
 
-class BlockQuantizer(Quantizer):
+class MatrixQuantizer(Quantizer, ABC):
+    """Base of the quantizers of weights as matrices of rows, (channels, inputs).
+
+    scheme: number format of the weight. shape: of the weight.
+    axis: the dimension of the weight that holds the inputs; a convolution has all but the first.
+    """
+
+    scheme: Any
+
+    def __init__(self, shape: tuple[int, ...], axis: int) -> None:
+        super().__init__()
+        self.shape, self.axis = shape, axis
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """The weight as rows, (channels, inputs)."""
+        return weight.flatten(1) if weight.ndim > 2 else weight.movedim(self.axis, 1)
+
+    def weight(self, rows: Tensor) -> Tensor:
+        """Rows (channels, inputs) in the weight's own shape."""
+        return rows.view(self.shape) if len(self.shape) > 2 else rows.movedim(1, self.axis)
+
+    @abstractmethod
+    def keep_nonzero_(self, weight: Tensor, mask: Tensor) -> None:
+        """Change, in place, each weight that `mask` keeps but that would be rounded to zero."""
+
+
+class BlockQuantizer(MatrixQuantizer):
     """Rounds a weight to a fixed grid, so that a weight on the grid passes unchanged.
 
     scheme: its number format. shape: of the weight.
@@ -116,20 +143,12 @@ class BlockQuantizer(Quantizer):
     zero_point: Tensor
 
     def __init__(self, scheme: BlockScheme, shape: tuple[int, ...], axis: int) -> None:
-        super().__init__()
-        self.scheme, self.shape, self.axis = scheme, shape, axis
+        super().__init__(shape, axis)
+        self.scheme: BlockScheme = scheme
         channels, inputs = self.rows(torch.empty(shape, device="meta")).shape
         count = -(-inputs // scheme.width(inputs))
         self.register_buffer("scale", torch.ones(channels, count))
         self.register_buffer("zero_point", torch.zeros(channels, count, dtype=torch.int32))
-
-    def rows(self, weight: Tensor) -> Tensor:
-        """The weight as rows, (channels, inputs)."""
-        return weight.flatten(1) if weight.ndim > 2 else weight.movedim(self.axis, 1)
-
-    def weight(self, rows: Tensor) -> Tensor:
-        """Rows (channels, inputs) in the weight's own shape."""
-        return rows.view(self.shape) if len(self.shape) > 2 else rows.movedim(1, self.axis)
 
     def set_grid_(self, scale: Tensor, zero_point: Tensor) -> None:
         """Set the grid."""

@@ -1,6 +1,7 @@
-"""Weight-only quantization: weights stored in 2 to 8 bits, products in float (or in int8 where ONNX Runtime offers that).
+"""Weight-only quantization: weights stored in 1 to 8 bits, products in float (or in int8 where ONNX Runtime offers that).
 
-capture -> weights_of -> for each weight: AWQ scaling -> rounding (round_to_nearest, gptq, or the user's) -> WeightQuantized
+capture -> weights_of -> for each weight: AWQ scaling -> rounding (round_to_nearest, gptq, or the user's), or
+a palette's centroids -> WeightQuantized
 """
 
 from __future__ import annotations
@@ -23,18 +24,26 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments
-from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, Rounding, WeightMatrix, round_to_nearest
+from compresskit.quant.numerics.block_grid import (
+    BlockQuantizer,
+    BlockScheme,
+    MatrixQuantizer,
+    Rounding,
+    WeightMatrix,
+    round_to_nearest,
+)
 from compresskit.quant.numerics.operators import PRODUCTS
+from compresskit.quant.numerics.palette import Palette, PaletteQuantizer, WeightScheme
 from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
 from compresskit.quant.weight_only.awq import MAX_RUNTIME_ERROR, awq_scaling
 from compresskit.quant.weight_only.storage import DEQUANTIZE_LINEAR, WeightStorage, insert_input_quantizers_
 from compresskit.quant.weight_only.weight_model import (
     WeightOrigin,
     WeightQuantized,
-    block_quantizers,
     capture_for_weights,
-    insert_block_quantizers_,
     insert_division_,
+    insert_matrix_quantizers_,
+    matrix_quantizers,
 )
 from compresskit.quant.weight_only.weight_plan import GraphWeight, WeightPlan, WeightRow, sqnr, weights_of
 
@@ -45,12 +54,12 @@ def quantize_weights(
     model: nn.Module,
     batches: Batches,
     *,
-    scheme: BlockScheme = BlockScheme(),  # noqa: B008  a frozen value
+    scheme: WeightScheme = BlockScheme(),  # noqa: B008  a frozen value
     rounding: Rounding = round_to_nearest,
     awq: bool = False,
-    embeddings: BlockScheme | None = EMBEDDING_SCHEME,
-    convolutions: BlockScheme | None = None,
-    overrides: Mapping[str, BlockScheme | None] | None = None,
+    embeddings: WeightScheme | None = EMBEDDING_SCHEME,
+    convolutions: WeightScheme | None = None,
+    overrides: Mapping[str, WeightScheme | None] | None = None,
     storage: WeightStorage = DEQUANTIZE_LINEAR,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
@@ -63,16 +72,16 @@ def quantize_weights(
         batches: an iterable of inputs (tensors, tuples or dicts), or one batch. The first captures the model. A rounding or
             scaling that uses calibration data reads all of them (a hundred samples will do), keeps them in memory, and runs them
             once for each weight; otherwise only the first is read.
-        scheme: number format of linear layers and of products by a constant.
+        scheme: number format of linear layers and of products by a constant: a `BlockScheme`, or a `weight_only.Palette`.
         rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches.
         awq: scale the inputs of layers so that those with large activations get finer weights (2306.00978). The factors are
             folded into the preceding operator where that is possible, and else multiplied in at run time where that lowers the
             error by 10 %. Uses the batches.
         embeddings: number format of embedding tables; None leaves them float.
-        convolutions: number format of convolutions, `BlockScheme(bits=8, block_size=None)`; None leaves them float.
+        convolutions: number format of convolutions, `BlockScheme(bits=8, block_size=None)` or a `Palette`; None for float.
         overrides: name of a weight -> its own number format, or None for float.
         storage: how the ONNX file stores the weights: `DEQUANTIZE_LINEAR` with standard operators, `MATMUL_NBITS` and
-            `MATMUL_NBITS_INT8` with ONNX Runtime's own.
+            `MATMUL_NBITS_INT8` with ONNX Runtime's own. Palettes have standard operators.
         skip: dotted names of modules that stay float.
         dynamic: dimensions of the inputs that may vary; see `graph.Dynamic`.
         strict: raise where a weight cannot be rounded, instead of leaving it float.
@@ -86,8 +95,10 @@ def quantize_weights(
     weights = weights_of(captured.module)
     formats = _number_formats(weights, scheme, embeddings, convolutions, overrides or {}, skip)
     _refuse_float(type(model).__name__, weights, formats, strict=strict)
+    for w in weights:
+        _check_palette(f"quantize_weights: {w.name}", formats.rounded.get(w.name), w.kind, rounding, awq, storage)
     originals = {name: get_tensor(captured.module, name).detach().clone() for name in formats.rounded}
-    insert_block_quantizers_(captured.module, [w for w in weights if w.name in formats.rounded], formats.rounded)
+    insert_matrix_quantizers_(captured.module, [w for w in weights if w.name in formats.rounded], formats.rounded)
     rounder = _WeightRounder(captured.module, formats, rounding, stream)
     with torch.no_grad():
         rounder.round_(awq=awq)
@@ -105,16 +116,16 @@ def quantize_weights(
 class _NumberFormats:
     """rounded: name of a weight -> its number format. floating: name of a weight -> why it stays float."""
 
-    rounded: dict[str, BlockScheme]
+    rounded: dict[str, WeightScheme]
     floating: dict[str, str]
 
 
 def _number_formats(
     weights: Sequence[GraphWeight],
-    scheme: BlockScheme,
-    embeddings: BlockScheme | None,
-    convolutions: BlockScheme | None,
-    overrides: Mapping[str, BlockScheme | None],
+    scheme: WeightScheme,
+    embeddings: WeightScheme | None,
+    convolutions: WeightScheme | None,
+    overrides: Mapping[str, WeightScheme | None],
     skip: tuple[str, ...],
 ) -> _NumberFormats:
     names = {w.name for w in weights}
@@ -122,7 +133,7 @@ def _number_formats(
         raise SettingError(f"overrides={{{unknown[0]!r}: ...}}: the matrices are {sorted(names)}")
     if unknown := [s for s in skip if not any(w.name.startswith(f"{s}.") or w.layer == s for w in weights)]:
         raise SettingError(f"skip={unknown}: no matrix of the model stands in a module of that name")
-    if convolutions is not None and convolutions.block_size is not None:
+    if isinstance(convolutions, BlockScheme) and convolutions.block_size is not None:
         raise SettingError(
             f"convolutions={convolutions}: a convolution has one scale for each channel, BlockScheme(block_size=None)"
         )
@@ -136,7 +147,7 @@ def _number_formats(
             floating[w.name] = w.reason
         elif chosen is None:
             floating[w.name] = _UNROUNDED.get(w.kind, _OVERRIDDEN) if default is None else _OVERRIDDEN
-        elif w.kind == "conv" and chosen.block_size is not None:
+        elif w.kind == "conv" and isinstance(chosen, BlockScheme) and chosen.block_size is not None:
             raise SettingError(f"overrides={{{w.name!r}: {chosen}}}: a convolution has one scale for each channel")
         else:
             rounded[w.name] = chosen
@@ -148,6 +159,24 @@ _UNROUNDED = {
     "conv": "a convolution: convolutions=BlockScheme(bits=8, block_size=None) rounds it",
 }
 _OVERRIDDEN = "overrides= leaves it float"
+
+
+def _check_palette(
+    where: str, scheme: WeightScheme | None, kind: str, rounding: Rounding, awq: bool, storage: WeightStorage
+) -> None:
+    """Raise SettingError, which begins with `where`, for settings that do not go with the palette of a weight of a kind."""
+    if not isinstance(scheme, Palette) or kind == "conv":
+        return
+    if kind == "product" and (awq or rounding is not round_to_nearest):
+        setting = "awq=True" if awq else "rounding=..."
+        raise SettingError(
+            f"{where}: {setting} works on the grid of a BlockScheme, got a palette, whose centroids k-means finds; leave it out"
+        )
+    if storage.onnxruntime:
+        raise SettingError(
+            f"{where}: {storage} packs the integers of a BlockScheme, got a palette; leave storage=DEQUANTIZE_LINEAR, with which"
+            " palettes are stored in standard operators"
+        )
 
 
 def _refuse_float(model: str, weights: Sequence[GraphWeight], formats: _NumberFormats, *, strict: bool) -> None:
@@ -170,7 +199,7 @@ class _WeightRounder:
         self.scaled: list[str] = []
         self.latest_moments: tuple[Node, InputMoments] | None = None
         calls = [n for n in body.graph.nodes if n.op == "call_module"]
-        self.calls = {str(n.args[0].target): n for n in calls if isinstance(body.get_submodule(n.target), BlockQuantizer)}
+        self.calls = {str(n.args[0].target): n for n in calls if isinstance(body.get_submodule(n.target), MatrixQuantizer)}
 
     def round_(self, *, awq: bool) -> None:
         """Round every weight, after scaling its inputs where `awq`."""
@@ -187,16 +216,20 @@ class _WeightRounder:
                 raise ModelError(f"{name}: holds nan or infinite values; mend the model before it is quantized")
             mask = None if masks is None or name not in masks.masks else quantizer.rows(masks.masks[name])
             rows = quantizer.rows(weight.detach()).float()
-            matrix = WeightMatrix(rows, quantizer.scheme, mask, partial(self._second_moment, call))
-            read_by_product = any(user.target in PRODUCTS for user in call.users)
-            rounded, scale, zero_point = (self.rounding if read_by_product else round_to_nearest)(matrix)
-            quantizer.set_grid_(scale, zero_point)
+            if isinstance(quantizer, BlockQuantizer):
+                matrix = WeightMatrix(rows, quantizer.scheme, mask, partial(self._second_moment, call))
+                read_by_product = any(user.target in PRODUCTS for user in call.users)
+                rounded, scale, zero_point = (self.rounding if read_by_product else round_to_nearest)(matrix)
+                quantizer.set_grid_(scale, zero_point)
+            else:
+                assert isinstance(quantizer, PaletteQuantizer)
+                rounded = quantizer.fit_(rows, mask, name)
             weight.copy_(quantizer.weight(rounded))
             quantizer.enabled = True
 
-    def _quantizer(self, name: str) -> BlockQuantizer:
+    def _quantizer(self, name: str) -> MatrixQuantizer:
         quantizer = self.body.get_submodule(self.calls[name].target)
-        assert isinstance(quantizer, BlockQuantizer)
+        assert isinstance(quantizer, MatrixQuantizer)
         return quantizer
 
     def _scale_(self, link: ScalingLink) -> None:
@@ -237,7 +270,7 @@ def _plan(
     originals: Mapping[str, Tensor],
     notes: Mapping[str, str],
 ) -> WeightPlan:
-    quantizers, rows = block_quantizers(quantized.body), []
+    quantizers, rows = matrix_quantizers(quantized.body), []
     for w in weights:
         values = get_tensor(quantized.body, w.name)
         row = WeightRow(name=w.name, layer=w.layer, runs="", parameters=values.numel(), bytes=4 * values.numel())
@@ -252,9 +285,13 @@ def _plan(
     return WeightPlan(rows=tuple(rows))
 
 
-def _remarks(quantizer: BlockQuantizer, weight: Tensor) -> list[str]:
+def _remarks(quantizer: MatrixQuantizer, weight: Tensor) -> list[str]:
     remarks, inputs = [], quantizer.rows(weight).shape[1]
-    if quantizer.scheme.block_size is not None and (rest := inputs % quantizer.scheme.block_size):
+    if (
+        isinstance(quantizer, BlockQuantizer)
+        and quantizer.scheme.block_size is not None
+        and (rest := inputs % quantizer.scheme.block_size)
+    ):
         remarks.append(f"{inputs} inputs: the last block has {rest}, filled up with zeros")
     if not bool(weight.any()):
         remarks.append("all its weights are zero")
@@ -273,12 +310,12 @@ class WeightQuant(Stage):
     needs: ClassVar[frozenset[str]] = frozenset({"float"})
     keeps: ClassVar[frozenset[str]] = frozenset({"dense"})
 
-    scheme: BlockScheme = BlockScheme()  # noqa: RUF009  a frozen value
+    scheme: WeightScheme = BlockScheme()  # noqa: RUF009  a frozen value
     rounding: Rounding = round_to_nearest
     awq: bool = False
-    embeddings: BlockScheme | None = EMBEDDING_SCHEME
-    convolutions: BlockScheme | None = None
-    overrides: Mapping[str, BlockScheme | None] | None = None
+    embeddings: WeightScheme | None = EMBEDDING_SCHEME
+    convolutions: WeightScheme | None = None
+    overrides: Mapping[str, WeightScheme | None] | None = None
     storage: WeightStorage = DEQUANTIZE_LINEAR
     samples: int = 128
     skip: tuple[str, ...] = ()
@@ -288,6 +325,8 @@ class WeightQuant(Stage):
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise SettingError(f"WeightQuant(samples=...): wanted a whole number >= 1, got {self.samples}")
+        _check_palette("WeightQuant(scheme=...)", self.scheme, "product", self.rounding, self.awq, self.storage)
+        _check_palette("WeightQuant(embeddings=...)", self.embeddings, "embedding", self.rounding, self.awq, self.storage)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         uses_data = self.awq or self.rounding is not round_to_nearest

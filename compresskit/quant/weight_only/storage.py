@@ -12,12 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.export.ops.blocks import dequantize_blocks, gather_nbits, gather_rows, matmul_nbits, pack_bits, rounded_blocks
+from compresskit.export.ops.blocks import (
+    INDICES,
+    dequantize_blocks,
+    gather_nbits,
+    gather_rows,
+    look_up,
+    matmul_nbits,
+    pack_bits,
+    rounded_blocks,
+)
 from compresskit.export.ops.quantize import dequantize_linear
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
-from compresskit.quant.numerics.block_grid import BlockQuantizer
+from compresskit.quant.numerics.block_grid import BlockQuantizer, MatrixQuantizer
 from compresskit.quant.numerics.operators import PRODUCTS
+from compresskit.quant.numerics.palette import PaletteQuantizer
 from compresskit.quant.numerics.quantizers import Quantizer
 from compresskit.quant.passes.quantizer_names import add_quantizer_
 
@@ -41,8 +51,11 @@ class WeightStorage:
         """How many bits a weight of `bits` bits takes in the file."""
         return next(n for n in ((2, 4, 8) if self.onnxruntime else (4, 8)) if bits <= n)
 
-    def bytes(self, quantizer: BlockQuantizer) -> int:
-        """Size of a weight in the file in bytes: integers, scales and zero points."""
+    def bytes(self, quantizer: MatrixQuantizer) -> int:
+        """Size of a weight in the file in bytes: integers, scales and zero points; indices and centroids."""
+        if isinstance(quantizer, PaletteQuantizer):
+            return quantizer.stored_bytes
+        assert isinstance(quantizer, BlockQuantizer)
         channels, inputs = quantizer.rows(torch.empty(quantizer.shape, device="meta")).shape
         bits, count = self.stored_bits(quantizer.scheme.bits), quantizer.scale.numel()
         if self.onnxruntime and len(quantizer.shape) == 2:
@@ -152,8 +165,20 @@ class _GatherBlockQuantized(_StoredWeight):
         return gather_nbits(*self.parts(), ids, self.bits, self.block)
 
 
+class _LookedUpWeight(nn.Module):
+    """A weight as indices into a table of centroids."""
+
+    def __init__(self, indices: Tensor, table: Tensor, places: Tensor) -> None:
+        super().__init__()
+        for name, value in ((INDICES, indices), ("centroids", table), ("places", places)):
+            self.register_buffer(name, value)
+
+    def forward(self) -> Tensor:
+        return look_up(self.get_buffer(INDICES), self.get_buffer("centroids"), self.get_buffer("places"))
+
+
 def deploy_weights(body: fx.GraphModule, storage: WeightStorage) -> fx.GraphModule:
-    """Return a copy of a graph with block quantizers in ONNX's terms: weights stored as integers."""
+    """Return a copy of a graph with quantized weights in ONNX's terms: weights stored as integers, or indices of a palette."""
     shared = {id(tensor): tensor for tensor in (*body.parameters(), *body.buffers())}  # only read here: a copy would be dropped
     body = copy.deepcopy(body, shared).eval()  # type: ignore[arg-type]
     made: dict[tuple[str, str], str] = {}
@@ -163,6 +188,15 @@ def deploy_weights(body: fx.GraphModule, storage: WeightStorage) -> fx.GraphModu
             weight = get_tensor(body, node.args[0].target).detach()
             for user in list(node.users):
                 _replace_reader(body, node, user, (module, weight, storage), made)
+        elif isinstance(module, PaletteQuantizer):
+            key = (node.target, "palette")
+            if key not in made:
+                made[key] = free_name(body, f"{node.target}_palette")
+                body.add_submodule(made[key], _LookedUpWeight(*module.stored(get_tensor(body, node.args[0].target).detach())))
+            with body.graph.inserting_before(node):
+                stored = body.graph.call_module(made[key])
+            stored.meta = dict(node.meta)
+            node.replace_all_uses_with(stored)
     body.graph.eliminate_dead_code()
     for node in reversed(list(body.graph.nodes)):
         if node.op in ("get_attr", "call_module") and not node.users:

@@ -16,7 +16,8 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme
+from compresskit.quant.numerics.block_grid import BlockQuantizer, BlockScheme, MatrixQuantizer
+from compresskit.quant.numerics.palette import Palette, WeightScheme, matrix_quantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.placement import Placement
@@ -38,7 +39,7 @@ class WeightOrigin(Origin):
     scaled: names of the values that are divided at run time (AWQ).
     """
 
-    weights: Mapping[str, BlockScheme]
+    weights: Mapping[str, WeightScheme]
     storage: WeightStorage
     scaled: tuple[str, ...] = ()
 
@@ -68,7 +69,7 @@ class WeightQuantized(Quantized):
         """Let no weight that a pruning mask keeps be rounded to zero; see `Quantized.keep_masked_`."""
         if (masks := masks_of(self.body)) is None:
             return
-        for name, quantizer in block_quantizers(self.body).items():
+        for name, quantizer in matrix_quantizers(self.body).items():
             if name in masks.masks:
                 with torch.no_grad():
                     quantizer.keep_nonzero_(get_tensor(self.body, name), masks.masks[name])
@@ -84,14 +85,14 @@ def capture_for_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...]
     return captured, origin
 
 
-def insert_block_quantizers_(body: fx.GraphModule, weights: Sequence[GraphWeight], schemes: Mapping[str, BlockScheme]) -> None:
+def insert_matrix_quantizers_(body: fx.GraphModule, weights: Sequence[GraphWeight], schemes: Mapping[str, WeightScheme]) -> None:
     """Insert a quantizer, still switched off, after every read of the given weights.
 
     schemes: name of each weight -> its number format.
     """
     for weight in weights:
         shape = tuple(get_tensor(body, weight.name).shape)
-        path = add_quantizer_(body, stored_name(weight.name), BlockQuantizer(schemes[weight.name], shape, weight.axis))
+        path = add_quantizer_(body, stored_name(weight.name), matrix_quantizer(schemes[weight.name], shape, weight.axis))
         for node in [n for n in body.graph.nodes if n.op == "get_attr" and n.target == weight.name]:
             with body.graph.inserting_after(node):
                 rounded = body.graph.call_module(path, (node,))
@@ -101,11 +102,16 @@ def insert_block_quantizers_(body: fx.GraphModule, weights: Sequence[GraphWeight
     body.recompile()
 
 
-def block_quantizers(body: fx.GraphModule) -> dict[str, BlockQuantizer]:
-    """Name of each weight that is rounded in blocks -> its quantizer."""
+def matrix_quantizers(body: fx.GraphModule) -> dict[str, MatrixQuantizer]:
+    """Name of each weight that is rounded -> its quantizer."""
     calls = [node for node in body.graph.nodes if node.op == "call_module" and node.args[0].op == "get_attr"]
     modules = {str(node.args[0].target): body.get_submodule(node.target) for node in calls}
-    return {name: module for name, module in modules.items() if isinstance(module, BlockQuantizer)}
+    return {name: module for name, module in modules.items() if isinstance(module, MatrixQuantizer)}
+
+
+def block_quantizers(body: fx.GraphModule) -> dict[str, BlockQuantizer]:
+    """Name of each weight that is rounded in blocks -> its quantizer."""
+    return {name: module for name, module in matrix_quantizers(body).items() if isinstance(module, BlockQuantizer)}
 
 
 def insert_division_(body: fx.GraphModule, value: Node, factor: Tensor) -> None:
@@ -122,6 +128,11 @@ def insert_division_(body: fx.GraphModule, value: Node, factor: Tensor) -> None:
     body.recompile()
 
 
+def _scheme_of(record: Mapping[str, Any]) -> WeightScheme:
+    """The number format that a record of its fields is of."""
+    return Palette(**record) if "group_size" in record else BlockScheme(**record)
+
+
 def rebuild_weights(
     model: nn.Module, example: Inputs, saved: dict[str, Any], plan: Any, *, skip: tuple[str, ...], dynamic: Dynamic
 ) -> WeightQuantized:
@@ -135,7 +146,7 @@ def rebuild_weights(
     """
     captured, origin = capture_for_weights(model, example, skip, dynamic)
     try:
-        schemes = {str(name): BlockScheme(**fields) for name, fields in saved["weights"].items()}
+        schemes = {str(name): _scheme_of(fields) for name, fields in saved["weights"].items()}
         storage, scaled = WeightStorage(**saved["storage"]), tuple(str(name) for name in saved["scaled"])
         weight_plan = WeightPlan.from_json(plan)
     except (KeyError, TypeError, AttributeError) as error:
@@ -144,7 +155,7 @@ def rebuild_weights(
     weights = {weight.name: weight for weight in weights_of(captured.module)}
     if unknown := [name for name in schemes if name not in weights] + [name for name in scaled if name not in nodes]:
         raise CheckpointError(f"{type(model).__name__}: the record names {unknown[0]}, which this model's graph does not have")
-    insert_block_quantizers_(captured.module, [weights[name] for name in weights if name in schemes], schemes)
+    insert_matrix_quantizers_(captured.module, [weights[name] for name in weights if name in schemes], schemes)
     for name in scaled:
         insert_division_(captured.module, nodes[name], torch.ones(int(nodes[name].meta["val"].shape[-1])))
     if storage.int8_inputs:

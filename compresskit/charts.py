@@ -1,14 +1,16 @@
-"""Charts: where the axes, ticks, lines and labels of a chart lie. The page's template draws them as SVG."""
+"""Charts: where the axes, ticks, lines and labels of a chart lie. The page of a run draws them; `svg` makes a picture of one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 WIDTH, HEIGHT = 420, 300  # of a chart, in its own units; close to the pixels of a phone
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46  # margins of the plot
 COLOURS, DASHES = 8, ("", "6 3", "2 3")
+PALETTE = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7d8c", "#7d5c00", "#57606a")  # as on the page of a run
 MOST_POINTS = 400  # of a line; of more, every n-th is drawn
 MOST_MARKED = 40  # points of a line that get a marker each
 LETTER, LINE = 5.6, 12.0  # width of a letter and height of a line of a label
@@ -200,3 +202,37 @@ def _in_words(x_name: str, y_name: str, series: Sequence[Series], *, lines: bool
             each = [f"{label} {y:.4g} at {x:.4g}" for label, (x, y) in zip(one.labels, one.points, strict=True)]
             sentences.append(f"{one.name}: {'; '.join(each)}.")
     return " ".join(sentences)
+
+
+def svg(chart: Chart) -> str:
+    """Draw a chart as an SVG picture that stands alone, with its title above and the names of its series below."""
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -24 {WIDTH} {HEIGHT + 24 + 16 * len(chart.series)}" role="img"'
+        ' font-family="system-ui, sans-serif" font-size="10.5">',
+        f"<title>{escape(chart.title)}</title>",
+        f"<desc>{escape(chart.description)}</desc>",
+        '<rect y="-24" width="100%" height="100%" fill="white"/>',
+        _label_as_svg(Label(middle, -8, chart.title)),
+    ]
+    for tick in chart.x_ticks:
+        lines += [f'<path d="M{tick.x} {TOP} V{HEIGHT - BOTTOM}" stroke="#ddd"/>', _label_as_svg(tick)]
+    for tick in chart.y_ticks:
+        lines += [f'<path d="M{LEFT} {tick.y} H{WIDTH - RIGHT}" stroke="#ddd"/>', _label_as_svg(tick)]
+    lines.append(_label_as_svg(Label(middle, HEIGHT - 8, chart.x_name)))
+    lines.append(f'<text transform="translate(12 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
+                 f"{escape(chart.y_name)}</text>")  # fmt: skip
+    for i, one in enumerate(chart.series):
+        colour = PALETTE[one.colour % len(PALETTE)]
+        if one.path:
+            lines.append(f'<path d="{one.path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{one.dash}"/>')
+        for x, y, what in one.marks:
+            lines.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"><title>{escape(what)}</title></circle>')
+        lines += [_label_as_svg(label) for label in one.labels]
+        lines.append(f'<circle cx="{LEFT + 4}" cy="{HEIGHT + 4 + 16 * i}" r="4" fill="{colour}"/>')
+        lines.append(_label_as_svg(Label(LEFT + 14, HEIGHT + 8 + 16 * i, one.name, "start")))
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _label_as_svg(label: Label) -> str:
+    return f'<text x="{label.x}" y="{label.y}" text-anchor="{label.anchor}">{escape(label.text)}</text>'

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
+
 import pytest
 
-from compresskit.recipe.page.charts import HEIGHT, LEFT, MOST_POINTS, RIGHT, WIDTH, Series, draw, pareto_points, thinned, ticks
+from compresskit.charts import HEIGHT, LEFT, MOST_POINTS, RIGHT, WIDTH, Series, draw, pareto_points, svg, thinned, ticks
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,17 @@ def test_long_lines_are_thinned() -> None:
     assert chart.series[0].marks == []
     assert chart.series[0].path.count("L") <= MOST_POINTS
     assert chart.description.endswith("s: from 0 at 0 to 3999 at 3999.")
+
+
+def test_a_chart_is_a_picture_that_stands_alone() -> None:
+    chart = draw(
+        "a < b", "ms", "accuracy & more", [Series("one", [(0.0, 0.5), (2.0, 1.0)]), Series("two", [(1.0, 0.7)])], lines=True
+    )
+    root = ET.fromstring(svg(chart))
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", "ms", "accuracy & more", "one", "two"} <= set(texts)
+    marks = [
+        (float(node.get("cx")), float(node.get("cy"))) for node in root.iter("{http://www.w3.org/2000/svg}circle") if len(node)
+    ]
+    assert marks == [(x, y) for series in chart.series for x, y, _ in series.marks]
+    assert len([node for node in root.iter("{http://www.w3.org/2000/svg}path") if node.get("fill") == "none"]) == 1
