@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from compresskit.base import distributed
 from compresskit.base.errors import ExportError, ModelError, SettingError, StageOrderError
-from compresskit.base.files import FORMAT
+from compresskit.base.files import FORMAT, read_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, stoppable
 from compresskit.base.randomness import seed_generators_
@@ -34,8 +35,8 @@ from compresskit.graph.surgery import copy_model
 from compresskit.recipe.baselines import baselines, last_dense_float, with_new_weights
 from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
 from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
-from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
-from compresskit.recipe.half_precision import HALF_DTYPES, InHalfPrecision
+from compresskit.recipe.folder import ROW, RunPlan, RunStep, locked, plan_run
+from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
 from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
 from compresskit.train.callbacks import Callbacks, as_callbacks
@@ -332,14 +333,16 @@ class Recipe:
         trained = made if self._reports_start else {stage: model for stage, model in made.items() if stage >= 0}
         if (last := last_dense_float(trained)) is not None:
             before = f"{last + 1}-{type(self.stages[last]).__name__.lower()}" if last >= 0 else "0-start"
+            key = read_json(out / before / ROW, "the row of a finished stage")["key"]
             for dtype in HALF_DTYPES:
-                name = f"{before}-{dtype}"
+                folder = out / "baselines" / f"{before}-{dtype}"
+                measure = partial(half_precision_row, key=key, dynamic=self.dynamic, opset=self.opset)
                 try:
-                    half = Recipe(InHalfPrecision(dtype=dtype), **settings).run(made[last], task, out / "baselines" / name)
+                    row = distributed.on_rank_zero(partial(measure, made[last], dtype, task, folder))
                 except (ExportError, ModelError) as error:
                     log.warning("no baseline in %s: %s", dtype, error)
                 else:
-                    rows.append(replace(half.rows[-1], stage=f"{before}, {dtype}"))
+                    rows.append(replace(row, stage=f"{before}, {dtype}"))
         distributed.on_rank_zero(lambda: report_baselines(out, rows))
         return tuple(rows)
 
