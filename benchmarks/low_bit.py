@@ -7,7 +7,8 @@
 nearest   quantize_static(bits=Bits(weights=...)), each weight to the nearest step
 learned   the same, then reconstruct_blocks_ (BRECQ with QDrop)
 tuned     the same, then imitate_float_: all layers at once, to give the float network's outputs
-mixed     bits of each layer by choose_bits, the mean as many, each weight to the nearest step; then learned, too
+mixed     bits of each layer by choose_bits, the mean as many, each weight to the nearest step
+mixed, learned   the choice that choose_bits(check=False) makes, then the rounding learned
 
 All layers have these bits, the first and the last one too; activations have 8. What is calibrated on and what is measured:
 `real_networks.py`, with its first draw. ResNets: top-1 in %; face detector: F1 in %.
@@ -88,11 +89,14 @@ def rows_of(network: Network, args: argparse.Namespace) -> Iterator[Row]:
         ways = [("nearest", lambda _: None), ("learned", learn)]
         ways.append(("tuned", lambda q: ck.quant.imitate_float_(q, model, batches, steps=args.tuning)))
         yield from results(str(width), quantized, began, ways if width < 8 else ways[:1])
-    for average in AVERAGES if any(way.startswith("mixed") for way in args.ways) else ():
-        began = time.perf_counter()
-        plan = ck.quant.choose_bits(model, batches, average=average)
-        quantized = ck.quant.quantize_static(model, batches, bits=plan.bits, dynamic=network.dynamic)
-        yield from results(f"{average:g} on average", quantized, began, [("mixed", lambda _: None), ("mixed, learned", learn)])
+    for average in AVERAGES:
+        for way, change in (("mixed", lambda _: None), ("mixed, learned", learn)):
+            if way in args.ways:
+                began = time.perf_counter()
+                plan = ck.quant.choose_bits(model, batches, average=average, check=way == "mixed")
+                print(plan, flush=True)
+                quantized = ck.quant.quantize_static(model, batches, bits=plan.bits, dynamic=network.dynamic)
+                yield from results(f"{average:g} on average", quantized, began, [(way, change)])
 
 
 def put(rows: list[Row], new: Row) -> list[Row]:

@@ -66,7 +66,7 @@ def build_quantized(
     """
     captured, origin, folds = prepare_graph(model, example, target, skip, dynamic)
     if smooth is not None:
-        origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth]))
+        origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth], bits=bits))
         floating = {**sensitive_ends(captured.module.graph), **(floating or {})}
     origin = replace(origin, floating=dict(floating or {}), bits=bits)
     if adjust is not None:

@@ -281,6 +281,11 @@ class _Repairing:
         self._add("ranges of " + (", ".join(named) or "single activations"), self._try_named, len(named) * 2 * rebuild,
                   skipped=own or ("" if named else "none stands out"))  # fmt: skip
         self._add("balance channels", self._try_balance, BALANCINGS * rebuild)
+        others = "; ".join(f"not {name}: {why}" for name, why in trials.uneven_norms.items())
+        name = f"even channels of {', '.join(trials.norms) or 'layer norms'}" + (
+            f" ({others})" if trials.norms and others else ""
+        )
+        self._add(name, trials.try_norms, len(STRENGTHS) * rebuild, skipped="" if trials.norms else others or "there are none")
         self._add("choose ranges", trials.try_ranges, 2 * rebuild, skipped=own)
         self._add("correct biases", trials.try_biases, rebuild)
         few = any(q.scheme.bits < 8 for q in trials.model.quantizers() if isinstance(q, WeightQuantizer))

@@ -16,21 +16,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, Dynamic, capture, parameter_name
+from compresskit.graph.capture import Captured, Dynamic, capture, module_path, parameter_name
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor
 from compresskit.quant.calibration.activation_statistics import ActivationStatistics, collect_statistics
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer
 from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import Scheme, affine, fake_quantize
 from compresskit.quant.passes.attention import attended
-from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links_of
+from compresskit.quant.passes.channel_scaling import ScalingLink, divide_, links_of, why_no_link
 
+_CHANNEL_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 SAMPLE_POSITIONS = 1024  # of each value, on which factors and shifts are tried
 
 
@@ -78,10 +80,12 @@ def smooth_tensors_(
     *,
     strengths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75),
     shift: bool = True,
+    bits: BitWidths = TARGET_BITS,
 ) -> int:
     """Do what `smooth_` does, on a model that is captured already.
 
-    model: the model that was captured, or the graph itself. captured: the graph, in which the values are found.
+    model: the model that was captured, or the graph itself. captured: the graph, in which the values are found. bits: in which
+    weights and activations are rounded in the choice; 8 where they do not say.
     """
     links = links_of(captured.module)
     if not links:
@@ -91,7 +95,7 @@ def smooth_tensors_(
     statistics = collect_statistics(captured.module, data, [link.base for link in links], sample=SAMPLE_POSITIONS)
     with torch.no_grad():
         return sum(
-            _smooth_value_(model, link, attention_shifts.get(link.base), statistics[link.base], strengths, shift=shift)
+            _smooth_value_(model, link, attention_shifts.get(link.base), statistics[link.base], strengths, bits, shift=shift)
             for link in links
         )
 
@@ -102,16 +106,17 @@ def _smooth_value_(
     attention_shift: tuple[str, Tensor] | None,
     statistics: ActivationStatistics,
     strengths: tuple[float, ...],
+    bits: BitWidths,
     *,
     shift: bool,
 ) -> bool:
     """Find the shift and factor of one value that add the least noise to its products, and apply them; False for none."""
     weights = [get_tensor(model, name).movedim(dim, 1) for name, dim in link.weights]
-    biases = [_bias_of(model, reader) for reader in link.readers]
-    shifted_vector = attention_shift or _shifted_vector(model, link)
+    formats = [_formats(bits_of_layer(bits, module_path(reader))) for reader in link.readers]
+    vector = _shifted_vector(model, link, attention_shift)
     no_shift = torch.zeros_like(statistics.mean)
     shifts = [no_shift]
-    if shift and shifted_vector is not None and None not in biases:
+    if shift and vector is not None:
         shifts += [statistics.mean, (statistics.low + statistics.high) / 2]
     max_weight = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
     best, choice = torch.inf, (no_shift, torch.ones_like(no_shift))
@@ -119,20 +124,52 @@ def _smooth_value_(
         max_input = torch.maximum(statistics.high - z, z - statistics.low)
         for strength in strengths if link.makers else (0.0,):
             factor = _smoothing_factor(max_input, max_weight, strength)
-            noise = _product_noise(statistics, z, factor, weights)
+            noise = _product_noise(statistics, z, factor, weights, formats)
             if noise < best * 0.98:  # no shift and no factor come first, and stay unless something is better
                 best, choice = noise, (z, factor)
     z, factor = choice
-    if bool(z.any()) and shifted_vector is not None:
-        for reader, weight in zip(link.readers, weights, strict=True):
-            bias = _bias_of(model, reader)
+    _apply_(model, link, vector, z, factor)
+    return bool(z.any()) or bool((factor != 1).any())
+
+
+def _apply_(model: nn.Module, link: ScalingLink, vector: tuple[str, Tensor] | None, shift: Tensor, factor: Tensor) -> None:
+    """Shift each channel of a value by -shift where there is a vector to do so, then divide it by the factor."""
+    if bool(shift.any()) and vector is not None:
+        for reader, (name, dim) in zip(link.readers, link.weights, strict=True):
+            bias, weight = _bias_of(model, reader), get_tensor(model, name).movedim(dim, 1)
             assert bias is not None
-            bias.add_((weight.double() @ z.double()).to(bias))
-        name, places = shifted_vector
-        get_tensor(model, name).index_add_(0, places, -z.to(get_tensor(model, name)))
+            bias.add_((weight.double() @ shift.double()).to(bias))
+        name, places = vector
+        get_tensor(model, name).index_add_(0, places, -shift.to(get_tensor(model, name)))
     if bool((factor != 1).any()):
         divide_(model, link, factor)
-    return bool(z.any()) or bool((factor != 1).any())
+
+
+def even_norms_(captured: Captured, data: Sequence[Inputs], strength: float) -> int:
+    """Give all channels that a layer norm or RMS norm hands to linear layers the same range, in place; returns how many norms.
+
+    A range for each channel is found, and moved into the parameters of the norm and the weights and biases of the layers that
+    read it, so that one scale and zero point serve all channels (RepQ-ViT, Li et al., arXiv 2212.08254). The float model
+    computes the same. Norms that this does not apply to stay as they are: `norms_of` names them.
+
+    strength: exponent of each channel's range in its factor, in (0, 1]; 1 makes all ranges equal.
+    """
+    links, _ = norms_of(captured.module)
+    statistics = collect_statistics(captured.module, data, [link.base for link in links], sample=1)
+    with torch.no_grad():
+        for link in links:
+            found, vector = statistics[link.base], _shifted_vector(captured.module, link, None)
+            middle = (found.low + found.high) / 2 if vector is not None else torch.zeros_like(found.mean)
+            largest = torch.maximum(found.high - middle, middle - found.low)
+            _apply_(captured.module, link, vector, middle, _smoothing_factor(largest**strength, torch.ones_like(largest), 1.0))
+    return len(links)
+
+
+def norms_of(module: fx.GraphModule) -> tuple[list[ScalingLink], dict[str, str]]:
+    """The norms whose channels `even_norms_` evens out, and the reason why for the dotted name of every other one."""
+    links = {link.base: link for link in links_of(module) if link.base.target in _CHANNEL_NORMS and link.makers}
+    norms = [node for node in module.graph.nodes if node.target in _CHANNEL_NORMS]
+    return list(links.values()), {module_path(node): why_no_link(module, node) for node in norms if node not in links}
 
 
 def _smoothing_factor(max_input: Tensor, max_weight: Tensor, strength: float) -> Tensor:
@@ -146,26 +183,32 @@ def _smoothing_factor(max_input: Tensor, max_weight: Tensor, strength: float) ->
     return torch.where(used, factor.clamp(1e-3, 1e3), 1.0)
 
 
-def _product_noise(statistics: ActivationStatistics, shift: Tensor, factor: Tensor, weights: list[Tensor]) -> float:
-    """The squared error of the products after rounding x with one uint8 scale, and weights with an int8 scale per channel.
+def _product_noise(
+    statistics: ActivationStatistics, shift: Tensor, factor: Tensor, weights: list[Tensor], formats: list[tuple[Scheme, Scheme]]
+) -> float:
+    """The squared error of the products after rounding x with one scale, and weights with a scale per channel.
 
     Errors of channels are taken as independent, so that their squares add up. The best of several ranges of x counts.
     """
     x = (statistics.sample - shift) / factor
     low, high = ((statistics.low - shift) / factor).min(), ((statistics.high - shift) / factor).max()
     input_power, weight_power, noise = x.square().mean(0), torch.zeros_like(factor), 0.0
-    for weight in weights:
+    inputs = max((x_format for x_format, _ in formats), key=lambda scheme: scheme.bits)
+    for weight, (_, of_weight) in zip(weights, formats, strict=True):
         scaled = weight.to(factor) * factor
-        grid = affine(scaled.amin(1), scaled.amax(1), _WEIGHTS)
-        noise += float(((fake_quantize(scaled, *grid, _WEIGHTS) - scaled).square().sum(0) * input_power).sum())
+        grid = affine(scaled.amin(1), scaled.amax(1), of_weight)
+        noise += float(((fake_quantize(scaled, *grid, of_weight) - scaled).square().sum(0) * input_power).sum())
         weight_power += scaled.square().sum(0)
     return noise + min(
-        float(((fake_quantize(x, *affine(low * part, high * part, _INPUTS), _INPUTS) - x).square().mean(0) * weight_power).sum())
+        float(((fake_quantize(x, *affine(low * part, high * part, inputs), inputs) - x).square().mean(0) * weight_power).sum())
         for part in (1.0, 0.9, 0.8, 0.7, 0.6)
     )
 
 
-_INPUTS, _WEIGHTS = Scheme(), Scheme(signed=True, symmetric=True, per_channel=True)
+def _formats(bits: Bits) -> tuple[Scheme, Scheme]:
+    """Of the values that a layer reads, and of its weights."""
+    weights = Scheme(signed=True, symmetric=True, per_channel=True, bits=max(2, bits.weights or 8))
+    return Scheme(bits=max(2, bits.activations or 8)), weights
 
 
 def _bias_of(model: nn.Module, reader: Node) -> Tensor | None:
@@ -176,8 +219,15 @@ def _bias_of(model: nn.Module, reader: Node) -> Tensor | None:
     return get_tensor(model, name) if name is not None and alone else None
 
 
-def _shifted_vector(model: nn.Module, link: ScalingLink) -> tuple[str, Tensor] | None:
-    """The name of the vector that is added to a value where it is made, and the index of each of its channels in it."""
+def _shifted_vector(model: nn.Module, link: ScalingLink, attention_shift: tuple[str, Tensor] | None) -> tuple[str, Tensor] | None:
+    """The name of the vector that is added to a value where it is made, and the index of each of its channels in it.
+
+    None where there is none, or where a reader has no bias that takes up the shift.
+    """
+    if any(_bias_of(model, reader) is None for reader in link.readers):
+        return None
+    if attention_shift is not None:
+        return attention_shift
     if link.base.target not in (aten.layer_norm.default, *PRODUCTS) or len(link.makers) < 2:
         return None
     name = link.makers[1][0]

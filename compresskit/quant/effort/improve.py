@@ -50,6 +50,7 @@ def quantize_with_effort(
     for strength in STRENGTHS:
         if trials.try_balance(strength):
             break
+    trials.try_norms()
     if not own_observer:
         trials.try_ranges()
     trains = trials.has_gradients()

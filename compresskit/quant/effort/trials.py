@@ -13,10 +13,11 @@ from typing import Protocol
 from torch import nn
 
 from compresskit.base.task import Inputs, batch_size
-from compresskit.graph.capture import Captured
+from compresskit.graph.capture import Captured, module_path
 from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 from compresskit.quant.calibration.rounding_noise import rounding_noise
 from compresskit.quant.calibration.rows import in_chunks
+from compresskit.quant.calibration.smoothquant import even_norms_, norms_of
 from compresskit.quant.effort.balance import balance_channels_
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.float_layers import choose_float_layers
@@ -66,6 +67,7 @@ class Trials:
     the second measure by more than that.
 
     model: the best so far. quality: its signal-to-noise ratio at the outputs in dB. drop: its second measure, or None.
+    norms: names of those whose channels can be evened out. uneven_norms: names of the others, and why not.
     """
 
     def __init__(
@@ -93,16 +95,22 @@ class Trials:
         self.bits: BitWidths | None = None
         self.floating: dict[str, str] = {}
         self.moved = 0
+        self.norms: list[str] = []
+        self.uneven_norms: dict[str, str] = {}
         self.chooses_ranges = False
         self.changes: list[Callable[[Quantized], object]] = []
 
     def start(self) -> None:
         """Make the model without remedies."""
-        self.model = self.calibrated(self.build(), self.fit)
+        self.model = self.calibrated(self.build(adjust=self._find_norms), self.fit)
         self.rows = max(1, CALIBRATION_BYTES // self.model.row_bytes)
         self.error = self.error_on(self.judge)
         self.quality = self.error.decibels(self.model)
         self.drop = None if self.measure is None else self.measure(self.model)
+
+    def _find_norms(self, captured: Captured) -> None:
+        links, self.uneven_norms = norms_of(captured.module)
+        self.norms = [module_path(link.base) or link.base.name for link in links]
 
     @property
     def macs(self) -> int:
@@ -137,6 +145,25 @@ class Trials:
         if kept:
             self.adjust, self.moved = adjust, max(self.moved, counts[0])
         return kept
+
+    def try_norms(self) -> bool:
+        """Try to even out the channels that norms hand to linear layers; returns whether that paid, or there are none."""
+        before = self.adjust
+        for strength in STRENGTHS:
+            began = time.perf_counter()
+
+            def adjust(captured: Captured, strength: float = strength) -> None:
+                if before is not None:
+                    before(captured)
+                even_norms_(captured, self.fit, strength)
+
+            if not self.norms:
+                return True
+            candidate = self.calibrated(self.build(adjust=adjust, bits=self.bits), self.fit)
+            if self.judged(f"even channels of {', '.join(self.norms)}, strength {strength:g}", candidate, began):
+                self.adjust, self.moved = adjust, self.moved + len(self.norms)
+                return True
+        return False
 
     def try_samples(self, name: str, fit: list[Inputs]) -> bool:
         """Try other data to make everything by, from now on; returns whether that paid."""

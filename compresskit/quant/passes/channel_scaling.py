@@ -19,6 +19,9 @@ from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, PRODUCTS
 from compresskit.quant.numerics.scheme import channelwise
 
+#: Operators that may keep the last dimension as it is; `_keeps_channels` says whether one does.
+_MOVING = LAYOUT_OPERATORS | {aten.roll.default, aten.pad.default}
+
 
 @dataclass(frozen=True)
 class ScalingLink:
@@ -38,11 +41,7 @@ class ScalingLink:
 
 def links_of(module: fx.GraphModule) -> list[ScalingLink]:
     """All values of a captured graph whose readers are all matrix products by a constant, in the order of the graph."""
-    reads: dict[str, int] = {}
-    for node in module.graph.nodes:
-        if (name := parameter_name(node)) is not None:
-            reads[name] = reads.get(name, 0) + len(node.users)
-    links: dict[Node, ScalingLink] = {}
+    reads, links = _parameter_reads(module), dict[Node, ScalingLink]()
     for node in module.graph.nodes:
         if (weight_of(node)) is None:
             continue
@@ -53,6 +52,25 @@ def links_of(module: fx.GraphModule) -> list[ScalingLink]:
         if len(weights) == len(readers) and all(reads[name] == 1 for name, _ in weights):
             links[base] = ScalingLink(base, tuple(readers), tuple(weights), _makers(module, base, reads))
     return list(links.values())
+
+
+def why_no_link(module: fx.GraphModule, base: Node) -> str:
+    """Why a factor for each channel cannot be moved from a value into the weights that read it."""
+    reads, readers = _parameter_reads(module), _readers(base)
+    if readers is None:
+        return "other operators than products by a weight read it, too"
+    if shared := [w[0] for reader in readers if (w := weight_of(reader)) is not None and reads[w[0]] != 1]:
+        return f"the weight {shared[0]} is used elsewhere, too"
+    return "it has no weight and bias that are its own"
+
+
+def _parameter_reads(module: fx.GraphModule) -> dict[str, int]:
+    """How many operators read each parameter."""
+    reads: dict[str, int] = {}
+    for node in module.graph.nodes:
+        if (name := parameter_name(node)) is not None:
+            reads[name] = reads.get(name, 0) + len(node.users)
+    return reads
 
 
 def weight_of(node: Node) -> tuple[str, int] | None:
@@ -69,7 +87,7 @@ def weight_of(node: Node) -> tuple[str, int] | None:
 
 def base_of(value: Node) -> Node:
     """The node that computes the channels of a value, before all operators that keep the last dimension."""
-    while value.target in LAYOUT_OPERATORS and _keeps_channels(value):
+    while value.target in _MOVING and _keeps_channels(value):
         value = value.args[0]
     return value
 
@@ -87,6 +105,10 @@ def _keeps_channels(node: Node) -> bool:
         return (node.args[1] if len(node.args) > 1 else 0) % before.ndim != last
     if node.target is aten.unsqueeze.default:
         return node.args[1] % after.ndim != after.ndim - 1
+    if node.target is aten.roll.default:
+        return len(node.args) > 2 and last not in {d % before.ndim for d in node.args[2]}
+    if node.target is aten.pad.default:
+        return not any(node.args[1])  # padding of no values, as windows of a fitting size have it
     return True
 
 
@@ -98,7 +120,7 @@ def _readers(base: Node) -> list[Node] | None:
         for user in value.users:
             if weight_of(user) is not None and user.args[PRODUCTS[user.target][0]] is value:
                 readers.append(user)
-            elif user.target in LAYOUT_OPERATORS and _keeps_channels(user) and user.args[0] is value:
+            elif user.target in _MOVING and _keeps_channels(user) and user.args[0] is value:
                 pending.append(user)
             else:
                 return None
