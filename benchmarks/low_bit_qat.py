@@ -74,7 +74,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        "ResNet-20 on CIFAR-10; 10,000 test images, executed in ONNX Runtime; the first and the last layer have 8 bits. Minutes: one core, beside other jobs.",
+        "ResNet-20 on CIFAR-10; 10,000 test images, executed in ONNX Runtime. Minutes: one core, beside other jobs.",
     ]
     return "\n".join(lines) + "\n"
 
