@@ -1,7 +1,7 @@
 """Quantization of captured models: simulated as the target runtime computes, trainable, exported with integers stored.
 
-Observers are in `quant.observers`, everything about targets in `quant.targets`, and how weight-only quantization rounds and
-stores weights in `quant.weight_only`.
+Observers are in `quant.observers`, everything about targets in `quant.targets`, how weight-only quantization rounds and stores
+weights in `quant.weight_only`, and calibration without data in `quant.calibration` (`synthesize`).
 """
 
 from compresskit.quant import weight_only

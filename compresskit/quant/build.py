@@ -15,17 +15,18 @@ from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, parameter_name
 from compresskit.graph.normalize import Node, aten
-from compresskit.quant.calibration.sensitive_ends import sensitive_ends
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths
 from compresskit.quant.numerics.observers import Observer
-from compresskit.quant.numerics.operators import OPERATOR_KINDS
+from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, OPERATOR_KINDS
 from compresskit.quant.numerics.targets import Target
+from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.insert import insert_quantizers_
 from compresskit.quant.passes.placement import Placement, place_quantizers
 from compresskit.quant.passes.prepare_graph import prepare_graph
 
+MAX_FRACTION = 0.01  # of the MACs, for each of the two layers of a transformer that stay float
 #: Products that no rule knows.
 _OTHER_PRODUCTS = frozenset({aten.einsum.default, aten.bilinear.default})
 
@@ -57,7 +58,7 @@ def build_quantized(
         floating: nodes of the graph that stay float, each with its reason, besides those that the target's rules leave float.
         trainable: keep what `Quantized.unfold_batchnorm_` needs.
         smooth: inputs by which `smooth_` evens out channels; the sensitive first and last layers then stay float, too
-            (`sensitive_ends`). None leaves the weights as they are.
+            (`_sensitive_ends`). None leaves the weights as they are.
         adjust: changes weights of the captured graph in place, such that it still computes the same, before quantizers are
             placed.
 
@@ -67,7 +68,7 @@ def build_quantized(
     captured, origin, folds = prepare_graph(model, example, target, skip, dynamic)
     if smooth is not None:
         origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth], bits=bits))
-        floating = {**sensitive_ends(captured.module.graph), **(floating or {})}
+        floating = {**_sensitive_ends(captured.module.graph), **(floating or {})}
     origin = replace(origin, floating=dict(floating or {}), bits=bits)
     if adjust is not None:
         adjust(captured)
@@ -112,3 +113,45 @@ def _is_layer(node: Node, placement: Placement) -> bool:
         return any(parameter_name(value) is not None for value in node.all_input_nodes)
     cost = placement.costs.get(node.name)
     return cost is not None and (cost.parameters > 0 or OPERATOR_KINDS[node.target] in ("conv", "conv_transpose", "linear"))
+
+
+def _sensitive_ends(graph: fx.Graph) -> dict[str, str]:
+    """The first and last layers of a transformer that are a small part of its MACs, by name, each with why it stays float.
+
+    Rounding errors of the first layer are in every token from then on; those of the last layer are in the output. ViT-B/16, of
+    which the two are 0.7 % of the MACs: 29.8 dB with both in integers, 30.8 with the first in float, 31.2 with both in float.
+    None for a model without layer norms.
+    """
+    costs = layer_costs(graph)
+    total_macs = sum(cost.macs for cost in costs.values())
+    if not total_macs or not any(node.target in (aten.layer_norm.default, aten.rms_norm.default) for node in graph.nodes):
+        return {}
+    reasons = {}
+    for node in graph.nodes:
+        if node.target is not aten.linear.default or node.name not in costs:
+            continue
+        fraction = costs[node.name].macs / total_macs
+        position = "first" if _reads_input(node) else "last" if _is_output(node) else ""
+        if position and fraction <= MAX_FRACTION:
+            reasons[node.name] = (
+                f"it is the {position} layer and {fraction:.1%} of the MACs: float costs little there, rounding much"
+            )
+    return reasons
+
+
+def _reads_input(node: Node) -> bool:
+    value = node.args[0]
+    while value.op == "call_function" and value.target in LAYOUT_OPERATORS:
+        value = value.args[0]
+    return value.op == "placeholder"
+
+
+def _is_output(node: Node) -> bool:
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.target in LAYOUT_OPERATORS:
+                pending.append(user)
+            elif user.op != "output":
+                return False
+    return True
