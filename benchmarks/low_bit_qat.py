@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ HERE = Path(__file__).parent
 EIGHT = Bits(weights=8, activations=8)
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
 ADAM = partial(torch.optim.Adam, lr=1e-3)
-ARMS = {
+ARMS: dict[str, tuple[Bits, Callable[..., torch.optim.Optimizer]]] = {
     "W4A4": (Bits(weights=4, activations=4, shortcuts=8), SGD),
     "W2A8": (Bits(weights=2), SGD),
     "W2A2": (Bits(weights=2, activations=2, shortcuts=8), ADAM),
@@ -43,7 +44,8 @@ def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: i
     bits, optimizer = ARMS[name]
     pixels, labels = data["train"]
     train = Images(pixels, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
-    task = ck.Task(train=train, val=Images(*data["test"], 500, MEAN, STD), calibration=[(x, None) for x in draw(pixels, seed)])
+    test, answers = data["test"]
+    task = ck.Task(train=train, val=Images(test, answers, 500, MEAN, STD), calibration=[(x, None) for x in draw(pixels, seed)])
     stage = ck.QAT(
         epochs=epochs, bits={"": bits, "conv1": EIGHT, "linear": EIGHT}, learned=True, optimizer=optimizer, validate_every=0
     )
