@@ -57,8 +57,9 @@ def main() -> None:
     made = synthesize(model, network.example, samples=args.samples, steps=args.steps)
     seconds = time.perf_counter() - began
     noise = torch.randn(512, *network.example.shape[1:], generator=torch.Generator().manual_seed(0))
-    calibrations: dict[str, list[Tensor]] = {"real images": network.draws[0], "noise": list(noise.split(64))}
+    calibrations: dict[str, list[Tensor]] = {"real images": network.draws[0]}
     calibrations["synthetic inputs"] = [inputs[0] for inputs in made if isinstance(inputs, tuple)]
+    calibrations["noise"] = list(noise.split(64))
     rows = []
     with torch.no_grad():
         whole = network.quality(lambda x: [model(x)])
@@ -70,7 +71,8 @@ def main() -> None:
                 if not ck.verify_onnx(path, quantized, [(network.inputs[0][:64],)]).passed:
                     raise SystemExit(f"{name}: the file does not compute what the model does")
                 run = executed(path)
-                row = {"top1": network.quality(run), "db": decibels(run, network)}
+                with torch.no_grad():
+                    row = {"top1": network.quality(run), "db": decibels(run, network)}
             rows.append({"inputs": name, "samples": sum(map(len, batches)), "bits": bits} | row)
             print(rows[-1], flush=True)
     about = {"torch": torch.__version__, "python": platform.python_version(), "steps": args.steps}

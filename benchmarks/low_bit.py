@@ -7,8 +7,9 @@
 nearest   quantize_static(bits=Bits(weights=...)), each weight to the nearest step
 learned   the same, then reconstruct_blocks_ (BRECQ with QDrop)
 tuned     the same, then imitate_float_: all layers at once, to give the float network's outputs
-mixed     bits of each layer by choose_bits, the mean as many, each weight to the nearest step
-mixed, learned   the choice that choose_bits(check=False) makes, then the rounding learned
+mixed     bits of each layer by choose_bits(check=False), the mean as many, each weight to the nearest step
+mixed, checked   the same by choose_bits, which measures its choice beside others and uniform bits
+mixed, learned   as mixed, then the rounding learned
 
 All layers have these bits, the first and the last one too; activations have 8. What is calibrated on and what is measured:
 `real_networks.py`, with its first draw. ResNets: top-1 in %; face detector: F1 in %.
@@ -38,7 +39,7 @@ from compresskit.quant import Bits
 HERE = Path(__file__).parent
 WIDTHS = (8, 4, 3, 2)
 AVERAGES = (4.0, 3.0)
-WAYS = ("nearest", "learned", "tuned", "mixed", "mixed, learned")
+WAYS = ("nearest", "learned", "tuned", "mixed", "mixed, checked", "mixed, learned")
 Row = dict[str, Any]
 
 
@@ -90,10 +91,10 @@ def rows_of(network: Network, args: argparse.Namespace) -> Iterator[Row]:
         ways.append(("tuned", lambda q: ck.quant.imitate_float_(q, model, batches, steps=args.tuning)))
         yield from results(str(width), quantized, began, ways if width < 8 else ways[:1])
     for average in AVERAGES:
-        for way, change in (("mixed", lambda _: None), ("mixed, learned", learn)):
+        for way, change in (("mixed", lambda _: None), ("mixed, checked", lambda _: None), ("mixed, learned", learn)):
             if way in args.ways:
                 began = time.perf_counter()
-                plan = ck.quant.choose_bits(model, batches, average=average, check=way == "mixed")
+                plan = ck.quant.choose_bits(model, batches, average=average, check=way == "mixed, checked")
                 print(plan, flush=True)
                 quantized = ck.quant.quantize_static(model, batches, bits=plan.bits, dynamic=network.dynamic)
                 yield from results(f"{average:g} on average", quantized, began, [(way, change)])

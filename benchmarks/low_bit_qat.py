@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantize_cifar import MEAN, STD, Images, draw, trained
-from vision import cifar10
+from quantize_cifar import MEAN, STD, draw, trained
+from vision import Images, cifar10
 
 import compresskit as ck
 from compresskit.quant import Bits
