@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from torch import fx, nn
 
@@ -29,6 +30,9 @@ MAX_FRACTION = 0.01  # of the MACs, for each of the two layers of a transformer 
 #: Products that no rule knows.
 _OTHER_PRODUCTS = frozenset({aten.einsum.default, aten.bilinear.default})
 
+#: What may not stay float: nothing is refused; layers with weights; any operator.
+Strict = bool | Literal["all"]
+
 
 def build_quantized(
     model: nn.Module,
@@ -39,7 +43,7 @@ def build_quantized(
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
     dynamic: Dynamic = (0,),
-    strict: bool = False,
+    strict: Strict = False,
     trainable: bool = False,
     bits: BitWidths = TARGET_BITS,
     smooth: Inputs | None = None,
@@ -58,7 +62,8 @@ def build_quantized(
         adjust: changes weights of the captured graph in place, such that it still computes the same, before quantizers are
             placed.
 
-    Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer could not.
+    Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could
+    not.
     """
     captured, origin, folds = prepare_graph(model, example, target, skip, dynamic)
     if smooth is not None:
@@ -70,10 +75,23 @@ def build_quantized(
     placement = place_quantizers(captured.module.graph, target, skip=skip, floating=floating)
     if not placement.integer:
         raise ModelError(f"{type(model).__name__}: {target.name} can run none of its operators in integers:\n{placement}")
-    if strict:
+    if strict == "all":
+        _refuse_float_operators(placement)
+    elif strict:
         _refuse_float_layers(captured.module.graph, target, placement)
     insert_quantizers_(captured.module, placement, target, observer, bits)
     return Quantized(captured, target, placement, origin, folds if trainable else ()).train(model.training)
+
+
+def _refuse_float_operators(placement: Placement) -> None:
+    """Raise ModelError where an operator stays float, for whatever reason."""
+    if placement.floating:
+        named = "; ".join(f"{placement.layers.get(name) or name}: {reason}" for name, reason in placement.floating.items())
+        total = len(placement.floating) + len(placement.integer)
+        raise ModelError(
+            f'strict="all": {len(placement.floating)} of {total} operators would stay float: {named}. Put others in their place,'
+            " or write strict=True, which only asks for the layers with weights"
+        )
 
 
 def _refuse_float_layers(graph: fx.Graph, target: Target, placement: Placement) -> None:

@@ -18,6 +18,7 @@ from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
 from compresskit.graph.surgery import copy_model, mode
+from compresskit.quant.build import Strict
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, check_bits, check_target_takes
 from compresskit.quant.numerics.observers import Observer, check_observer
@@ -33,7 +34,7 @@ class CalibratedOptions(TypedDict, total=False):
     choose: Literal["rules", "measure"]
     deployment: Deployment
     dynamic: Dynamic
-    strict: bool
+    strict: Strict
     bits: BitWidths
 
 
@@ -47,7 +48,7 @@ class CalibratedSettings:
     choose: "rules" places operators by the target's rules; "measure" then by their times on this machine.
     deployment: threads and batch that "measure" measures for.
     dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
-    strict: raise where a layer with weights would stay float that no other setting leaves float.
+    strict: raise where a layer with weights would stay float that no other setting leaves float; "all": where any operator would.
     bits: of weights and activations, for all layers or by module; None in them for the target's. `Bits(weights=4)`.
     inside: dotted name of the one submodule that is quantized; None for the whole model.
     """
@@ -58,7 +59,7 @@ class CalibratedSettings:
     choose: Literal["rules", "measure"] = "rules"
     deployment: Deployment = DEFAULT_DEPLOYMENT
     dynamic: Dynamic = (0,)
-    strict: bool = False
+    strict: Strict = False
     bits: BitWidths = TARGET_BITS
     inside: str | None = None
 
@@ -69,8 +70,12 @@ class CalibratedSettings:
         check_bits(self.bits, where)
         if isinstance(self.bits, Bits):
             check_target_takes(self.bits, self.target, "")
+        if self.strict not in (False, True, "all"):
+            raise SettingError(f'{where}(strict=...): wanted False, True or "all", got {self.strict!r}')
         if self.choose not in ("rules", "measure"):
             raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
+        if self.strict == "all" and self.choose == "measure":
+            raise SettingError(f'{where}(strict="all"): choose="measure" leaves float what is faster so; leave one of them out')
         if not isinstance(self.deployment, Deployment):
             raise SettingError(f"{where}(deployment=...): wanted Deployment(threads=, batch=), got {self.deployment!r}")
         if self.choose == "rules" and self.deployment != DEFAULT_DEPLOYMENT:

@@ -117,7 +117,8 @@ def quantize_static(
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay
             float, unless `skip`, `choose` or `smooth` leaves it so. Operators without weights (norms, softmax, products of two
-            activations, what no rule knows) may stay float. Default False.
+            activations, what no rule knows) may stay float. "all": raise where any operator would, whatever leaves it so, for
+            runtimes that have no float at all. Default False.
 
     Returns the quantized model, which `export_onnx` writes with integers; with `inside`, the whole model.
     Raises DataError where there is no batch; ModelError where the model cannot be captured, is quantized already, or has

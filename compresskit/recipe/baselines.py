@@ -1,7 +1,8 @@
-"""Baselines of a run: the networks that its stages made, with new weights, trained as long on labels alone.
+"""Baselines of a run: the networks that its stages made, with new weights, trained as long on labels alone; half precision.
 
 out/baselines/2-distill/    a run of one training: the student, without a teacher
 out/baselines/3-prune/      a network of the size that is left, never distilled and never pruned
+out/baselines/3-prune-fp16/ the last network in float, in half precision; and 3-prune-bf16/
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ def baselines(stages: Sequence[Stage], models: Mapping[int, nn.Module], task: Ta
         train = replace(plain, epochs=None, steps=steps, objective=None, validate_every=0, keep_best=False, patience=None)
         found.append(Baseline(stage=i, model=with_new_weights(models[i]), train=train))
     return found
+
+
+def last_dense_float(models: Mapping[int, nn.Module]) -> int | None:
+    """The stage of the last model in float and without masks, None where there is none; -1 is the incoming model."""
+    return max((stage for stage, model in models.items() if not _compressed(model)), default=None)
 
 
 def _other_shapes(before: nn.Module, after: nn.Module) -> bool:

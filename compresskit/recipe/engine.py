@@ -284,6 +284,18 @@ def write_reports(run: RunSettings, steps: list[RunStep], reports: list[StageRep
     write_report(run.out / "report.json", reports, **extra)
 
 
+def report_baselines(out: Path, rows: Sequence[StageReport]) -> None:
+    """Put the rows of baselines into report.html, report.csv and, last, report.json, where they are not there."""
+    report = read_json(out / "report.json", "the report of a run")
+    new = {**report, "baselines": [asdict(row) for row in rows]}
+    if new == report:
+        return
+    record = read_run(out, report=new)
+    write_page(out / "report.html", [record])
+    write_csv(out / "report.csv", [record])
+    write_json(out / "report.json", new)
+
+
 def reports_before(run: RunSettings) -> list[StageReport]:
     """The rows of report.json; none where it is not there or damaged."""
     path = run.out / "report.json"

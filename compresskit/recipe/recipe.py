@@ -9,17 +9,19 @@ out/model.onnx                  of the last stage
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from compresskit.base import distributed
-from compresskit.base.errors import ModelError, SettingError, StageOrderError
-from compresskit.base.files import FORMAT
+from compresskit.base.errors import ExportError, ModelError, SettingError, StageOrderError
+from compresskit.base.files import FORMAT, read_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import Every, stoppable
 from compresskit.base.randomness import seed_generators_
@@ -30,15 +32,18 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
-from compresskit.recipe.baselines import baselines, with_new_weights
+from compresskit.recipe.baselines import baselines, last_dense_float, with_new_weights
 from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
-from compresskit.recipe.engine import RunSettings, run_steps
-from compresskit.recipe.folder import RunPlan, RunStep, locked, plan_run
+from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
+from compresskit.recipe.folder import ROW, RunPlan, RunStep, locked, plan_run
+from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
 from compresskit.recipe.preflight import check_labelled, preflight_check
 from compresskit.recipe.report import StageReport, remarks, table
 from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.modes import remember_modes_
 from compresskit.train.train import Train
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SAVE = Every()
 MOST_PERMUTED = 6  # stages of which all orders are tried for an advice
@@ -209,6 +214,7 @@ class Recipe:
             The files in the folders of the stages always do.
         baselines: whether networks of the sizes that the stages made are also trained from new weights, as long and on labels
             alone: a student without its teacher, and for a pruned network one that was never larger. It costs their training.
+            The last network in float is also written and measured in fp16 and in bf16.
         on_step, on_epoch: functions that all trainings of the run call, besides their own; see `Train`.
         on_stage: a function, or several, that is called with a `StageReport` after every stage that has run. Latencies are
             measured at the end of the run.
@@ -315,15 +321,29 @@ class Recipe:
     def _run_baselines(
         self, made: Mapping[int, nn.Module], task: Task, own: Mapping[int, Task], out: Path
     ) -> tuple[StageReport, ...]:
-        """Train the baselines, each as a run in `out/baselines`."""
+        """Make the baselines, each by a run in `out/baselines`, and put them into the reports."""
         rows = []
         seed_generators_(self.seed)
+        settings: dict[str, Any] = {"seed": self.seed, "dynamic": self.dynamic, "opset": self.opset, "save": self.save}
         for baseline in baselines(self.stages, made, task, own):
             name = f"{baseline.stage + 1}-{type(self.stages[baseline.stage]).__name__.lower()}"
-            settings: dict[str, Any] = {"seed": self.seed, "dynamic": self.dynamic, "opset": self.opset, "save": self.save}
             alone = Recipe(baseline.train, **settings, on_step=self.on_step, on_epoch=self.on_epoch)
             row = alone.run(baseline.model, task, out / "baselines" / name).rows[0]
             rows.append(replace(row, stage=f"{name}, alone"))
+        trained = made if self._reports_start else {stage: model for stage, model in made.items() if stage >= 0}
+        if (last := last_dense_float(trained)) is not None:
+            before = f"{last + 1}-{type(self.stages[last]).__name__.lower()}" if last >= 0 else "0-start"
+            key = read_json(out / before / ROW, "the row of a finished stage")["key"]
+            for dtype in HALF_DTYPES:
+                folder = out / "baselines" / f"{before}-{dtype}"
+                measure = partial(half_precision_row, key=key, dynamic=self.dynamic, opset=self.opset)
+                try:
+                    row = distributed.on_rank_zero(partial(measure, made[last], dtype, task, folder))
+                except (ExportError, ModelError) as error:
+                    log.warning("no baseline in %s: %s", dtype, error)
+                else:
+                    rows.append(replace(row, stage=f"{before}, {dtype}"))
+        distributed.on_rank_zero(lambda: report_baselines(out, rows))
         return tuple(rows)
 
     def plan(self, model: nn.Module, task: Task, out: str | Path, *, tasks: Sequence[Task | None] = ()) -> RunPlan:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.quant import prepare_qat, quantize_static
 
 
@@ -51,3 +51,37 @@ def test_strict_names_layers_that_would_stay_float(layer, message) -> None:
     quantized = quantize_static(Mixed(layer).eval(), [x])
     node = next(name for name in quantized.placement.floating if name in quantized.placement.costs)
     quantize_static(Mixed(layer).eval(), [x], strict=True, skip=(node,))
+
+
+class Sums(nn.Module):
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+class Pooled(nn.Module):
+    def __init__(self, top):
+        super().__init__()
+        self.conv, self.head, self.top = nn.Conv2d(3, 4, 3), nn.Linear(4, 5), top
+
+    def forward(self, x):
+        return self.top(self.head(self.conv(x).relu().mean((2, 3))))
+
+
+def test_strict_about_all_operators_takes_a_model_in_integers_only() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    for method in (quantize_static, prepare_qat):
+        assert not method(Pooled(nn.ReLU()).eval(), [x], strict="all").placement.floating
+        message = r'strict="all": 1 of \d+ operators would stay float: top: no rule for aten.cumsum.default. Put others'
+        with pytest.raises(ModelError, match=message):
+            method(Pooled(Sums()).eval(), [x], strict="all")
+        with pytest.raises(ModelError, match='strict="all": 1 of .* head: '):
+            method(Pooled(nn.Identity()).eval(), [x], strict="all", skip=("head",))
+    quantize_static(Pooled(Sums()).eval(), [x], strict=True)
+
+
+def test_strict_is_one_of_three() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.raises(SettingError, match="strict=...\\): wanted False, True or \"all\", got 'every'"):
+        quantize_static(Pooled(nn.ReLU()), [x], strict="every")
+    with pytest.raises(SettingError, match='choose="measure" leaves float what is faster so'):
+        quantize_static(Pooled(nn.ReLU()), [x], strict="all", choose="measure")

@@ -11,6 +11,8 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.recipe.baselines import with_new_weights
+from compresskit.recipe.half_precision import HalfPrecision
+from compresskit.recipe.page.records import read_run
 
 ONE = ck.Train(epochs=1, validate_every=0)
 
@@ -30,7 +32,7 @@ def test_a_run_reports_what_its_networks_would_be_without_a_teacher_and_without_
     batches = task.length("train")
     rows = {row.stage: row for row in result.baselines}
     pruned = result.rows[2]
-    assert list(rows) == ["2-distill, alone", "3-prune, alone"]
+    assert list(rows) == ["2-distill, alone", "3-prune, alone", "3-prune, fp16", "3-prune, bf16"]
     assert (rows["3-prune, alone"].parameters, rows["3-prune, alone"].macs) == (pruned.parameters, pruned.macs)
     assert rows["3-prune, alone"].verified
     trained = {entry[2:] for entry in steps if entry[:2] == ("1-train", "train")}
@@ -41,6 +43,14 @@ def test_a_run_reports_what_its_networks_would_be_without_a_teacher_and_without_
     again = recipe.run(model, task, tmp_path / "run")
     assert len(steps) == count
     assert [row.metric for row in again.baselines] == [row.metric for row in result.baselines]
+    half = [rows["3-prune, fp16"], rows["3-prune, bf16"]]
+    assert [row.verified for row in half] == [True, True]
+    assert all(0.45 < row.bytes / rows["3-prune, alone"].bytes < 0.8 for row in half)
+    assert all(row.latency_ms > 0 for row in half)
+    written = read_run(tmp_path / "run")
+    assert [row.stage for row in written.baselines] == list(rows)
+    assert "3-prune, fp16" in (tmp_path / "run" / "report.html").read_text()
+    assert "3-prune, fp16" in (tmp_path / "run" / "report.csv").read_text()
 
 
 def test_a_smaller_student_is_also_trained_alone(tmp_path) -> None:
@@ -48,7 +58,7 @@ def test_a_smaller_student_is_also_trained_alone(tmp_path) -> None:
     small = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
     recipe = ck.Recipe(ck.Distill(student=small, epochs=2, validate_every=0), baselines=True, export="last", seed=3)
     result = recipe.run(build(networks.Residual).eval(), task, tmp_path / "run")
-    assert [row.stage for row in result.baselines] == ["1-distill, alone"]
+    assert [row.stage for row in result.baselines] == ["1-distill, alone", "1-distill, fp16", "1-distill, bf16"]
     assert result.baselines[0].parameters == ck.count_parameters(small)
     assert ck.Recipe(ONE).run(build(networks.Residual), task, tmp_path / "plain").baselines == ()
 
@@ -64,6 +74,31 @@ def test_new_weights_are_those_that_torch_draws() -> None:
     assert new[1].running_mean.abs().max() == 0
     assert all(parameter.requires_grad for parameter in new.parameters())
     assert float(model[0].weight[0, 0].detach()) == 5.0
+
+
+def test_half_precision_takes_and_returns_fp32() -> None:
+    model, x = build(networks.Residual).eval(), torch.randn(4, 3, 16, 16)
+    for dtype, close in ((torch.float16, 3e-3), (torch.bfloat16, 3e-2)):
+        half = HalfPrecision(model, dtype)
+        found, wanted = half(x), model(x)
+        assert found.dtype is torch.float32
+        assert 0 < (found - wanted).abs().max() < close * wanted.abs().max()
+        assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    assert next(model.parameters()).dtype is torch.float32
+
+
+def test_a_network_that_half_precision_does_not_run_has_no_such_row(tmp_path, caplog) -> None:
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 10)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x.mean((2, 3)), self.linear.weight.float(), self.linear.bias)
+
+    result = ck.Recipe(ONE, baselines=True).run(Doubles(), images_task(ck, samples=32), tmp_path / "run")
+    assert result.baselines == ()
+    assert "no baseline in fp16" in caplog.text
 
 
 class OwnScale(nn.Module):

@@ -29,6 +29,7 @@ class RunRecord:
         higher_is_better: whether a larger metric is better; None where the run does not say.
         environment: versions and machine, see `compresskit.export.check.environment`; empty where the run does not say.
         history: stage -> its trainings, see `compresskit.train.history`.
+        baselines: rows of `Recipe(baselines=True)`.
         reused: stages that the last run read from their folders.
         details: stage -> which samples are right, layers and noise, see `compresskit.recipe.details`; of finished stages.
         missing: a sentence for everything that should be there and is not.
@@ -42,6 +43,7 @@ class RunRecord:
     higher_is_better: bool | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    baselines: list[StageReport] = field(default_factory=list)
     reused: list[str] = field(default_factory=list)
     details: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -51,6 +53,7 @@ class RunRecord:
         return {
             "folder": str(self.folder),
             "rows": [asdict(row) for row in self.rows],
+            "baselines": [asdict(row) for row in self.baselines],
             "stages": self.recipe.get("stages", []),
             "metric": {"name": self.metric, "higher_is_better": self.higher_is_better},
             "reused": self.reused,
@@ -122,13 +125,13 @@ def _read_stages(run: RunRecord, report: dict[str, Any] | None) -> None:
     expected = [f"{i}-{_kind(stage).lower()}" for i, stage in enumerate(settings, 1)]
     if report is not None:
         for row in _as_list(report.get("rows")):
-            _add_row(run, row, run.folder / REPORT)
+            _add_row(run, run.rows, row, run.folder / REPORT)
         names = [row.stage for row in run.rows]
     else:
         names = sorted((p.name for p in run.folder.iterdir() if (p / ROW).exists()), key=_stage_number)
         for name in names:
             found = _read(run, run.folder / name / ROW, "the row of a finished stage")
-            if found is not None and _add_row(run, found.get("row"), run.folder / name / ROW):
+            if found is not None and _add_row(run, run.rows, found.get("row"), run.folder / name / ROW):
                 run.history[name] = _trainings(found.get("history"))
     run.stages = sorted({*names, *expected}, key=_stage_number)
     finished = [row.stage for row in run.rows]
@@ -143,9 +146,9 @@ def _read_stages(run: RunRecord, report: dict[str, Any] | None) -> None:
             break
 
 
-def _add_row(run: RunRecord, row: Any, where: Path) -> bool:
+def _add_row(run: RunRecord, rows: list[StageReport], row: Any, where: Path) -> bool:
     try:
-        run.rows.append(read_stage_report(row, where))
+        rows.append(read_stage_report(row, where))
         return True
     except CheckpointError as error:
         run.missing.append(str(error))
@@ -172,6 +175,8 @@ def _read_rest(run: RunRecord, report: dict[str, Any]) -> None:
     if isinstance(history, dict):
         run.history = {str(name): _trainings(trainings) for name, trainings in history.items()}
     run.reused = [str(name) for name in _as_list(report.get("reused"))]
+    for row in _as_list(report.get("baselines")):
+        _add_row(run, run.baselines, row, run.folder / REPORT)
 
 
 def _trainings(found: Any) -> list[dict[str, Any]]:

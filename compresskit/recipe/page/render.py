@@ -40,7 +40,7 @@ def write_page(path: str | Path, runs: Sequence[RunRecord]) -> None:
 
 
 def write_csv(path: str | Path, runs: Sequence[RunRecord]) -> None:
-    """Write one line for each stage of each run, with the fields of `StageReport`, atomically."""
+    """Write one line for each stage and each baseline of each run, with the fields of `StageReport`, atomically."""
     text = csv_of_runs(runs)
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
@@ -52,7 +52,7 @@ def csv_of_runs(runs: Sequence[RunRecord]) -> str:
     writer = csv.DictWriter(out, ["run", *(field.name for field in fields(StageReport))], lineterminator="\n")
     writer.writeheader()
     for name, run in zip(run_names(runs), runs, strict=True):
-        for row in run.rows:
+        for row in [*run.rows, *run.baselines]:
             writer.writerow({"run": name, **asdict(row)})
     return out.getvalue()
 
@@ -96,18 +96,23 @@ def _context(name: str, run: RunRecord) -> dict[str, Any]:
         "chain": [{"name": stage, "done": stage in {row.stage for row in run.rows}} for stage in run.stages],
         "reused": run.reused,
         "summary": summary(run),
-        "rows": [_cells(row, run.rows[0], *_certainty(run, row)) for row in run.rows],
+        "rows": [_cells(row, run.rows[0], *_certainty(run, row)) for row in [*run.rows, *_baselines(run)]],
         "tests": [sentence for row in run.rows[1:] if (sentence := _test_in_words(run, row))],
         "layer_charts": layer_charts(run.details),
         "layers": layer_rows(run.details),
         "floating": floating_layers(run.details),
-        "estimated": any(not row.executed for row in run.rows),
+        "estimated": any(not row.executed for row in [*run.rows, *_baselines(run)]),
         "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],
         "missing": run.missing,
         "curves": training_charts(run),
         "environment": list(_environment_lines(run)),
         "recipe": "" if not run.recipe else recipe if len(recipe) <= LONGEST_RECIPE else recipe[:LONGEST_RECIPE] + cut,
     }
+
+
+def _baselines(run: RunRecord) -> list[StageReport]:
+    """Baselines to compare with the stages; none without a stage to compare with."""
+    return run.baselines if run.rows else []
 
 
 def summary(run: RunRecord) -> str:
@@ -200,17 +205,19 @@ def comparison_charts(names: Sequence[str], runs: Sequence[RunRecord]) -> list[C
     largest = max((row.bytes or 0 for run in runs for row in run.rows), default=0)
     unit, size = ("MiB", 2**20) if largest >= 2**20 else ("KiB", 2**10)
     charts = []
-    sizes = {id(row): row.bytes / size for run in runs for row in run.rows if row.bytes is not None}
-    times = {id(row): row.latency_ms for run in runs for row in run.rows if row.latency_ms is not None}
+    rows = [row for run in runs for row in [*run.rows, *run.baselines]]
+    sizes = {id(row): row.bytes / size for row in rows if row.bytes is not None}
+    times = {id(row): row.latency_ms for row in rows if row.latency_ms is not None}
     for title, axis, figures in (
         ("size of the file", f"ONNX file, {unit}", sizes),
         ("latency", "median latency of one sample in ONNX Runtime, ms", times),
     ):
         series = []
         for name, run in zip(names, runs, strict=True):
-            found = [row for row in run.rows if id(row) in figures]
-            if found:
-                series.append(Series(name, [(figures[id(row)], row.metric) for row in found], [row.stage for row in found]))
+            for label, part in ((name, run.rows), (f"{name}, baselines", run.baselines)):
+                if found := [row for row in part if id(row) in figures]:
+                    points = [(figures[id(row)], row.metric) for row in found]
+                    series.append(Series(label, points, [row.stage for row in found]))
         if series:
             name = f"{metric[:1].upper()}{metric[1:]} against {title}"
             charts.append(draw(name, axis, metric, series, lines=False, higher_is_better=higher, remark=remark))

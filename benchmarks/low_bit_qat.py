@@ -1,0 +1,106 @@
+"""Training with few bits: ResNet-20 on CIFAR-10, accuracy of the executed file, its size, and the time of the training.
+
+    python benchmarks/low_bit_qat.py --data CIFAR10 --checkpoints FOLDER --arms W4A4 W2A8 --epochs 5
+
+W4A4 ...  `QAT(bits=..., learned=True)`: bits of weights and of what the layers read; sums of residual blocks keep 8 bits
+          (`Bits(shortcuts=8)`), and so do the first and the last layer. BatchNorm statistics are frozen after 80 % of the steps.
+
+Batch 128, crops and flips, cosine; half the task's loss and half the distance to the float model's predictions, the default.
+SGD with rate 0.01, momentum 0.9 and weight decay 1e-4 down to W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and W1A1.
+
+What is not trained again is kept in `low_bit_qat.json` and `.md` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantize_cifar import MEAN, STD, draw, trained
+from vision import Images, cifar10
+
+import compresskit as ck
+from compresskit.quant import Bits
+
+HERE = Path(__file__).parent
+EIGHT = Bits(weights=8, activations=8)
+SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+ARMS: dict[str, tuple[Bits, Callable[..., torch.optim.Optimizer]]] = {
+    "W4A4": (Bits(weights=4, activations=4, shortcuts=8), SGD),
+    "W2A8": (Bits(weights=2), SGD),
+    "W2A2": (Bits(weights=2, activations=2, shortcuts=8), ADAM),
+    "W1A1": (Bits(weights=1, activations=1, shortcuts=8), ADAM),
+}
+
+
+def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Train one arm, and measure the executed file. An interrupted training goes on where it was."""
+    bits, optimizer = ARMS[name]
+    pixels, labels = data["train"]
+    train = Images(pixels, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
+    test, answers = data["test"]
+    task = ck.Task(train=train, val=Images(test, answers, 500, MEAN, STD), calibration=[(x, None) for x in draw(pixels, seed)])
+    stage = ck.QAT(
+        epochs=epochs, bits={"": bits, "conv1": EIGHT, "linear": EIGHT}, learned=True, optimizer=optimizer, validate_every=0
+    )
+    recipe = ck.Recipe(stage, seed=seed, export="last", on_epoch=lambda report: print(name, report, flush=True))
+    row = recipe.run(trained("resnet20", checkpoints), task, folder / f"{name}-{epochs}-{seed}").rows[-1]
+    path = folder / f"{name}-{epochs}-{seed}" / "model.onnx"
+    return {
+        "top1": 100 * row.metric,
+        "bytes": path.stat().st_size,
+        "integers": ck.audit(path).integer_fraction,
+        "epochs": epochs,
+        "seed": seed,
+        "minutes": row.seconds / 60,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    static = {row["weights"]: row for row in json.loads((HERE / "low_bit.json").read_text())["networks"]["resnet20"]}
+    whole, start = static["8"]["bytes"], static["fp32"]["quality"]
+    lines = [
+        "| arm | epochs | top-1 % | lost | file, KiB | of int8 | in integers | minutes |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    lines.append(f"| fp32 | | {start:.2f} | | | | | |")
+    for name, row in found.items():
+        cells = [name, row["epochs"], f"{row['top1']:.2f}", f"{start - row['top1']:.2f}", f"{row['bytes'] / 1024:.0f}"]
+        cells += [f"{row['bytes'] / whole:.3f}", f"{row['integers']:.0%}", f"{row['minutes']:.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        "ResNet-20 on CIFAR-10; 10,000 test images, executed in ONNX Runtime. Minutes: one core, beside other jobs.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="CIFAR-10: train/<class>/* and test/<class>/*")
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the images, their crops, and the calibration images")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the runs")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = cifar10(args.data, None)
+    path = HERE / "low_bit_qat.json"
+    for name in args.arms:
+        row = arm(name, data, args.checkpoints, args.epochs, args.seed, args.out)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        found = {key: {**found, name: row}[key] for key in ARMS if key in found or key == name}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".md").write_text(table(found))
+        print(name, row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
