@@ -70,7 +70,7 @@ class CalibratedSettings:
         check_bits(self.bits, where)
         if isinstance(self.bits, Bits):
             check_target_takes(self.bits, self.target, "")
-        if self.strict not in (False, True, "all"):
+        if not isinstance(self.strict, bool) and not (isinstance(self.strict, str) and self.strict == "all"):
             raise SettingError(f'{where}(strict=...): wanted False, True or "all", got {self.strict!r}')
         if self.choose not in ("rules", "measure"):
             raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
