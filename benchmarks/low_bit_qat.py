@@ -4,9 +4,11 @@
 
 W4A4 ...  `QAT(bits=..., learned=True)`: bits of weights and of what the layers read; sums of residual blocks keep 8 bits
           (`Bits(shortcuts=8)`), and so do the first and the last layer. BatchNorm statistics are frozen after 80 % of the steps.
+W1A1      `quant.qat.Binarize`: signs of weights and inputs, factors for channels, rows and columns, in all layers but the first
+          and the last. `WeightQuant` stores the signs in 1 bit and these two in 8; the file computes in float.
 
 Batch 128, crops and flips, cosine; half the task's loss and half the distance to the float model's predictions, the default.
-SGD with rate 0.01, momentum 0.9 and weight decay 1e-4 down to W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and W1A1.
+SGD with rate 0.01, momentum 0.9 and weight decay 1e-4 for W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and 4e-3 for W1A1.
 
 What is not trained again is kept in `low_bit_qat.json` and `.md` beside this file.
 """
@@ -25,7 +27,10 @@ from quantize_cifar import MEAN, STD, draw, trained
 from vision import Images, cifar10
 
 import compresskit as ck
-from compresskit.quant import Bits
+from compresskit.base.stage import Stage
+from compresskit.quant import Bits, WeightQuant
+from compresskit.quant.numerics.block_grid import BlockScheme
+from compresskit.quant.qat import Binarize, binarize_, sign_formats
 
 HERE = Path(__file__).parent
 EIGHT = Bits(weights=8, activations=8)
@@ -35,7 +40,7 @@ ARMS: dict[str, tuple[Bits, Callable[..., torch.optim.Optimizer]]] = {
     "W4A4": (Bits(weights=4, activations=4, shortcuts=8), SGD),
     "W2A8": (Bits(weights=2), SGD),
     "W2A2": (Bits(weights=2, activations=2, shortcuts=8), ADAM),
-    "W1A1": (Bits(weights=1, activations=1, shortcuts=8), ADAM),
+    "W1A1": (Bits(weights=1, activations=1), partial(torch.optim.Adam, lr=4e-3)),
 }
 
 
@@ -45,20 +50,28 @@ def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: i
     pixels, labels = data["train"]
     train = Images(pixels, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
     test, answers = data["test"]
-    task = ck.Task(train=train, val=Images(test, answers, 500, MEAN, STD), calibration=[(x, None) for x in draw(pixels, seed)])
-    stage = ck.QAT(
-        epochs=epochs, bits={"": bits, "conv1": EIGHT, "linear": EIGHT}, learned=True, optimizer=optimizer, validate_every=0
-    )
-    recipe = ck.Recipe(stage, seed=seed, export="last", on_epoch=lambda report: print(name, report, flush=True))
-    row = recipe.run(trained("resnet20", checkpoints), task, folder / f"{name}-{epochs}-{seed}").rows[-1]
+    drawn = draw(pixels, seed)
+    task = ck.Task(train=train, val=Images(test, answers, 500, MEAN, STD), calibration=[(x, None) for x in drawn])
+    stages: tuple[Stage, ...]
+    if name == "W1A1":
+        half = ck.imitate(temperature=1.0, weight=0.5, task_weight=0.5)
+        train_signs = ck.Train(epochs=epochs, optimizer=optimizer, objective=half, validate_every=0)
+        formats = sign_formats(binarize_(trained("resnet20", checkpoints), drawn[0]))
+        by_row = BlockScheme(bits=8, block_size=None)
+        stages = Binarize(finetune=train_signs), WeightQuant(scheme=by_row, convolutions=by_row, overrides=formats)
+    else:
+        ends = {"conv1": EIGHT, "linear": EIGHT}
+        stages = (ck.QAT(epochs=epochs, bits={"": bits} | ends, learned=True, optimizer=optimizer, validate_every=0),)
+    recipe = ck.Recipe(*stages, seed=seed, export="last", on_epoch=lambda report: print(name, report, flush=True))
+    rows = recipe.run(trained("resnet20", checkpoints), task, folder / f"{name}-{epochs}-{seed}").rows
     path = folder / f"{name}-{epochs}-{seed}" / "model.onnx"
     return {
-        "top1": 100 * row.metric,
+        "top1": 100 * rows[-1].metric,
         "bytes": path.stat().st_size,
         "integers": ck.audit(path).integer_fraction,
         "epochs": epochs,
         "seed": seed,
-        "minutes": row.seconds / 60,
+        "minutes": sum(row.seconds for row in rows[1:]) / 60,
     }
 
 

@@ -1,4 +1,4 @@
-"""Modules that take the place of a user's own: a `Bypass` of a removed block, `Factored` layers of one that was too large.
+"""Modules that take the place of a user's own: a `Bypass` of a removed block, `Factored` layers of low rank, layers of signs.
 
 A record is plain data, `{path: {"kind": "bypass", ...}}`; nothing in it is executed. `replace_recorded_` makes the modules again
 in a new model of the same class.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
-from compresskit.base.errors import CheckpointError
+from compresskit.base.errors import CheckpointError, ModelError
 
 MOST_OUTPUTS = 64  # of the tuple that a block returns
+MOST_POSITIONS = 2**16  # in a dimension of an output
+
+_WHERE = torch.ops.aten.where.Scalar
+
+SignGradient = Literal["clip", "polynomial", "tanh"]
 
 
 class Bypass(nn.Module):
@@ -84,9 +89,132 @@ class Factored(nn.Sequential):
         return {"kind": "factored", "ranks": [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]}
 
 
+class Signed(nn.Module):
+    """A linear layer or convolution of the signs of its inputs and weights, times learned factors (XNOR-Net++, 1909.13863).
+
+    y = layer(sign(x - threshold)) * channels * rows * columns + bias, with sign(0) = 1. Thresholds are learned for each input
+    channel (Liu et al., 2003.03488), since behind a ReLU the plain sign is constant. Zeros of the padding stay 0.
+
+    Args:
+        layer: linear, or a convolution; its weight stays a parameter of floats, of which the sign is used.
+        sizes: of the output's dimensions behind the channels, each of which gets factors; () for factors of channels alone.
+        weights, activations: whether the signs of the weights, and of the inputs, take their place.
+        gradient: that of a sign at u, the distance from the threshold in units of `window`: 1 ("clip", Hubara et al., 1602.02830)
+            or 2 - 2 |u| ("polynomial", Liu et al., 1808.00278) where |u| < 1, and 0 beyond; 1 - tanh(u)^2 everywhere ("tanh").
+
+    `window` is a buffer, one value.
+    """
+
+    window: Tensor
+
+    def __init__(
+        self,
+        layer: nn.Linear | nn.modules.conv._ConvNd,
+        sizes: tuple[int, ...] = (),
+        *,
+        weights: bool = True,
+        activations: bool = True,
+        gradient: SignGradient = "polynomial",
+    ) -> None:
+        super().__init__()
+        place = Place(device=layer.weight.device, dtype=layer.weight.dtype)
+        self.axis = -1 if isinstance(layer, nn.Linear) else -layer.weight.ndim + 1
+        inputs, outputs = (
+            (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (layer.in_channels, layer.out_channels)
+        )
+        self.weights, self.activations, self.gradient, self.sizes = weights, activations, gradient, tuple(sizes)
+        self.bias = layer.bias
+        layer.bias = None
+        self.layer = layer
+        self.threshold = nn.Parameter(torch.zeros(inputs, **place))
+        self.factors = nn.ParameterList([nn.Parameter(torch.ones(n, **place)) for n in (outputs, *sizes)])
+        self.register_buffer("window", torch.ones((), **place))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, of the shape that the layer itself gives."""
+        if self.activations:
+            x = sign_of(x, _along(self.threshold, self.axis), self.window, self.gradient)
+        weight = self.layer.weight
+        if self.weights:
+            weight = sign_of(weight, torch.zeros((), dtype=weight.dtype, device=weight.device), 1.0, "clip")
+        y: Tensor = torch.func.functional_call(self.layer, {"weight": weight}, (x,))
+        if self.sizes and tuple(y.shape[self.axis + 1 :]) != self.sizes:
+            raise ModelError(
+                f"a layer of signs has factors for outputs of {self.sizes}, got {tuple(y.shape[self.axis + 1 :])}; give inputs of"
+                ' the size that it was made for, or make it with factors="channels"'
+            )
+        factors = [_along(factor, dim) for dim, factor in enumerate(self.factors, self.axis)]
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            factors = [
+                math.prod(factors[1:], start=factors[0])
+            ]  # one pass; in a file the product would be as large as the output
+        for factor in factors:
+            y = y * factor
+        return y if self.bias is None else y + _along(self.bias, self.axis)
+
+    def extra_repr(self) -> str:
+        """What is replaced by signs, for `print(model)`."""
+        return f"weights={self.weights}, activations={self.activations}, gradient={self.gradient!r}, sizes={self.sizes}"
+
+    def record(self) -> dict[str, Any]:
+        """The settings as plain data."""
+        flags = {"weights": self.weights, "activations": self.activations, "gradient": self.gradient}
+        return {"kind": "signed", "sizes": list(self.sizes)} | flags
+
+
+def sign_of(x: Tensor, threshold: Tensor, window: Tensor | float, gradient: SignGradient) -> Tensor:
+    """1 where x >= threshold, else -1, in the shape and dtype of x, with one of the gradients of `Signed`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return _Sign.apply(x - threshold, window, gradient)  # type: ignore[no-any-return, no-untyped-call]
+    return _plus_or_minus(x >= threshold, x.dtype)
+
+
+def takes_signs(model: nn.Module) -> bool:
+    """Whether a model, or the captured graph of one, takes signs of values that depend on its inputs."""
+    graphs = [module.graph for module in model.modules() if isinstance(module, fx.GraphModule)]
+    captured = any(node.target is _WHERE and node.args[1:] == (1.0, -1.0) for graph in graphs for node in graph.nodes)
+    return captured or any(isinstance(module, Signed) and module.activations for module in model.modules())
+
+
+def _plus_or_minus(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    signs = torch.where(mask, 1.0, -1.0)
+    return signs if signs.dtype == dtype else signs.to(dtype)
+
+
+class _Sign(torch.autograd.Function):
+    """The sign of a distance, and a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, distance: Tensor, window: Tensor | float, gradient: SignGradient) -> Tensor:
+        ctx.gradient, ctx.window = gradient, float(window)
+        ctx.save_for_backward(distance)
+        return torch.ge(distance, 0, out=torch.empty_like(distance)).mul_(2).sub_(1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (distance,) = ctx.saved_tensors
+        window = ctx.window
+        if ctx.gradient == "clip":
+            return grad * (distance.abs() < window) / window, None, None
+        if ctx.gradient == "polynomial":
+            slope = distance.abs().mul_(-2 / window**2).add_(2 / window).clamp_(min=0)
+        else:
+            slope = (distance / window).tanh_().square_().neg_().add_(1).div_(window)
+        return slope.mul_(grad), None, None
+
+
+def _along(values: Tensor, dim: int) -> Tensor:
+    """A vector as a tensor that broadcasts along a dimension counted from the end."""
+    return values.view(-1, *(1,) * (-dim - 1))
+
+
+_KINDS = (Bypass, Factored, Signed)
+
+
 def replacements(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The record of every module that took the place of a user's own, by its dotted name."""
-    return {path: module.record() for path, module in model.named_modules() if isinstance(module, Bypass | Factored)}
+    return {path: module.record() for path, module in model.named_modules() if isinstance(module, _KINDS)}
 
 
 def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
@@ -98,6 +226,9 @@ def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
         here = _module_at(model, path)
         if isinstance(saved, dict) and saved.get("kind") == "factored":
             _factor_(model, path, here, saved.get("ranks"))
+            continue
+        if isinstance(saved, dict) and saved.get("kind") == "signed":
+            _sign_(model, path, here, saved)
             continue
         made = _made(saved, path)
         if not isinstance(here, Bypass):
@@ -122,6 +253,26 @@ def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
         raise CheckpointError(f"{path}: wanted a rank up to each of {most}, got {ranks!r}; delete the folder")
     made = Factored.like(here, tuple(ranks)).requires_grad_(here.weight.requires_grad)
     model.set_submodule(path, made.train(here.training))
+
+
+def _sign_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Put a layer of signs into the place of a layer that is none yet; of one that is, set what is signed."""
+    sizes, weights, activations = saved.get("sizes"), saved.get("weights"), saved.get("activations")
+    fits = isinstance(sizes, list) and all(_is_count(n) and 0 < n <= MOST_POSITIONS for n in sizes)
+    if not fits or not {type(weights), type(activations)} <= {bool} or saved.get("gradient") not in get_args(SignGradient):
+        raise CheckpointError(f"{path}: not the record of a layer of signs, got {saved!r}; delete the folder")
+    if isinstance(here, Signed) and list(here.sizes) == sizes:
+        here.weights, here.activations, here.gradient = saved["weights"], saved["activations"], saved["gradient"]
+        return
+    if not isinstance(here, nn.Linear | nn.modules.conv._ConvNd):
+        raise CheckpointError(
+            f"{path}: the record says a layer of signs of sizes {sizes}, the model has {type(here).__name__}; it is of another"
+            " model"
+        )
+    made = Signed(
+        here, tuple(saved["sizes"]), weights=saved["weights"], activations=saved["activations"], gradient=saved["gradient"]
+    )
+    model.set_submodule(path, made.requires_grad_(here.weight.requires_grad).train(here.training))
 
 
 def _module_at(model: nn.Module, path: Any) -> nn.Module:

@@ -77,11 +77,12 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     model = copy_model(model)
     detach_masks_(model)  # its masks were for other weights
     if saved.get("kind") in ("parts", "quantized"):
-        # Read before the model is built again, which takes long; besides the weights there are a few numbers per channel.
-        tensors, _ = read_tensors(folder / MODEL, 4 * bytes_of(model) + 2**20)
+        # Read before the model is built again, which takes long.
+        tensors, _ = read_tensors(folder / MODEL, _most_bytes(model))
         loaded = _rebuilt(model, saved, folder / STRUCTURE)
     else:
-        tensors, _ = read_tensors(folder / MODEL, bytes_of(model))
+        replaced = isinstance(saved.get("structure"), dict) and "replaced" in saved["structure"]
+        tensors, _ = read_tensors(folder / MODEL, _most_bytes(model) if replaced else bytes_of(model))
         loaded = _resized_(model, saved.get("structure"), tensors, folder)
     load_values_(loaded, tensors, folder / MODEL)
     if "masks" in saved:
@@ -125,6 +126,11 @@ def _load_masks_(model: nn.Module, path: Path, saved: Any) -> None:
         name, count = next(iter(broken.items()))
         raise CheckpointError(f"{path}: {count} weights of {name} are not zero that it removes; it is of another model")
     attach_masks_(model, masks)
+
+
+def _most_bytes(model: nn.Module) -> int:
+    """Of a quantized model, or one with layers that took the place of its own: a few numbers a channel besides the weights."""
+    return 4 * bytes_of(model) + 2**20
 
 
 def bytes_of(model: nn.Module) -> int:

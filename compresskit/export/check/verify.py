@@ -8,6 +8,7 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
   difference is small next to the quantization error, or if it is as near to the unrounded model as the simulation is: after
   dozens of layers, two correct executions differ as much as independent noise does. Neither says anything of a model that draws
   random numbers, or whose quantization error is as large as its outputs.
+  A model with layers of signs (`graph.replacements.Signed`) counts as quantized: a value at a threshold may fall to either side.
 * A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
   which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
 """
@@ -36,6 +37,7 @@ from compresskit.export.files import read_proto
 from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
 from compresskit.graph.quantized import quantized_parts
+from compresskit.graph.replacements import takes_signs
 from compresskit.graph.surgery import mode
 from compresskit.measure import numpy_inputs, run_session, session
 
@@ -158,7 +160,9 @@ def verify_onnx(
         model, batches = _batches_inside(model, batches, inside)
     parts = quantized_parts(model).values()
     other = next((OtherRuntime(path, part.runtime) for part in parts if part.runtime != "onnxruntime"), None)
-    quantized, weight_only = bool(parts), all(part.exact for part in parts)  # quantizers switched off leave rounded weights
+    signs = takes_signs(model)
+    quantized = bool(parts) or signs
+    weight_only = not signs and all(part.exact for part in parts)  # quantizers switched off leave rounded weights
     outputs: list[list[list[np.ndarray]]] = [[], [], [], []]
     unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
     samples, first, random = 0, None, False
@@ -168,7 +172,7 @@ def verify_onnx(
             outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
             random = random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
             first = inputs if first is None else first
-            if quantized and not weight_only:
+            if parts and not weight_only:
                 unrounded.append(_unrounded(model, inputs))
             for store, run in zip(outputs[1:], sessions, strict=False):
                 store.append(_run(run, inputs, path))

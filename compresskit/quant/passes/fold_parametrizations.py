@@ -28,7 +28,7 @@ def fold_parametrizations_(module: fx.GraphModule) -> int:
 
     The parameter becomes `weight` or `bias` of the layer's module, and requires a gradient where one of its sources did.
     """
-    count = 0
+    folded: list[tuple[str, str, str]] = []
     layers = [n for n in module.graph.nodes if n.target in CONVS | TRANSPOSED_CONVS or n.target is aten.linear.default]
     for layer in layers:
         for position, leaf in ((1, "weight"), (2, "bias")):
@@ -46,12 +46,29 @@ def fold_parametrizations_(module: fx.GraphModule) -> int:
             _move_mask(module, node, name)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
-            count += 1
-    if count:
+            folded.append((name, module_path(layer), leaf))
+    if folded:
+        for node in [n for n in module.graph.nodes if n.target is aten._assert_tensor_metadata.default]:
+            if _sources(node.args[0]) is not None:  # it would keep what is computed from parameters alive
+                module.graph.erase_node(node)
         module.graph.eliminate_dead_code()
-        module.recompile()
         drop_unused_(module)
-    return count
+        for name, path, leaf in folded:
+            _shorten_name_(module, name, path, leaf)
+        module.recompile()
+    return len(folded)
+
+
+def _shorten_name_(module: fx.GraphModule, name: str, path: str, leaf: str) -> None:
+    """Give a folded parameter the name of the one that it was computed from, where that one is gone."""
+    free = _free_name(module, path, leaf)
+    old, new = name.rpartition(".")[2], free.rpartition(".")[2]
+    owner = module.get_submodule(name.rpartition(".")[0])
+    if len(new) >= len(old) or f"{MASK_PREFIX}{old}" in owner._buffers:
+        return
+    owner.register_parameter(new, owner._parameters.pop(old))
+    for node in [n for n in module.graph.nodes if n.op == "get_attr" and n.target == name]:
+        node.target = free
 
 
 def fold_frozen_norms_(module: fx.GraphModule) -> int:
