@@ -249,7 +249,7 @@ is right in one of two networks at 3 bits. Activations have 8 bits. {source("low
 {table(("network", "fp32", "bits of weights", "nearest", "learned", "tuned", "file / int8 file"), rows)}
 
 Trained with labels: ResNet-20 of the first rows (88.02), learned ranges, the first and the last layer and the sums of residual blocks in 8
-bits. {source("low_bit_qat")}
+bits; W1A1 are layers of signs (`Binarize`), computed in float. {source("low_bit_qat")}
 
 {table(("weights and activations", "top-1, %", "file / int8 file", "epochs"), trained)}
 """
