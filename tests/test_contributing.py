@@ -233,7 +233,7 @@ def test_each_target_is_in_the_list() -> None:
 def test_each_stage_is_in_a_test_of_chains() -> None:
     kinds = [
         kind
-        for place in (ck, ck.prune.depth, ck.prune.low_rank, ck.quant)
+        for place in (ck, ck.prune.depth, ck.prune.low_rank, ck.quant, ck.quant.qat)
         for name in place.__all__
         if isinstance(kind := getattr(place, name), type) and issubclass(kind, ck.Stage)
     ]

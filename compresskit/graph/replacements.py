@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from compresskit.base.errors import CheckpointError, ModelError
 
 MOST_OUTPUTS = 64  # of the tuple that a block returns
-MOST_POSITIONS = 2**16  # in a dimension of an output
+MOST_ROWS = 2**16  # in a dimension of an output
 
 _WHERE = torch.ops.aten.where.Scalar
 
@@ -258,7 +258,7 @@ def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
 def _sign_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
     """Put a layer of signs into the place of a layer that is none yet; of one that is, set what is signed."""
     sizes, weights, activations = saved.get("sizes"), saved.get("weights"), saved.get("activations")
-    fits = isinstance(sizes, list) and all(_is_count(n) and 0 < n <= MOST_POSITIONS for n in sizes)
+    fits = isinstance(sizes, list) and all(_is_count(n) and 0 < n <= MOST_ROWS for n in sizes)
     if not fits or not {type(weights), type(activations)} <= {bool} or saved.get("gradient") not in get_args(SignGradient):
         raise CheckpointError(f"{path}: not the record of a layer of signs, got {saved!r}; delete the folder")
     if isinstance(here, Signed) and list(here.sizes) == sizes:

@@ -14,7 +14,6 @@ from compresskit.graph.masks import Masks, detach_masks_, enforce_masks_, masks_
 from compresskit.prune import allocations, criteria, normalizers, patterns, rankings, schedules
 from compresskit.prune import depth as depth
 from compresskit.prune import low_rank as low_rank
-from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import plan_channels
 from compresskit.prune.channels.prune import Prune, replayed
 from compresskit.prune.channels.reconstruct import reconstruct_
@@ -26,6 +25,7 @@ from compresskit.prune.masks.sweep import sweep
 from compresskit.prune.sensitivity import channel_sensitivity, mask_sensitivity
 from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.prune.structure.prove import prove
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.snapshots import rewind_
 
 __all__ = [

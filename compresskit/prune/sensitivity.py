@@ -21,7 +21,6 @@ from compresskit.base.task import Task, batch_size
 from compresskit.graph.surgery import copy_model
 from compresskit.measure import evaluate
 from compresskit.prune.allocations import Allocation, measured_ratios
-from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import NO_RATIOS, analyze_channels, plan_channels
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import Limits
@@ -35,6 +34,7 @@ from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.rankings import Ranking, Step
 from compresskit.prune.scores import score_groups_, score_weights
 from compresskit.prune.structure.plan import apply_
+from compresskit.train.batchnorm import reestimate_batchnorm_
 
 Point = TypeVar("Point")
 

@@ -18,7 +18,6 @@ from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.measure import count_parameters
-from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.channels.plan_channels import check_functions, plan_channels
 from compresskit.prune.channels.reconstruct import reconstruct_
 from compresskit.prune.channels.resources import PRUNABLE, Limits, counted_unit, measured_quantity
@@ -29,6 +28,7 @@ from compresskit.prune.normalizers import Normalizer, by_mean
 from compresskit.prune.rankings import Ranking, cost_aware
 from compresskit.prune.schedules import Linear, RatioSchedule, check_schedule
 from compresskit.prune.structure.plan import Plan, apply_
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)

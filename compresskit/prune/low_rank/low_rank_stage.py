@@ -15,8 +15,8 @@ from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
-from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.low_rank.plan_ranks import check_ranks, plan_ranks
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)

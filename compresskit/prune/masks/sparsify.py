@@ -20,7 +20,6 @@ from compresskit.base.task import Task
 from compresskit.graph.masks import Masks, detach_masks_, masks_of
 from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.allocations import Allocation
-from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.prune.criteria import EVIDENCE, WEIGHT_EVIDENCE, Criterion, check_criterion, l2, needs_of
 from compresskit.prune.masks.gradual import GradualMasks
 from compresskit.prune.masks.maskable import by_tensor, fitting, maskable, unmasked_weights
@@ -28,6 +27,7 @@ from compresskit.prune.masks.plan_mask import check_pattern, plan_mask, removed_
 from compresskit.prune.masks.rewind import Rewind
 from compresskit.prune.patterns import UNSTRUCTURED, Pattern
 from compresskit.prune.schedules import RatioSchedule, check_schedule
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)

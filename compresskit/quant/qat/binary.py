@@ -25,8 +25,8 @@ from compresskit.base.task import Inputs, Task, call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.replacements import Signed, SignGradient
 from compresskit.graph.surgery import frozen_copy, mode
-from compresskit.prune.channels.batchnorm import reestimate_batchnorm_
 from compresskit.quant.numerics.palette import Palette
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
