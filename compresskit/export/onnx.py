@@ -148,6 +148,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.ops.blocks import pack_nibbles
     from compresskit.export.rewrite.attention import expand_attention_masks
     from compresskit.export.rewrite.common import optimize_
+    from compresskit.export.rewrite.constant_weights import decode_on_loading
     from compresskit.export.rewrite.onnxruntime import CPU_REWRITES, X86_REWRITES
     from compresskit.export.rewrite.opset import set_ir_version_
     from compresskit.export.rewrite.rotary import expand_rotary_caches
@@ -157,6 +158,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     rewrites += CPU_REWRITES if any(part.in_onnxruntime for part in parts) else ()
     optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches])
     pack_nibbles(file)
+    decode_on_loading(file)
     _name_dimensions(file, dynamic)
     check_kernels(file, model)
     if least_precise_dtype(model) is torch.bfloat16:

@@ -159,6 +159,7 @@ class _Reader:
         self._find_planes()
         self.palettes: dict[str, tuple[str, ...]] = {}
         self._find_palettes()
+        self._find_scaled()
         self.counted: set[str] = set()
 
     def _collect(self, graph: Any) -> None:
@@ -222,6 +223,15 @@ class _Reader:
                 self.tensors[node.output[0]] = SimpleNamespace(dims=self.tensors[indices].dims, data_type=kind)
                 self.palettes[node.output[0]] = (node.input[0], added.input[1])
                 self.decoding |= {node.output[0], added.output[0]}
+
+    def _find_scaled(self) -> None:
+        """Let a Cast, Sub and Mul of stored integers be passed on, as a DequantizeLinear is; see `rewrite.constant_weights`."""
+        for node in [n for n in self.nodes if n.op_type in ("Sub", "Mul") and len(n.input) == 2]:
+            chain = self._behind(node.input[0])
+            decoded = chain[-1] in self.tensors and len(chain) > 1 and re.match("U?INT", self._kind(chain[-1]))
+            if decoded and node.input[1] in self.tensors:
+                self.sources[node.output[0]] = node
+                self.decoding.add(node.output[0])
 
     def layers(self) -> Iterator[StoredLayer]:
         """The operators that take a stored weight, in the order of the file."""
@@ -291,9 +301,9 @@ class _Reader:
         return entries
 
     def _scale_in(self, chain: Sequence[str]) -> str | None:
-        """Name of the scales of the DequantizeLinear of a chain."""
+        """Name of the scales of the DequantizeLinear, or Mul, of a chain."""
         nodes = (self.sources[name] for name in chain if name in self.sources)
-        return next((node.input[1] for node in nodes if node.op_type == "DequantizeLinear"), None)
+        return next((node.input[1] for node in nodes if node.op_type in ("DequantizeLinear", "Mul")), None)
 
     def _numbers(self, name: str | None) -> np.ndarray:
         """The values of a stored tensor; none where it is computed."""

@@ -134,13 +134,14 @@ def value_shapes(model: Any) -> dict[str, list[int]]:
 
 
 def constant_shapes(graph: Any) -> dict[str, list[int]]:
-    """Shapes of all constants, also behind DequantizeLinear, Cast and Transpose."""
+    """Shapes of all constants, also behind DequantizeLinear, Cast, Transpose, and what decodes integers (Sub, Mul)."""
     shapes = {i.name: list(i.dims) for inner in all_graphs(graph) for i in inner.initializer}
     for node in all_nodes(graph):
         shape = shapes.get(node.input[0]) if node.input else None
         if shape is None:
             continue
-        if node.op_type in ("DequantizeLinear", "Cast", "Identity"):
+        decodes = node.op_type in ("Sub", "Mul") and all(name in shapes for name in node.input)
+        if decodes or node.op_type in ("DequantizeLinear", "Cast", "Identity"):
             shapes[node.output[0]] = shape
         elif node.op_type == "Transpose":
             order = next((list(a.ints) for a in node.attribute if a.name == "perm"), list(range(len(shape)))[::-1])
