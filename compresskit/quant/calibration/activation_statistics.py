@@ -2,6 +2,7 @@
 
 collect_statistics(graph, batches, nodes)    range, mean and a sample of several values, for `smooth_`
 input_moments(graph, batches, node)          second moment and mean magnitude of one value, for GPTQ and AWQ
+patch_moments(graph, batches, conv)          second moment of the patches that a convolution reads, for GPTQ
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -59,6 +61,44 @@ def input_moments(body: fx.GraphModule, batches: Sequence[Inputs], node: Node) -
         mean = mean + x.abs().sum(0).double()
         positions += len(x)
     return InputMoments(second / max(positions, 1), (mean / max(positions, 1)).float())
+
+
+def patch_moments(body: fx.GraphModule, batches: Sequence[Inputs], conv: Node) -> Tensor:
+    """E[p p^T] of the patches p that a convolution multiplies its weights with.
+
+    Args:
+        body, batches: the graph, and inputs to run it on; one batch is in memory at a time.
+        conv: a node of `CONVS`.
+
+    Returns (groups, inputs, inputs) float64; inputs are those of one output channel, in the order of its weights.
+    Raises DataError where the inputs of the convolution are nan or infinite.
+    """
+    kernel = conv.args[1].meta["val"].shape[2:]
+    rank = len(kernel)
+    stride, padding, dilation = (_each_dimension(conv, place, rank, default) for place, default in ((3, 1), (4, 0), (5, 1)))
+    groups = conv.args[6] if len(conv.args) > 6 else 1
+    second, positions = torch.zeros(()), 0
+    for inputs in batches:
+        with torch.no_grad():
+            x = run_graph(body, pytree.tree_leaves(inputs), until=conv.args[0]).float()
+        if not torch.isfinite(x).all():
+            raise DataError(f"{conv.name}: its inputs are nan or infinite on the calibration data; clean the data")
+        x = F.pad(x, [n for pad in reversed(padding) for n in (pad, pad)])
+        for dim, size in enumerate(kernel):
+            x = x.unfold(2 + dim, (size - 1) * dilation[dim] + 1, stride[dim])[..., :: dilation[dim]]
+        # (batch, channels, *positions, *kernel) -> (groups, rows, inputs)
+        x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + rank)
+        rows = x.flatten(2 + rank).flatten(1, 1 + rank)
+        second = second + (rows.transpose(1, 2) @ rows).double()
+        positions += rows.shape[1]
+    return second / max(positions, 1)
+
+
+def _each_dimension(conv: Node, place: int, rank: int, default: int) -> list[int]:
+    """A setting of a convolution, one number for each dimension of its kernel."""
+    given = conv.args[place] if len(conv.args) > place else [default]
+    numbers = [int(n) for n in (given if isinstance(given, list | tuple) else [given])]
+    return numbers if len(numbers) == rank else numbers * rank
 
 
 def collect_statistics(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments
+from compresskit.quant.calibration.activation_statistics import InputMoments, input_moments, patch_moments
 from compresskit.quant.numerics.block_grid import (
     BlockQuantizer,
     BlockScheme,
@@ -32,7 +32,7 @@ from compresskit.quant.numerics.block_grid import (
     WeightMatrix,
     round_to_nearest,
 )
-from compresskit.quant.numerics.operators import PRODUCTS
+from compresskit.quant.numerics.operators import CONVS, PRODUCTS
 from compresskit.quant.numerics.palette import Palette, PaletteQuantizer, WeightScheme
 from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
 from compresskit.quant.weight_only.awq import MAX_RUNTIME_ERROR, awq_scaling
@@ -73,7 +73,8 @@ def quantize_weights(
             scaling that uses calibration data reads all of them (a hundred samples will do), keeps them in memory, and runs them
             once for each weight; otherwise only the first is read.
         scheme: number format of linear layers and of products by a constant: a `BlockScheme`, or a `weight_only.Palette`.
-        rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches.
+        rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches, in products and in
+            convolutions. Embeddings are rounded to the nearest.
         awq: scale the inputs of layers so that those with large activations get finer weights (2306.00978). The factors are
             folded into the preceding operator where that is possible, and else multiplied in at run time where that lowers the
             error by 10 %. Uses the batches.
@@ -217,15 +218,30 @@ class _WeightRounder:
             mask = None if masks is None or name not in masks.masks else quantizer.rows(masks.masks[name])
             rows = quantizer.rows(weight.detach()).float()
             if isinstance(quantizer, BlockQuantizer):
-                matrix = WeightMatrix(rows, quantizer.scheme, mask, partial(self._second_moment, call))
-                read_by_product = any(user.target in PRODUCTS for user in call.users)
-                rounded, scale, zero_point = (self.rounding if read_by_product else round_to_nearest)(matrix)
+                rounded, scale, zero_point = self._rounded(call, rows, quantizer.scheme, mask)
                 quantizer.set_grid_(scale, zero_point)
             else:
                 assert isinstance(quantizer, PaletteQuantizer)
                 rounded = quantizer.fit_(rows, mask, name)
             weight.copy_(quantizer.weight(rounded))
             quantizer.enabled = True
+
+    def _rounded(self, call: Node, rows: Tensor, scheme: BlockScheme, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the rounding makes of a weight: of a convolution's, group by group; rows that are looked up go to the nearest."""
+        if any(user.target in PRODUCTS for user in call.users):
+            return self.rounding(WeightMatrix(rows, scheme, mask, partial(self._second_moment, call)))
+        conv = next((user for user in call.users if user.target in CONVS), None)
+        if conv is None:
+            return round_to_nearest(WeightMatrix(rows, scheme, mask, partial(self._second_moment, call)))
+        groups = conv.args[6] if len(conv.args) > 6 else 1
+        moments = cache(lambda: patch_moments(self.body, self._data, conv))
+        masks = [None] * groups if mask is None else mask.chunk(groups)
+        parts = [
+            self.rounding(WeightMatrix(part, scheme, kept, lambda group=group: moments()[group]))  # type: ignore[misc]
+            for group, (part, kept) in enumerate(zip(rows.chunk(groups), masks, strict=True))
+        ]
+        rounded, scale, zero_point = (torch.cat(values) for values in zip(*parts, strict=True))
+        return rounded, scale, zero_point
 
     def _quantizer(self, name: str) -> MatrixQuantizer:
         quantizer = self.body.get_submodule(self.calls[name].target)
