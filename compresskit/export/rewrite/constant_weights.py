@@ -35,8 +35,10 @@ def decode_on_loading(model: ir.Model) -> None:
         cast = ir.Node("", "Cast", [integers], {"to": ir.AttrInt64("to", ir.DataType.FLOAT.value)})
         made = [cast]
         if zeros is not None and zeros.any():
-            made.append(ir.Node("", "Sub", [cast.outputs[0], _stored(model, f"{name}_zero", zeros.astype(np.float32), shape)]))
-        made.append(ir.Node("", "Mul", [made[-1].outputs[0], _stored(model, f"{name}_scale", scales, shape)]))
+            made.append(
+                ir.Node("", "Sub", [cast.outputs[0], _new_initializer(model, f"{name}_zero", zeros.astype(np.float32), shape)])
+            )
+        made.append(ir.Node("", "Mul", [made[-1].outputs[0], _new_initializer(model, f"{name}_scale", scales, shape)]))
         for part in made:
             part.name = f"{node.name}_{part.op_type}"
             part.outputs[0].name = f"{name}_{part.op_type}"
@@ -55,7 +57,7 @@ def _reads_floats(node: ir.Node, place: int) -> bool:
     return maker is None or maker.op_type not in ("DequantizeLinear", "QuantizeLinear")
 
 
-def _stored(model: ir.Model, name: str, values: np.ndarray, shape: list[int]) -> ir.Value:
+def _new_initializer(model: ir.Model, name: str, values: np.ndarray, shape: list[int]) -> ir.Value:
     """A new initializer."""
     tensor = ir.tensor(np.ascontiguousarray(values.reshape(shape)), name=name)
     value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)

@@ -73,8 +73,7 @@ def quantize_weights(
             scaling that uses calibration data reads all of them (a hundred samples will do), keeps them in memory, and runs them
             once for each weight; otherwise only the first is read.
         scheme: number format of linear layers and of products by a constant: a `BlockScheme`, or a `weight_only.Palette`.
-        rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches, in products and in
-            convolutions. Embeddings are rounded to the nearest.
+        rounding: `round_to_nearest` needs no data; `gptq` corrects for its rounding errors on the batches, but in embeddings.
         awq: scale the inputs of layers so that those with large activations get finer weights (2306.00978). The factors are
             folded into the preceding operator where that is possible, and else multiplied in at run time where that lowers the
             error by 10 %. Uses the batches.
