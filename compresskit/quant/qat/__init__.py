@@ -2,5 +2,18 @@
 
 from compresskit.quant.qat.binary import Binarize, binarize_, sign_formats
 from compresskit.quant.qat.oscillations import FreezeOscillating, Oscillations, damped, damping_loss
+from compresskit.quant.qat.ternary import Ternarize, bake_ternary_, ternarize_, ternary_formats
 
-__all__ = ["Binarize", "FreezeOscillating", "Oscillations", "binarize_", "damped", "damping_loss", "sign_formats"]
+__all__ = [
+    "Binarize",
+    "FreezeOscillating",
+    "Oscillations",
+    "Ternarize",
+    "bake_ternary_",
+    "binarize_",
+    "damped",
+    "damping_loss",
+    "sign_formats",
+    "ternarize_",
+    "ternary_formats",
+]

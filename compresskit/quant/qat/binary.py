@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -18,20 +17,19 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import Batches, calibration_inputs, each_inputs
-from compresskit.base.progress import progress_bar
 from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
-from compresskit.base.task import Inputs, Task, call
+from compresskit.base.task import Task
 from compresskit.graph.masks import masks_of
 from compresskit.graph.replacements import Signed, SignGradient
-from compresskit.graph.surgery import frozen_copy, mode
+from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.numerics.palette import Palette
+from compresskit.quant.qat.replaced_layers import Layer, channel_axis, check_skip, layers_to_replace, run_watched
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
-Layer = nn.Linear | nn.modules.conv._ConvNd
 WINDOW = 2.0  # in mean distances of the inputs from their thresholds: a gradient reaches most of them
 
 
@@ -44,7 +42,7 @@ class _InputMeans:
         self.sizes: set[tuple[int, ...]] = set()
 
     def __call__(self, layer: Layer, x: Tensor, y: Tensor) -> None:
-        axis = _channel_axis(layer)
+        axis = channel_axis(layer)
         rows = x.movedim(axis, -1).flatten(0, -2).double()
         self.total, self.count = self.total + rows.sum(0), self.count + len(rows)
         self.sizes.add(tuple(y.shape[y.ndim + axis + 1 :]))
@@ -60,7 +58,7 @@ class _Fit:
         self.inputs = self.rows = 0
 
     def __call__(self, layer: Layer, x: Tensor, y: Tensor) -> None:
-        axis = _channel_axis(layer)
+        axis = channel_axis(layer)
         far = (x.movedim(axis, -1) - self.signed.threshold).abs()
         self.distance, self.inputs = self.distance + far.double().sum(), self.inputs + far.numel()
         signs, wanted = (v.movedim(axis, -1).flatten(0, -2).double() for v in (self.signed(x), y))
@@ -116,12 +114,11 @@ def binarize_(
     if masks_of(model) is not None:
         raise ModelError(f"{type(model).__name__} has masks, and a sign is never zero; binarize the model before it is pruned")
     modules = dict(model.named_modules())
-    if unknown := sorted(set(skip) - set(modules)):
-        raise SettingError(f"binarize_(skip={unknown}): {type(model).__name__} has no module of that name")
+    check_skip(model, skip, "binarize_")
     data = list(each_inputs(batches, "binarize_"))
     means: dict[str, _InputMeans] = {}
-    _run_watched(model, data, lambda name: means.setdefault(name, _InputMeans()))
-    chosen = _chosen(model, list(means), skip, ends=ends)
+    run_watched(model, data, lambda name: means.setdefault(name, _InputMeans()))
+    chosen = layers_to_replace(model, list(means), skip, ends=ends)
     fits: dict[str, _Fit] = {}
     settings: dict[str, Any] = {"weights": weights, "activations": activations, "gradient": gradient}
     for name in chosen:
@@ -134,7 +131,7 @@ def binarize_(
         with torch.no_grad():
             trial.threshold.copy_(torch.as_tensor(means[name].total) / means[name].count)
         fits[name] = _Fit(trial)
-    _run_watched(model, data, fits.get)
+    run_watched(model, data, fits.get)
     for name, fit in fits.items():
         module = modules[name]
         made = Signed(module, fit.signed.sizes, **settings)
@@ -144,51 +141,9 @@ def binarize_(
     return model
 
 
-def _chosen(model: nn.Module, layers: Sequence[str], skip: tuple[str, ...], *, ends: bool) -> list[str]:
-    """Names of the layers that are replaced, or are layers of signs already. layers: in the order in which they ran."""
-    modules = dict(model.named_modules())
-    order = [name.removesuffix(".layer") if isinstance(modules[name.rpartition(".")[0]], Signed) else name for name in layers]
-    stays = skip if ends else (*skip, *order[:1], *order[-1:])
-    chosen = [name for name in order if not any(name == s or name.startswith(f"{s}.") for s in stays)]
-    if not chosen:
-        raise ModelError(
-            f"{type(model).__name__}: no linear layer or convolution is left to replace; {order} run on these batches, of which"
-            " the first and the last stay unless ends=True, and what skip= names"
-        )
-    log.info("%d layers of signs; %s stay", len(chosen), [name for name in order if name not in chosen])
-    return chosen
-
-
 def _check(weights: bool, activations: bool, where: str) -> None:
     if not (weights or activations):
         raise SettingError(f"{where}(weights=False, activations=False): no sign would be taken; leave one of them out")
-
-
-def _channel_axis(layer: Layer) -> int:
-    return -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.ndim
-
-
-def _run_watched(
-    model: nn.Module, data: Sequence[Inputs], watcher: Callable[[str], Callable[[Layer, Tensor, Tensor], None] | None]
-) -> None:
-    """Run the model in eval mode; the watcher of a layer's name, where there is one, gets each of its inputs and outputs."""
-
-    def watch(name: str) -> Callable[[Any, Any, Any, Any], None]:
-        def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-            if (seen := watcher(name)) is not None:
-                seen(layer, args[0] if args else kwargs["input"], y)
-
-        return hook
-
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
-    handles = [module.register_forward_hook(watch(name), with_kwargs=True) for name, module in layers]
-    try:
-        with torch.no_grad(), mode(model, training=False):
-            for inputs in progress_bar(data, desc="signs"):
-                call(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def sign_formats(model: nn.Module) -> dict[str, Palette]:
