@@ -103,11 +103,15 @@ def bake_ternary_(model: nn.Module) -> nn.Module:
 def ternary_formats(model: nn.Module) -> dict[str, Palette]:
     """Two bits for each weight of a linear layer or convolution with at most three values, of which one is 0.
 
-    For `quantize_weights(model, batch, overrides=ternary_formats(model))`, which stores exactly these values.
+    For `quantize_weights(model, batch, overrides=ternary_formats(model))`, which stores exactly these values. In a model with
+    BatchNorm each channel has values of its own, since BatchNorm is folded into the weights before it.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
+    modules = dict(model.named_modules())
+    folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules.values())
+    layers = [(name, module) for name, module in modules.items() if isinstance(module, Layer)]
     found = {f"{name}.weight" if name else "weight": layer.weight.detach().unique() for name, layer in layers}
-    return {name: Palette(bits=2) for name, values in found.items() if len(values) <= 3 and bool((values == 0).any())}
+    made = Palette(bits=2, group_size=1 if folds else None)
+    return {name: made for name, values in found.items() if len(values) <= 3 and bool((values == 0).any())}
 
 
 def _check_threshold(threshold: float, where: str) -> None:
