@@ -217,6 +217,23 @@ def replacements(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {path: module.record() for path, module in model.named_modules() if isinstance(module, _KINDS)}
 
 
+def replace_module_(model: nn.Module, path: str, made: nn.Module) -> None:
+    """Put a module where another one is, under all of that one's names; it takes over whether it trains.
+
+    The fused kernels of torch's transformer layers read the weights of their linear layers, which the new module may not have: a
+    layer around it takes the plain path from here on, and so does its encoder.
+    """
+    here = model.get_submodule(path)
+    made.train(here.training)
+    for name in [name for name, module in model.named_modules(remove_duplicate=False) if module is here]:
+        model.set_submodule(name, made)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(part is made for part in module.modules()):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and any(part is made for part in module.modules()):
+            module.use_nested_tensor = False
+
+
 def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
     """Put the modules of a record into a model of the same class, which may have some of them already.
 
@@ -232,7 +249,7 @@ def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
             continue
         made = _made(saved, path)
         if not isinstance(here, Bypass):
-            model.set_submodule(path, made.train(here.training))
+            replace_module_(model, path, made)
         elif here.record() != made.record():
             raise CheckpointError(f"{path}: the record says {made}, the model has {here}; it is of another model")
 
@@ -252,7 +269,7 @@ def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
     if not fits or not all(_is_count(r) and 1 <= r <= m for r, m in zip(ranks, most, strict=True)):
         raise CheckpointError(f"{path}: wanted a rank up to each of {most}, got {ranks!r}; delete the folder")
     made = Factored.like(here, tuple(ranks)).requires_grad_(here.weight.requires_grad)
-    model.set_submodule(path, made.train(here.training))
+    replace_module_(model, path, made)
 
 
 def _sign_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -272,7 +289,7 @@ def _sign_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any
     made = Signed(
         here, tuple(saved["sizes"]), weights=saved["weights"], activations=saved["activations"], gradient=saved["gradient"]
     )
-    model.set_submodule(path, made.requires_grad_(here.weight.requires_grad).train(here.training))
+    replace_module_(model, path, made.requires_grad_(here.weight.requires_grad))
 
 
 def _module_at(model: nn.Module, path: Any) -> nn.Module:

@@ -8,7 +8,8 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
   difference is small next to the quantization error, or if it is as near to the unrounded model as the simulation is: after
   dozens of layers, two correct executions differ as much as independent noise does. Neither says anything of a model that draws
   random numbers, or whose quantization error is as large as its outputs.
-  A model with layers of signs (`graph.replacements.Signed`) counts as quantized: a value at a threshold may fall to either side.
+  A model with layers of signs (`graph.replacements.Signed`) counts as quantized, and its largest error is not judged: a value at
+  a threshold may fall to either side, and move many outputs of its sample.
 * A float file passes by its largest error; in half precision, by the sum of that precision's roundings. As written, a file of
   which only weights are rounded counts as a float file; optimized, ONNX Runtime may round its activations, too.
 """
@@ -16,6 +17,7 @@ kernels may round ties to the other side (onnxruntime#32132), and one step that 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -183,7 +185,8 @@ def verify_onnx(
     if first is None:
         raise DataError("verify_onnx: no batch was given")
     levels = _agreements(outputs, [] if random else unrounded, other)
-    reason = _reason_to_reject(levels, quantized, steps_allowed(least_precise_dtype(model)), weight_only=weight_only)
+    largest = sys.float_info.max if signs else QUANTIZED_STEPS
+    reason = _reason_to_reject(levels, quantized, (steps_allowed(least_precise_dtype(model)), largest), weight_only=weight_only)
     reason += "" if not reason else RANDOM if random else _place(path, model, first)
     reason, run = reason or _machine_that_differs(others.result()), other.record if other else None
     return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
@@ -348,18 +351,21 @@ def steps_allowed(dtype: torch.dtype) -> float:
     return FLOAT_STEPS if dtype in (torch.float32, torch.float64) else 8 * 255 * torch.finfo(dtype).eps
 
 
-def _reason_to_reject(levels: Mapping[str, Agreement], quantized: bool, allowed: float, *, weight_only: bool) -> str:
+def _reason_to_reject(
+    levels: Mapping[str, Agreement], quantized: bool, allowed: tuple[float, float], *, weight_only: bool
+) -> str:
+    """Why a file fails, or "". allowed: the largest error in steps, of a float file and of a quantized one."""
     within = WEIGHT_ONLY_WITHIN if weight_only else QUANTIZED_WITHIN
     for name, level in levels.items():
         integers = quantized and not (weight_only and name == "as written")
-        if not integers and level.largest > allowed:
-            return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed:.3g}"
+        if not integers and level.largest > allowed[0]:
+            return f"{name}: the largest error is {level.largest:.3g} steps, a file of this precision may have {allowed[0]:.3g}"
         if not integers or _is_within_noise(level):
             continue
         if level.flips > 1 - QUANTIZED_AGREEMENT:
             return f"{name}: the largest class agrees on {level.agreement:.2%} of the samples, wanted {QUANTIZED_AGREEMENT:.0%}"
-        if level.largest > QUANTIZED_STEPS:
-            return f"{name}: the largest error is {level.largest:.3g} steps, a quantized file may have {QUANTIZED_STEPS}"
+        if level.largest > allowed[1]:
+            return f"{name}: the largest error is {level.largest:.3g} steps, a quantized file may have {allowed[1]:.3g}"
         if level.within_two < within:
             return f"{name}: {level.within_two:.2%} of the values lie within two steps, wanted {within:.0%}"
     return ""

@@ -15,7 +15,7 @@ from compresskit.base.errors import CheckpointError, DataError, ModelError, Sett
 from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
 from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.masks import masks_of
-from compresskit.graph.replacements import Factored
+from compresskit.graph.replacements import Factored, replace_module_
 from compresskit.graph.surgery import frozen_copy, mode
 from compresskit.measure import count_macs, count_parameters
 from compresskit.prune.channels.plan_channels import check_prunable
@@ -88,7 +88,7 @@ class RankPlan:
         spectra = _spectra(model, list(self.sizes), batches)
         for line in self.lines:
             made = factored(_layer(model, line.layer), line.ranks, spectra[line.layer])
-            model.set_submodule(line.layer, made)
+            replace_module_(model, line.layer, made)
         return model
 
     def to_json(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _trial(model: nn.Module, inputs: Inputs, name: str) -> str | None:
     """Run a copy with one layer factored; what the code says where it needs the layer itself."""
     small = frozen_copy(model)
     layer = _layer(small, name)
-    small.set_submodule(name, Factored.like(layer, (1, 1) if is_tucker(layer) else (1,)))
+    replace_module_(small, name, Factored.like(layer, (1, 1) if is_tucker(layer) else (1,)))
     try:
         with torch.no_grad():
             call(small, first_rows(inputs, 2))

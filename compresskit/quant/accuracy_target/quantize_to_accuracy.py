@@ -152,10 +152,15 @@ def quantize_to_accuracy(
         if all(precision == FLOAT for precision in precisions.values()):
             break
         mixed = build_mixed(model, data[0], target, precisions, operators=operators, skip=skip, dynamic=dynamic)
-        report = _measure_file(mixed, search, precisions, wanted_sqnr, seconds)
-        if report.sqnr >= wanted_sqnr:
-            return mixed, report
-        noise_budget *= min(0.9, 10 ** ((report.sqnr - wanted_sqnr) / 10))
+        with TemporaryDirectory() as folder:
+            path = export_onnx(mixed, Path(folder) / "mixed.onnx", data[0])
+            outputs = _file_outputs(path, data)
+            error = sum(float((a - b).square().sum()) for a, b in zip(outputs, search.float_outputs, strict=True))
+            if (reached := decibels(search.signal, error)) >= wanted_sqnr:
+                whole = export_onnx(search.captured.module, Path(folder) / "float.onnx", data[0])
+                ms, float_ms = latency((path, whole), first_rows(data[0], 1), seconds=max(seconds, 0.5))
+                return mixed, _report(search, precisions, wanted_sqnr, reached, outputs, (ms, float_ms))
+        noise_budget *= min(0.9, 10 ** ((reached - wanted_sqnr) / 10))
     raise ModelError(
         f"{type(model).__name__}: nothing that is rounded reaches {wanted_sqnr:.1f} dB; keep it in float, or lower the target"
     )
@@ -287,25 +292,22 @@ def _dynamic_operators(
     return ("linear", "matmul")
 
 
-def _measure_file(
-    mixed: MixedQuantized,
+def _file_outputs(path: Path, data: Sequence[Inputs]) -> list[Tensor]:
+    """Outputs of a file for each batch, as `flat_outputs` makes them."""
+    runtime = session(path)
+    outputs = [runtime.run(None, numpy_inputs(runtime, inputs)) for inputs in data]
+    return [flat_outputs([torch.from_numpy(v) for v in values]) for values in outputs]
+
+
+def _report(
     search: _PrecisionSearch,
     precisions: Mapping[str, MatrixPrecision],
     wanted_sqnr: float,
-    seconds: float,
+    reached: float,
+    outputs: Sequence[Tensor],
+    times: tuple[float, float],
 ) -> AccuracyReport:
-    """Export the model, run the file on the data, and time it beside the float model's file."""
-    with TemporaryDirectory() as folder:
-        models = (mixed, search.captured.module)
-        paths = [export_onnx(model, Path(folder) / f"{i}.onnx", search.data[0]) for i, model in enumerate(models)]
-        runtime = session(paths[0])
-        outputs = [
-            flat_outputs([torch.from_numpy(v) for v in runtime.run(None, numpy_inputs(runtime, inputs))])
-            for inputs in search.data
-        ]
-        ms, float_ms = latency(paths, first_rows(search.data[0], 1), seconds=max(seconds, 0.5))
-    rounded, exact = torch.cat(outputs), torch.cat(search.float_outputs)
-    error = sum(float((a - b).square().sum()) for a, b in zip(outputs, search.float_outputs, strict=True))
+    """The record. reached: sqnr of the file's outputs. times: latency of the file, and of the float model's file."""
     matrices = tuple(
         MatrixChoice(
             name=str(weight[0]),
@@ -317,11 +319,7 @@ def _measure_file(
         for name, precision in precisions.items()
         if (weight := weight_of(search.products[name])) is not None
     )
+    cosine = torch.nn.functional.cosine_similarity(torch.cat(list(outputs)), torch.cat(search.float_outputs), dim=0)
     return AccuracyReport(
-        matrices=matrices,
-        wanted_sqnr=wanted_sqnr,
-        sqnr=decibels(search.signal, error),
-        cosine=float(torch.nn.functional.cosine_similarity(rounded, exact, dim=0)),
-        ms=ms,
-        float_ms=float_ms,
+        matrices=matrices, wanted_sqnr=wanted_sqnr, sqnr=reached, cosine=float(cosine), ms=times[0], float_ms=times[1]
     )

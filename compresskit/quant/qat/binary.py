@@ -21,10 +21,17 @@ from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import masks_of
-from compresskit.graph.replacements import Signed, SignGradient
+from compresskit.graph.replacements import Signed, SignGradient, replace_module_
 from compresskit.graph.surgery import frozen_copy
 from compresskit.quant.numerics.palette import Palette
-from compresskit.quant.qat.replaced_layers import Layer, channel_axis, check_skip, layers_to_replace, run_watched
+from compresskit.quant.qat.replaced_layers import (
+    Layer,
+    channel_axis,
+    check_plain_weight,
+    check_skip,
+    layers_to_replace,
+    run_watched,
+)
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
@@ -126,6 +133,7 @@ def binarize_(
         if isinstance(module, Signed):
             module.weights, module.activations, module.gradient = weights, activations, gradient
             continue
+        module = check_plain_weight(module, name)
         sizes = means[name].sizes if factors == "all" and len(means[name].sizes) == 1 else {()}
         trial = Signed(copy.deepcopy(module), *sizes, **settings)
         with torch.no_grad():
@@ -137,7 +145,7 @@ def binarize_(
         made = Signed(module, fit.signed.sizes, **settings)
         with torch.no_grad():
             fit.write_(made)
-        model.set_submodule(name, made.train(module.training))
+        replace_module_(model, name, made)
     return model
 
 

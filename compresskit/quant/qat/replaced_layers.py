@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.progress import progress_bar
@@ -42,6 +43,13 @@ def layers_to_replace(model: nn.Module, layers: Sequence[str], skip: tuple[str, 
         )
     log.info("%d layers are replaced; %s stay", len(chosen), [name for name in order if name not in chosen])
     return chosen
+
+
+def check_plain_weight(layer: nn.Module, name: str) -> Layer:
+    """The layer; ModelError where its weight is computed from other parameters, as by `torch.nn.utils.parametrizations`."""
+    if not isinstance(layer, Layer) or parametrize.is_parametrized(layer, "weight"):
+        raise ModelError(f"{name}: its weight is computed from other parameters already; leave it out with skip=")
+    return layer
 
 
 def channel_axis(layer: Layer) -> int:

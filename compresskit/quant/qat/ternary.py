@@ -9,7 +9,7 @@ ternary_formats(model)                           two bits for these weights, for
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from compresskit.base.task import Task
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import frozen_copy, parameter_owners
 from compresskit.quant.numerics.palette import Palette
-from compresskit.quant.qat.replaced_layers import Layer, check_skip, layers_to_replace, run_watched
+from compresskit.quant.qat.replaced_layers import Layer, check_plain_weight, check_skip, layers_to_replace, run_watched
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
@@ -81,9 +81,7 @@ def ternarize_(
     owners, modules = parameter_owners(model), dict(model.named_modules())
     chosen = layers_to_replace(model, list(order), skip, ends=ends)
     for name in chosen:
-        layer: Any = modules[name]
-        if not isinstance(layer, Layer) or parametrize.is_parametrized(layer, "weight"):
-            raise ModelError(f"{name}: its weight is computed from other parameters already; leave it out with skip=")
+        layer = check_plain_weight(modules[name], name)
         if len(owners[id(layer.weight)]) > 1:
             raise ModelError(f"{name}: other layers share its weight; leave it out with skip=")
     for name in chosen:

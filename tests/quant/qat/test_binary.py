@@ -13,6 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
+from compresskit.export.check.verify import QUANTIZED_STEPS
 from compresskit.graph.replacements import Signed
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.quant import quantize_weights
@@ -153,6 +154,43 @@ def test_a_sign_at_its_threshold_is_no_difference(tmp_path) -> None:
     assert found.quantized
 
 
+def test_a_sign_at_its_threshold_may_move_all_outputs_of_its_sample(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), Signed(nn.Linear(16, 32)), nn.Linear(32, 16)).eval()
+    x = torch.randn(256, 8)
+    with torch.no_grad():
+        model[1].factors[0].fill_(3.0)
+        model[1].threshold[0] = model[0](x)[:, 0].max() - 1e-3
+        before = model(x)
+    path = ck.export_onnx(model, tmp_path / "signs.onnx", (x,))
+    with torch.no_grad():
+        model[1].threshold[0] += 2e-3
+        steps = (model(x) - before).abs().max() / ((before.max() - before.min()) / 255)
+    assert steps > QUANTIZED_STEPS  # of one sample of 256
+    assert ck.export.verify_onnx(path, model, [x]).passed
+    with torch.no_grad():
+        model[1].threshold[:2] = 0.5  # of many samples
+    assert not ck.export.verify_onnx(path, model, [x]).passed
+
+
+def test_layers_in_torchs_transformer_and_under_two_names() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.Linear(16, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 4)).eval()
+    x = torch.randn(8, 5, 16)
+    binarize_(model, [x])
+    with torch.no_grad():
+        outputs = model(x)  # torch's fused kernels would ask for the weights of replaced layers
+        torch.testing.assert_close(outputs, model.requires_grad_(True).train(False)(x), rtol=1e-4, atol=1e-4)
+        padding = torch.zeros(8, 5, dtype=torch.bool)
+        padding[0, 3:] = True
+        assert model[1](model[0](x), src_key_padding_mask=padding).shape == (8, 5, 16)
+    twice = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8), twice, nn.ReLU(), twice, nn.Linear(8, 2))
+    binarize_(model, torch.randn(8, 8))
+    assert isinstance(model[1], Signed)
+    assert model[3] is model[1]
+
+
 def test_a_recipe_trains_and_stores_it(tmp_path) -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 16)
@@ -219,6 +257,10 @@ def test_bad_input() -> None:
     model, x = network(), pictures(2)
     with pytest.raises(SettingError, match=r"binarize_\(weights=False, activations=False\): no sign would be taken"):
         binarize_(model, x, weights=False, activations=False)
+    normed = network()
+    torch.nn.utils.parametrizations.weight_norm(normed[3])
+    with pytest.raises(ModelError, match="3: its weight is computed from other parameters already; leave it out with skip="):
+        binarize_(normed, x)
     with pytest.raises(SettingError, match=r"Binarize\(weights=False, activations=False\)"):
         Binarize(finetune=None, weights=False, activations=False)
     with pytest.raises(SettingError, match=r"Binarize\(samples=...\): wanted a whole number >= 1, got 0"):
