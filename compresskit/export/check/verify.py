@@ -155,8 +155,7 @@ def verify_onnx(
     """
     read_proto(path)  # refuses weights outside its folder
     others = MachineCheck(path, machines_named(machines))
-    total = len(batches) if isinstance(batches, Sized) else None
-    batches = each_inputs(batches, "verify_onnx")
+    total, batches = len(batches) if isinstance(batches, Sized) else None, each_inputs(batches, "verify_onnx")
     sessions = [session(path, optimize=False), session(path)]
     if inside:
         model, batches = _batches_inside(model, batches, inside)
@@ -185,8 +184,8 @@ def verify_onnx(
     if first is None:
         raise DataError("verify_onnx: no batch was given")
     levels = _agreements(outputs, [] if random else unrounded, other)
-    largest = sys.float_info.max if signs else QUANTIZED_STEPS
-    reason = _reason_to_reject(levels, quantized, (steps_allowed(least_precise_dtype(model)), largest), weight_only=weight_only)
+    allowed = steps_allowed(least_precise_dtype(model)), sys.float_info.max if signs else QUANTIZED_STEPS
+    reason = _reason_to_reject(levels, quantized, allowed, weight_only=weight_only)
     reason += "" if not reason else RANDOM if random else _place(path, model, first)
     reason, run = reason or _machine_that_differs(others.result()), other.record if other else None
     return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
