@@ -1,4 +1,4 @@
-"""What a report shows of a stage besides its row: which samples are right, the layers, and their quantization noise."""
+"""What a report shows of a stage besides its row: which samples are right, the layers, their noise and their time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError
-from compresskit.base.task import Task, accuracy
+from compresskit.base.task import Inputs, Task, accuracy
+from compresskit.export.check.layer_profile import profile_layers
 from compresskit.measure import evaluate
 from compresskit.quant import Quantized, diagnose
 
@@ -58,6 +60,30 @@ def stage_details(model: nn.Module, task: Task, *, correct: str | None, samples:
     ]
     remedies = [str(remedy) for remedy in model.origin.remedies] if isinstance(model, Quantized) else []
     return {"correct": correct, "samples": samples, "layers": layers, "noise": _noise(model, task), "remedies": remedies}
+
+
+def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str, Any] | None:
+    """Where the latency of a file goes, JSON-ready; None where ONNX Runtime's profiler does not say.
+
+    `milliseconds` is the latency, `outside` the part of it that no layer accounts for. Of each layer of `layers`: `milliseconds`;
+    `conversions`, those of them for changing how values are stored; `in_integers`: "yes", "partly", "no", "-".
+    """
+    try:
+        found = profile_layers(path, inputs, seconds=seconds)
+    except CompressError as error:
+        log.info("milliseconds by layer could not be measured, and are not in the report: %s", error)
+        return None
+    layers = [
+        {
+            "name": layer.name,
+            "milliseconds": round(layer.this.milliseconds, 5),
+            "conversions": round(layer.this.conversions, 5),
+            "in_integers": layer.this.in_integers,
+        }
+        for layer in found.layers
+        if layer.this is not None
+    ]
+    return {"milliseconds": round(found.milliseconds, 5), "outside": round(found.outside, 5), "layers": layers}
 
 
 def _noise(model: nn.Module, task: Task) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from compresskit.base import distributed
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.base.files import FORMAT, read_json, write_json
 from compresskit.base.fingerprint import describe
-from compresskit.base.progress import Every, Progress, Stop, announce
+from compresskit.base.progress import Every, Progress, Stop, announce, progress_bar
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task, first_rows
@@ -36,6 +36,7 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import latency
+from compresskit.recipe.details import layer_times
 from compresskit.recipe.folder import (
     PROGRESS,
     ROW,
@@ -262,13 +263,17 @@ def finish_run(run: RunSettings, steps: list[RunStep], reports: list[StageReport
     for i, milliseconds in zip(exported, times, strict=True):
         reports[i] = replace(reports[i], latency_ms=milliseconds, bytes=file_bytes(files[i]))
     if reports != before:
-        write_reports(run, steps, reports, task)
+        inputs = first_rows(task.example(), 1)
+        found = {steps[i].name: layer_times(files[i], inputs) for i in progress_bar(exported, desc="time layers")}
+        write_reports(run, steps, reports, task, {name: entry for name, entry in found.items() if entry})
     copy_model(files[-1], run.out / "model.onnx", without=() if run.metadata else RUN_METADATA)
     return reports
 
 
-def write_reports(run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task) -> None:
-    """Write report.html, report.csv and, last, report.json."""
+def write_reports(
+    run: RunSettings, steps: list[RunStep], reports: list[StageReport], task: Task, times: dict[str, dict[str, Any]]
+) -> None:
+    """Write report.html, report.csv and, last, report.json. times: of the layers of each stage's file, as in `layer_times`."""
     rows = [read_json(run.out / step.name / ROW, "the row of a finished stage") for step in steps]
     extra = {
         "stages": run.record["stages"],
@@ -277,6 +282,7 @@ def write_reports(run: RunSettings, steps: list[RunStep], reports: list[StageRep
         "reused": [step.name for step, reused in zip(steps, run.reused, strict=True) if reused],
         "history": {step.name: row.get("history", []) for step, row in zip(steps, rows, strict=True)},
         "environment": environment(),
+        "layer_times": times,
     }
     record = read_run(run.out, report={"rows": [asdict(row) for row in reports], **extra})
     write_page(run.out / "report.html", [record])

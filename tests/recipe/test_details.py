@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.recipe.details import measure_outcomes, stage_details
+from compresskit.recipe.details import layer_times, measure_outcomes, stage_details
 
 
 def test_the_samples_that_are_right_are_recorded() -> None:
@@ -58,3 +58,16 @@ def test_layers_and_their_noise(how) -> None:
     assert found["remedies"] == []
     if how == "float":
         assert found["noise"] is None
+
+
+def test_the_layers_of_a_file_are_timed(tmp_path) -> None:
+    model, task = networks.build(networks.Chain), networks.images_task(ck, samples=4)
+    inputs = next(iter(task.val))[:1]
+    path = ck.export_onnx(model, tmp_path / "model.onnx", inputs)
+    found = json.loads(json.dumps(layer_times(path, inputs, seconds=0.05), allow_nan=False))
+    names = [layer["name"] for layer in found["layers"]]
+    assert {"a.0", "b.0", "head"} <= set(names)
+    total = found["outside"] + sum(layer["milliseconds"] for layer in found["layers"])
+    assert total == pytest.approx(found["milliseconds"], rel=0.01)
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    assert layer_times(tmp_path / "broken.onnx", inputs) is None

@@ -1,4 +1,4 @@
-"""Charts and rows of a report by layer: channels, zeros, quantization noise, and what stays float."""
+"""Charts and rows of a report by layer: channels, zeros, quantization noise, what stays float, and milliseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from compresskit.charts import Chart, Series, draw
 
 FEWEST_ZEROS = 0.005  # fraction of a layer's values from which zeros are drawn
+SLOWEST = 12  # layers of a file whose milliseconds a page lists
 Details = Mapping[str, Mapping[str, Any]]  # stage -> its details.json
+Times = Mapping[str, Mapping[str, Any]]  # stage -> where its latency goes, see `compresskit.recipe.details.layer_times`
 
 
 def layer_charts(details: Details) -> list[Chart]:
@@ -52,6 +54,40 @@ def floating_layers(details: Details) -> list[str]:
         for layer in _noisy_layers(found)
         if isinstance(layer.get("runs"), str) and layer["runs"].startswith("float")
     ]
+
+
+def time_charts(times: Times) -> list[Chart]:
+    """Milliseconds of each layer, a line for each stage; empty where they are not known."""
+    found = _series(times, _timed_layers, lambda layer: layer["milliseconds"])
+    return [_chart("Milliseconds by layer", "milliseconds for one sample", found)] if found else []
+
+
+def time_rows(times: Times) -> list[list[str]]:
+    """Where the last file's latency goes: a row for each slow layer, with ms, share, conversions, in integers; then the rest."""
+    if not times:
+        return []
+    entry = list(times.values())[-1]
+    layers, whole = _timed_layers(entry), entry.get("milliseconds")
+    if not layers or not _is_figure(whole) or whole <= 0:
+        return []
+    slowest = sorted(layers, key=lambda layer: -layer["milliseconds"])[:SLOWEST]
+    rows = []
+    for layer in slowest:
+        conversions = layer.get("conversions")
+        shown = f"{conversions:.3f}" if _is_figure(conversions) and conversions else ""
+        time = layer["milliseconds"]
+        rows.append([_layer_name(layer), f"{time:.3f}", f"{time / whole:.0%}", shown, str(layer.get("in_integers", ""))])
+    outside = entry.get("outside")
+    others = sum(layer["milliseconds"] for layer in layers) - sum(layer["milliseconds"] for layer in slowest)
+    ends = [("all other layers", others), ("outside of layers: calling the runtime", outside if _is_figure(outside) else 0.0)]
+    return rows + [[name, f"{time:.3f}", f"{time / whole:.0%}", "", ""] for name, time in ends if time > 0]
+
+
+def _timed_layers(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = entry.get("layers")
+    if not isinstance(found, list):
+        return []
+    return [layer for layer in found if isinstance(layer, dict) and _is_figure(layer.get("milliseconds"))]
 
 
 def _chart(title: str, axis: str, series: list[Series]) -> Chart:

@@ -32,6 +32,7 @@ class RunRecord:
         baselines: rows of `Recipe(baselines=True)`.
         reused: stages that the last run read from their folders.
         details: stage -> which samples are right, layers and noise, see `compresskit.recipe.details`; of finished stages.
+        times: stage -> where the latency of its file goes, see `compresskit.recipe.details.layer_times`.
         missing: a sentence for everything that should be there and is not.
     """
 
@@ -46,6 +47,7 @@ class RunRecord:
     baselines: list[StageReport] = field(default_factory=list)
     reused: list[str] = field(default_factory=list)
     details: dict[str, dict[str, Any]] = field(default_factory=dict)
+    times: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -58,6 +60,7 @@ class RunRecord:
             "metric": {"name": self.metric, "higher_is_better": self.higher_is_better},
             "reused": self.reused,
             "history": self.history,
+            "layer_times": self.times,
             "environment": self.environment,
             "missing": self.missing,
         }
@@ -174,6 +177,9 @@ def _read_rest(run: RunRecord, report: dict[str, Any]) -> None:
     history = report.get("history")
     if isinstance(history, dict):
         run.history = {str(name): _trainings(trainings) for name, trainings in history.items()}
+    times = report.get("layer_times")
+    if isinstance(times, dict):
+        run.times = {str(name): found for name, found in times.items() if isinstance(found, dict)}
     run.reused = [str(name) for name in _as_list(report.get("reused"))]
     for row in _as_list(report.get("baselines")):
         _add_row(run, run.baselines, row, run.folder / REPORT)

@@ -15,7 +15,7 @@ from typing import Any
 from compresskit.base.files import atomic
 from compresskit.base.version import __version__
 from compresskit.charts import Chart, Series, draw
-from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows
+from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows, time_charts, time_rows
 from compresskit.recipe.page.records import RunRecord
 from compresskit.recipe.page.statistics import PairedTest, paired_test, wilson_interval
 from compresskit.recipe.report import StageReport, remarks
@@ -101,6 +101,9 @@ def _context(name: str, run: RunRecord) -> dict[str, Any]:
         "layer_charts": layer_charts(run.details),
         "layers": layer_rows(run.details),
         "floating": floating_layers(run.details),
+        "time_charts": time_charts(run.times),
+        "times": time_rows(run.times),
+        "timed": list(run.times)[-1] if run.times else "",
         "estimated": any(not row.executed for row in [*run.rows, *_baselines(run)]),
         "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],
         "missing": run.missing,

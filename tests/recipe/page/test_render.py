@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compresskit.recipe.page.layers import time_rows
 from compresskit.recipe.page.records import RunRecord, read_run
 from compresskit.recipe.page.render import LONGEST_RECIPE, csv_of_runs, page_of_runs, run_names, summary, training_charts
 from compresskit.recipe.report import StageReport
@@ -73,15 +74,15 @@ def test_the_page_of_a_run_shows_what_it_did(finished_run) -> None:
         assert f"{report.macs:,}" in cells
         assert f"{report.bytes:,} B" in cells
         assert f"{report.latency_ms:.3f} ms" in cells
-    assert cells.count("yes") == 3
+    assert [cell.get("class") for cell in page.all("td")].count("yes") == 3  # verified
     titles = [chart["aria-label"] for chart in page.all("svg") if "aria-label" in chart]
     assert titles == [
         *("Accuracy against size of the file", "Accuracy against latency", "Channels by layer", "Quantization noise by layer"),
-        *("Loss", "Accuracy during training", "Learning rate"),
+        *("Milliseconds by layer", "Loss", "Accuracy during training", "Learning rate"),
     ]
     described = {attrs["id"] for attrs in page.all("desc")}
     assert described == {chart["aria-describedby"] for chart in page.all("svg") if "aria-label" in chart}
-    assert len(described) == 7
+    assert len(described) == 8
     assert "1-train: train" in "".join(page.texts["li"])
     assert "onnxruntime" in "".join(page.texts["dd"])
     assert '"kind": "Prune"' in "".join(page.texts["pre"])
@@ -237,3 +238,28 @@ def test_layers_are_drawn_and_listed() -> None:
     assert "2-qat: b: float: <last>" in page.texts["li"]
     run.details["2-qat"] = {"layers": [{"name": "a", "shape": "x"}, 3], "noise": {"layers": 1}}  # damaged
     assert "Zeros by layer" not in page_of_runs([run])
+
+
+def test_the_page_says_where_the_milliseconds_go() -> None:
+    run = RunRecord(folder=Path("runs/a"), rows=[row("1-train"), row("2-qat")], stages=["1-train", "2-qat"])
+    assert "Where the milliseconds go" not in page_of_runs([run])
+    many = [{"name": f"l{i}", "milliseconds": 0.01, "conversions": 0.0, "in_integers": "no"} for i in range(20)]
+    slow = {"name": "head", "milliseconds": 0.5, "conversions": 0.25, "in_integers": "partly"}
+    run.times = {
+        "1-train": {"milliseconds": 0.2, "outside": 0.0, "layers": many},
+        "2-qat": {"milliseconds": 1.0, "outside": 0.3, "layers": [*many, slow]},
+    }
+    rows = time_rows(run.times)
+    assert rows[0] == ["head", "0.500", "50%", "0.250", "partly"]
+    assert rows[-2:] == [
+        ["all other layers", "0.090", "9%", "", ""],
+        ["outside of layers: calling the runtime", "0.300", "30%", "", ""],
+    ]
+    assert sum(float(milliseconds) for _, milliseconds, *_ in rows) == pytest.approx(1.0)  # all of the latency
+    text = page_of_runs([run])
+    assert "layer of 2-qat" in text
+    assert "milliseconds for one sample" in text
+    assert "2-qat, head" in text  # the tooltip of its point
+    run.times["2-qat"] = {"milliseconds": "x", "layers": [{"name": "a"}, 3]}  # damaged
+    assert time_rows(run.times) == []
+    page_of_runs([run])
