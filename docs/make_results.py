@@ -7,6 +7,7 @@ compares the committed page with what this script makes of the committed files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -477,6 +478,22 @@ Integers / classes in percent that are those of exact sums, the least over the f
 """
 
 
+def across_runtimes() -> str:
+    """The classes of one file in several runtimes."""
+    found = load("across_runtimes")
+    names = {re.sub(r" [\d.]+$", "", name): name for row in found["rows"] for name in row["runtimes"]}
+    rows = [(row["file"], *(row["runtimes"][full]["differ"] for full in names.values())) for row in found["rows"]]
+    return f"""\
+## One file in four runtimes
+
+Of 1,000 images, how many get another class than in ONNX Runtime; each file in a bundle of `ck.export.bundle`. {source("across_runtimes")}
+
+{table(["file", *(full.replace("infer.py", "`infer.py`") for full in names.values())], rows)}
+
+A file that is quantized for ONNX Runtime runs in OpenVINO with other roundings; `target=ck.quant.OPENVINO` gives one that both compute alike.
+"""
+
+
 def cell_of(group: list[dict[str, Any]], machine: str) -> str:
     """The least integers and classes of a group of files on a machine."""
     here = [row["cells"][machine] for row in group if "failed" not in row["cells"].get(machine, {"failed": ""})]
@@ -568,6 +585,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     mixed,
     runs,
     machines,
+    across_runtimes,
     saturation,
     old_runtimes,
 )

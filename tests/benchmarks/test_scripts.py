@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+
 import checkout
 import pytest
 
@@ -13,3 +17,28 @@ def test_smoke(name) -> None:
     failed = [line for line in done.stdout.splitlines() if "failed:" in line]
     assert not failed
     assert "MASTER_FP16" in done.stdout or name in ("mixed_cpu", "sources")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "COMPRESSKIT_WEB" not in os.environ or shutil.which("chromium") is None,
+    reason="chromium, and COMPRESSKIT_WEB with onnxruntime-web, are not here",
+)
+def test_four_runtimes_give_the_same_classes(tmp_path) -> None:
+    pytest.importorskip("openvino", reason="pip install openvino")
+    checkout.python(checkout.ROOT / "recipes" / "digits.py", "--epochs", 4, "--out", tmp_path / "digits")
+    web = f"{os.environ['COMPRESSKIT_WEB']}/node_modules/onnxruntime-web/dist"
+    script = checkout.ROOT / "benchmarks" / "across_runtimes.py"
+    checkout.python(script, "--run", tmp_path / "digits", "--web", web, "--out", tmp_path)
+    rows = json.loads((tmp_path / "across_runtimes.json").read_text())["rows"]
+    assert [row["file"] for row in rows] == ["digits, 1-train", "digits, 4-qat"]
+    for row in rows:
+        assert [entry["differ"] for entry in row["runtimes"].values()] == [0, 0, 0, 0]
+        assert row["images"] == 1000
+
+
+def test_the_committed_files_have_the_same_classes_everywhere() -> None:
+    rows = json.loads((checkout.ROOT / "benchmarks" / "across_runtimes.json").read_text())["rows"]
+    for row in rows:
+        elsewhere = {name: entry["differ"] for name, entry in row["runtimes"].items() if entry["differ"]}
+        assert not elsewhere or row["file"] == "ResNet-20, int8"  # the docs say which target OpenVINO wants
