@@ -8,6 +8,7 @@ from typing import Any
 from compresskit.charts import Chart, Series, draw
 
 FEWEST_ZEROS = 0.005  # fraction of a layer's values from which zeros are drawn
+LEAST_TIME = 0.0005  # milliseconds that are shown as more than nothing
 SLOWEST = 12  # layers of a file whose milliseconds a page lists
 Details = Mapping[str, Mapping[str, Any]]  # stage -> its details.json
 Times = Mapping[str, Mapping[str, Any]]  # stage -> where its latency goes, see `compresskit.recipe.details.layer_times`
@@ -56,6 +57,15 @@ def floating_layers(details: Details) -> list[str]:
     ]
 
 
+def named_times(times: Times, details: Details) -> Times:
+    """The times with the dotted names of layers; the file of a quantized model calls `layer1.0` layer1_0."""
+    dotted = {name.replace(".", "_"): name for entry in details.values() for name in map(_layer_name, _layers(entry))}
+    return {
+        stage: {**entry, "layers": [{**t, "name": dotted.get(_layer_name(t), _layer_name(t))} for t in _timed_layers(entry)]}
+        for stage, entry in times.items()
+    }
+
+
 def time_charts(times: Times) -> list[Chart]:
     """Milliseconds of each layer, a line for each stage; empty where they are not known."""
     found = _series(times, _timed_layers, lambda layer: layer["milliseconds"])
@@ -80,7 +90,7 @@ def time_rows(times: Times) -> list[list[str]]:
     outside = entry.get("outside")
     others = sum(layer["milliseconds"] for layer in layers) - sum(layer["milliseconds"] for layer in slowest)
     ends = [("all other layers", others), ("outside of layers: calling the runtime", outside if _is_figure(outside) else 0.0)]
-    return rows + [[name, f"{time:.3f}", f"{time / whole:.0%}", "", ""] for name, time in ends if time > 0]
+    return rows + [[name, f"{time:.3f}", f"{time / whole:.0%}", "", ""] for name, time in ends if time >= LEAST_TIME]
 
 
 def _timed_layers(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 from compresskit.base.files import atomic
 from compresskit.base.version import __version__
 from compresskit.charts import Chart, Series, draw
-from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows, time_charts, time_rows
+from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows, named_times, time_charts, time_rows
 from compresskit.recipe.page.records import RunRecord
 from compresskit.recipe.page.statistics import PairedTest, paired_test, wilson_interval
 from compresskit.recipe.report import StageReport, remarks
@@ -89,6 +89,7 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
 def _context(name: str, run: RunRecord) -> dict[str, Any]:
     """What the template shows of a run."""
     recipe = json.dumps({key: value for key, value in run.recipe.items() if key not in ("format", "task")}, indent=1)
+    times = named_times(run.times, run.details)
     cut = f"\n... and {len(recipe) - LONGEST_RECIPE:,} characters more; recipe.json holds all of them"
     return {
         "name": name,
@@ -101,8 +102,8 @@ def _context(name: str, run: RunRecord) -> dict[str, Any]:
         "layer_charts": layer_charts(run.details),
         "layers": layer_rows(run.details),
         "floating": floating_layers(run.details),
-        "time_charts": time_charts(run.times),
-        "times": time_rows(run.times),
+        "time_charts": time_charts(times),
+        "times": time_rows(times),
         "timed": list(run.times)[-1] if run.times else "",
         "estimated": any(not row.executed for row in [*run.rows, *_baselines(run)]),
         "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compresskit.recipe.page.layers import time_rows
+from compresskit.recipe.page.layers import named_times, time_rows
 from compresskit.recipe.page.records import RunRecord, read_run
 from compresskit.recipe.page.render import LONGEST_RECIPE, csv_of_runs, page_of_runs, run_names, summary, training_charts
 from compresskit.recipe.report import StageReport
@@ -260,6 +260,9 @@ def test_the_page_says_where_the_milliseconds_go() -> None:
     assert "layer of 2-qat" in text
     assert "milliseconds for one sample" in text
     assert "2-qat, head" in text  # the tooltip of its point
+    details = {"1-train": {"layers": [{"name": "layer1.0", "shape": [1, 1], "zeros": 0}]}}
+    several = {"2-qat": {"milliseconds": 1.0, "layers": [{"name": "layer1_0", "milliseconds": 1.0}, {**slow}]}}
+    assert [found[0] for found in time_rows(named_times(several, details))] == ["layer1.0", "head"]
     run.times["2-qat"] = {"milliseconds": "x", "layers": [{"name": "a"}, 3]}  # damaged
     assert time_rows(run.times) == []
     page_of_runs([run])
