@@ -77,7 +77,7 @@ def time_rows(times: Times) -> list[list[str]]:
     if not times:
         return []
     entry = list(times.values())[-1]
-    layers, whole = _timed_layers(entry), entry.get("milliseconds")
+    layers, whole = _timed_layers(entry), entry.get("milliseconds", 0)
     if not layers or not _is_figure(whole) or whole <= 0:
         return []
     slowest = sorted(layers, key=lambda layer: -layer["milliseconds"])[:SLOWEST]
