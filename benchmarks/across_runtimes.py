@@ -1,6 +1,6 @@
 """One file in four runtimes: the classes of 1,000 images in onnxruntime, `infer.py`, OpenVINO, and onnxruntime-web in a browser.
 
-    npm install --prefix WEB onnxruntime-web
+    pip install openvino; npm install --prefix WEB onnxruntime-web
     python benchmarks/across_runtimes.py --run runs/digits --web WEB/node_modules/onnxruntime-web/dist
     python benchmarks/across_runtimes.py --data CIFAR10 --checkpoints FOLDER --web WEB/node_modules/onnxruntime-web/dist
 

@@ -8,7 +8,7 @@ from residual import ResNet
 from torch import nn
 
 from compresskit.base.errors import CheckpointError
-from compresskit.graph.replacements import Bypass
+from compresskit.graph.replacements import Bypass, Factored, replace_module_
 from compresskit.graph.surgery import restructure_, structure
 
 BYPASS = {"kind": "bypass", "argument": 0, "outputs": 0, "index": 0}
@@ -59,3 +59,26 @@ def test_a_model_that_lacks_a_replacement_is_another() -> None:
     model.layer1[0] = Bypass()
     with pytest.raises(CheckpointError, match="of another model"):
         restructure_(model, structure(nn.Sequential(nn.Linear(2, 2))))
+
+
+def test_a_block_that_stands_in_two_places_is_removed_from_one() -> None:
+    def twice() -> ResNet:
+        model = ResNet()
+        model.layer1[1] = model.layer1[0]
+        return model
+
+    model, again = twice(), twice()
+    model.layer1[1] = Bypass()
+    restructure_(again, structure(model))
+    assert isinstance(again.layer1[1], Bypass)
+    assert type(again.layer1[0]) is type(model.layer1[0])
+    assert structure(again) == structure(model)
+
+
+def test_factors_take_the_place_of_a_layer_under_all_its_names() -> None:
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer).eval()
+    made = Factored.like(layer, (2,))
+    replace_module_(model, "0", made)
+    assert model[2] is model[0] is made
+    assert not made.training

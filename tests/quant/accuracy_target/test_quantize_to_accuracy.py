@@ -136,3 +136,14 @@ def test_bad_targets_and_models_are_refused() -> None:
         quantize_to_accuracy(model, [], sqnr=20)
     with pytest.raises(ModelError, match="no product by a stored matrix"):
         quantize_to_accuracy(nn.LayerNorm(8), [(torch.randn(2, 8),)], sqnr=20)
+
+
+def test_the_float_model_is_written_once_and_each_round_once(timed, monkeypatch) -> None:
+    timed()
+    written = []
+    export = module.export_onnx
+    monkeypatch.setattr(module, "export_onnx", lambda model, path, *rest: written.append(path.name) or export(model, path, *rest))
+    quantize_to_accuracy(Words().eval(), [ids()], sqnr=30)
+    assert written.count("float.onnx") == 1
+    assert written[-1] == "float.onnx"  # after the last round, the only one whose file is timed
+    assert 1 <= written.count("mixed.onnx") <= module.MAX_SEARCHES
