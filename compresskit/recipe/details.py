@@ -1,22 +1,20 @@
-"""What a report shows of a stage besides its row: which samples are right, the layers, their noise and their time."""
+"""What a report shows of a stage besides its row: how sure its metric is, the layers, their noise and their time."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compresskit.base.errors import CompressError
-from compresskit.base.task import Inputs, Task, accuracy
+from compresskit.base.task import Inputs, Task
 from compresskit.export.check.layer_profile import profile_layers
-from compresskit.measure import evaluate
 from compresskit.quant import Quantized, diagnose
+from compresskit.recipe.outcomes import Outcomes
 
 log = logging.getLogger(__name__)
 
@@ -24,31 +22,8 @@ DETAILS = "details.json"  # in the folder of a stage
 NOISE_BATCHES = 1  # of the validation data: noise by layer is for looking at
 
 
-def measure_outcomes(run: Callable[..., Any], task: Task) -> tuple[float, str | None, int]:
-    """The metric of a model or a file, and, where that is `accuracy` of one class for each sample, which samples are right.
-
-    Returns:
-        The metric; the samples as bits, the first one highest, in hexadecimal digits, or None; and how many samples there are.
-    """
-    right: list[Tensor] = []
-
-    def recorded(predictions: Tensor, target: Tensor) -> float:
-        found = accuracy(predictions, target, ignore_index=task.ignore_index)
-        if predictions.ndim == 2 and bool((target >= 0).all()):
-            right.append(predictions.argmax(1) == target)
-        return found
-
-    if task.metric is not accuracy:
-        return evaluate(run, task), None, 0
-    metric = evaluate(run, replace(task, metric=recorded))
-    if not right:
-        return metric, None, 0
-    bits = "".join("1" if value else "0" for value in right[0].tolist())
-    return metric, f"{int(bits, 2):0{-(-len(bits) // 4)}x}", len(bits)
-
-
-def stage_details(model: nn.Module, task: Task, *, correct: str | None, samples: int) -> dict[str, Any]:
-    """What details.json holds, JSON-ready: `correct` and `samples` of `measure_outcomes`, the layers, and noise.
+def stage_details(model: nn.Module, task: Task, outcomes: Outcomes) -> dict[str, Any]:
+    """What details.json holds, JSON-ready: how sure the metric is, the layers, and noise.
 
     A layer is a parameter of two dimensions or more: its name, shape, and how many of its values are 0. `remedies` are lines on
     what `effort=` or `Repair` tried against rounding errors.
@@ -59,7 +34,7 @@ def stage_details(model: nn.Module, task: Task, *, correct: str | None, samples:
         if value.ndim >= 2
     ]
     remedies = [str(remedy) for remedy in model.origin.remedies] if isinstance(model, Quantized) else []
-    return {"correct": correct, "samples": samples, "layers": layers, "noise": _noise(model, task), "remedies": remedies}
+    return {**outcomes.to_json(), "layers": layers, "noise": _noise(model, task), "remedies": remedies}
 
 
 def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str, Any] | None:

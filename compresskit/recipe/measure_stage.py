@@ -23,7 +23,8 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
 from compresskit.measure import count_macs, count_nonzero, count_parameters, numpy_inputs, session
-from compresskit.recipe.details import DETAILS, measure_outcomes, stage_details
+from compresskit.recipe.details import DETAILS, stage_details
+from compresskit.recipe.outcomes import measure_outcomes
 from compresskit.recipe.report import StageReport
 
 #: Entries of an ONNX file's metadata that a run adds.
@@ -64,8 +65,9 @@ def measure_stage(
             path.replace(folder / "model.rejected.onnx")
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {verification}")
         run = _like_model(session(path), model, task.example())
-    metric, correct, samples = measure_outcomes(run, task)
-    write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, correct=correct, samples=samples)})
+    outcomes = measure_outcomes(run, task)
+    metric = outcomes.metric
+    write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes)})
     if verification is not None:
         stage, found = {"name": folder.name, "settings": settings}, verification.to_json()
         annotate(path, **dict(zip(RUN_METADATA, (stage, metric, found), strict=True)))

@@ -17,7 +17,14 @@ from compresskit.base.version import __version__
 from compresskit.charts import Chart, Series, draw
 from compresskit.recipe.page.layers import floating_layers, layer_charts, layer_rows, named_times, time_charts, time_rows
 from compresskit.recipe.page.records import RunRecord
-from compresskit.recipe.page.statistics import PairedTest, paired_test, wilson_interval
+from compresskit.recipe.page.statistics import (
+    PairedBootstrap,
+    PairedTest,
+    bootstrap_interval,
+    paired_bootstrap,
+    paired_test,
+    wilson_interval,
+)
 from compresskit.recipe.report import StageReport, remarks
 
 TEMPLATE = "report.html.jinja"
@@ -141,11 +148,13 @@ def ratio(first: float, now: float) -> str:
 
 
 def _certainty(run: RunRecord, row: StageReport) -> tuple[str, str]:
-    """The confidence interval of a stage's accuracy, and p of the paired test against the first stage; "" where unknown."""
-    outcomes = _outcomes(run, row)
-    if outcomes is None:
+    """The confidence interval of a stage's metric, and p of the paired test against the first stage; "" where unknown."""
+    if outcomes := _outcomes(run, row):
+        low, high = wilson_interval(int(outcomes[0], 16).bit_count(), outcomes[1])
+    elif resampled := _resampled(run, row):
+        low, high = bootstrap_interval(resampled)
+    else:
         return "", ""
-    low, high = wilson_interval(int(outcomes[0], 16).bit_count(), outcomes[1])
     test = _test(run, row)
     return f"{low:.4f} to {high:.4f}", "" if test is None or row is run.rows[0] else _p_value(test.p)
 
@@ -160,20 +169,42 @@ def _outcomes(run: RunRecord, row: StageReport) -> tuple[str, int] | None:
     return (correct, samples) if abs(right / samples - row.metric) < 1e-6 else None
 
 
-def _test(run: RunRecord, row: StageReport) -> PairedTest | None:
-    first, now = _outcomes(run, run.rows[0]), _outcomes(run, row)
-    return paired_test(first[0], now[0], now[1]) if first and now and first[1] == now[1] else None
+def _resampled(run: RunRecord, row: StageReport) -> list[float]:
+    """The metric of draws of the samples; empty if that is not recorded."""
+    entry = run.details.get(row.stage, {})
+    found, samples = entry.get("resampled"), entry.get("samples")
+    whole = isinstance(samples, int) and isinstance(found, list) and all(isinstance(value, float | int) for value in found)
+    return found if whole else []
+
+
+def _test(run: RunRecord, row: StageReport) -> PairedTest | PairedBootstrap | None:
+    """The paired test of a stage against the first one; None where they did not meet the same samples in the same order."""
+    first, now = (run.details.get(name, {}).get("targets") for name in (run.rows[0].stage, row.stage))
+    if first != now:
+        return None
+    right = _outcomes(run, run.rows[0]), _outcomes(run, row)
+    if right[0] and right[1] and right[0][1] == right[1][1]:
+        return paired_test(right[0][0], right[1][0], right[1][1])
+    before, after = _resampled(run, run.rows[0]), _resampled(run, row)
+    return paired_bootstrap(before, after) if before and len(before) == len(after) else None
 
 
 def _test_in_words(run: RunRecord, row: StageReport) -> str:
-    test = _test(run, row)
+    test, first = _test(run, row), run.rows[0]
     if test is None:
         return ""
-    verdict = "no difference is shown" if test.p >= 0.05 else "worse" if test.lost > test.gained else "better"
+    change, higher = row.metric - first.metric, True if isinstance(test, PairedTest) else run.higher_is_better
+    other = "different" if higher is None else "better" if (change > 0) == higher else "worse"
+    verdict = "no difference is shown" if test.p >= 0.05 else other
+    samples = run.details[row.stage]["samples"]
+    counted = (
+        f"{test.lost} are no longer right, {test.gained} became right; "
+        if isinstance(test, PairedTest)
+        else f"{len(_resampled(run, row))} times drawn again; "
+    )
     return (
-        f"{row.stage} against {run.rows[0].stage}, on the same {test.samples:,} samples: {test.lost} are no longer right,"
-        f" {test.gained} became right; difference {(test.gained - test.lost) / test.samples:+.4f} ({test.low:+.4f} to"
-        f" {test.high:+.4f}), p {_p_value(test.p)}: {verdict}."
+        f"{row.stage} against {first.stage}, on the same {samples:,} samples: {counted}difference {change:+.4f}"
+        f" ({test.low:+.4f} to {test.high:+.4f}), p {_p_value(test.p)}: {verdict}."
     )
 
 

@@ -1,8 +1,9 @@
-"""How sure an accuracy is: its confidence interval, and paired tests of two models on the same samples."""
+"""How sure a metric is: its confidence interval, and paired tests of two models on the same samples."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z95 = 1.959963984540054  # of a normal distribution: 95 % lie within
@@ -75,3 +76,40 @@ def paired_test(before: str, after: str, samples: int) -> PairedTest:
     changed = lost + gained
     low, high = ((2 * end - 1) * changed / samples for end in exact_interval(gained, changed)) if changed else (0.0, 0.0)
     return PairedTest(samples=samples, lost=lost, gained=gained, p=mcnemar(lost, gained), low=low, high=high)
+
+
+def bootstrap_interval(resampled: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a metric by the percentiles of its resamples (Efron 1979), of which there are some.
+
+    >>> bootstrap_interval([x / 1000 for x in range(1001)])
+    (0.025, 0.975)
+    """
+    ordered = sorted(resampled)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    return at(0.025), at(0.975)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedBootstrap:
+    """The difference of two models' metric over the same draws of the same samples, second minus first.
+
+    low, high: 95 % interval. p: two-sided: how often draws show no difference or the opposite one, at least 2 / (draws + 1).
+    """
+
+    low: float
+    high: float
+    p: float
+
+
+def paired_bootstrap(before: Sequence[float], after: Sequence[float]) -> PairedBootstrap:
+    """Compare two models by the metric of the same draws; both sequences are of one length, > 0."""
+    differences = [second - first for first, second in zip(before, after, strict=True)]
+    tails = [1 + sum(difference * sign <= 0 for difference in differences) for sign in (1, -1)]
+    low, high = bootstrap_interval(differences)
+    return PairedBootstrap(low=low, high=high, p=min(1.0, 2 * min(tails) / (len(differences) + 1)))

@@ -222,6 +222,25 @@ def test_a_difference_in_accuracy_carries_a_paired_test() -> None:
         assert "Is the difference real?" not in page_of_runs([run])
 
 
+@pytest.mark.parametrize(("higher", "word"), [(True, "worse"), (False, "better"), (None, "different")])
+def test_a_difference_in_another_metric_carries_a_bootstrap(higher, word) -> None:
+    run = a_run(higher_is_better=higher)
+    run.metric, run.rows = "rmse", [row("1-train", metric=0.9), row("2-qat", metric=0.8)]
+    draws = [0.85 + i / 1000 for i in range(101)]
+    first = {"correct": None, "samples": 1200, "targets": "ab", "resampled": draws}
+    now = {**first, "resampled": [value - 0.1 for value in draws]}
+    run.details = {"1-train": first, "2-qat": now}
+    text = page_of_runs([run])
+    assert "<td>0.8525 to 0.9475</td>" in text
+    assert (
+        f"2-qat against 1-train, on the same 1,200 samples: 101 times drawn again; difference -0.1000 (-0.1000 to -0.1000),"
+        f" p 0.020: {word}."
+    ) in text
+    for other in ({"targets": "cd"}, {"resampled": draws[1:]}, {"resampled": ["x"]}, {"samples": "3"}):  # other samples, damaged
+        run.details["2-qat"] = now | other
+        assert "Is the difference real?" not in page_of_runs([run])
+
+
 def test_layers_are_drawn_and_listed() -> None:
     run = a_run()
     first = [{"name": "a", "shape": [8, 3, 3, 3], "zeros": 0}, {"name": "b", "shape": [4, 8], "zeros": 0}]

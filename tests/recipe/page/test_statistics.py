@@ -5,9 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm
 
-from compresskit.recipe.page.statistics import exact_interval, mcnemar, paired_test, wilson_interval
+from compresskit.recipe.page.statistics import (
+    bootstrap_interval,
+    exact_interval,
+    mcnemar,
+    paired_bootstrap,
+    paired_test,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 1), (1, 1), (5, 10), (535, 540), (9_876, 10_000)])
@@ -42,3 +49,17 @@ def test_the_interval_and_the_test_agree() -> None:
         for gained in range(changed + 1):
             low, high = exact_interval(gained, changed)
             assert (low <= 0.5 <= high) == (mcnemar(changed - gained, gained) >= 0.05)
+
+
+def test_a_bootstrap_of_a_normal_difference_is_that_of_the_normal_distribution() -> None:
+    draw = random.Random(0)
+    before = [draw.gauss(1.0, 0.3) for _ in range(20_000)]
+    after = [value + draw.gauss(0.2, 0.1) for value in before]  # most of what varies is common to both
+    found = paired_bootstrap(before, after)
+    assert (found.low, found.high) == pytest.approx((0.2 - 0.196, 0.2 + 0.196), abs=0.006)
+    assert found.p == pytest.approx(2 * norm.cdf(-2), rel=0.15)
+    low, high = bootstrap_interval(before)
+    assert (low, high) == pytest.approx((1 - 1.96 * 0.3, 1 + 1.96 * 0.3), abs=0.02)
+    same = paired_bootstrap(before[:400], before[:400])
+    assert (same.low, same.high, same.p) == (0.0, 0.0, 1.0)
+    assert paired_bootstrap(before[:399], [value + 1 for value in before[:399]]).p == 2 / 400

@@ -1,0 +1,117 @@
+"""What is recorded of how sure a metric is: the samples that are right, and the metric of draws."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import networks
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.recipe import outcomes
+from compresskit.recipe.outcomes import Outcomes, measure_outcomes
+from compresskit.recipe.page.statistics import bootstrap_interval
+
+
+def squared(predictions, target):
+    return ((predictions - target) ** 2).mean()
+
+
+class Squared:
+    """A running metric, as torchmetrics has them."""
+
+    higher_is_better = False
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.total, self.count = 0.0, 0
+
+    def update(self, predictions, target):
+        self.total += float(((predictions - target) ** 2).sum())
+        self.count += target.numel()
+
+    def compute(self):
+        return self.total / self.count
+
+
+@pytest.fixture(scope="module")
+def regression():
+    torch.manual_seed(0)
+    batches = [(torch.randn(50, 3), torch.randn(50, 3)) for _ in range(8)]
+    return ck.Task(val=batches, metric=squared, higher_is_better=False)
+
+
+def test_the_samples_that_are_right_are_recorded() -> None:
+    torch.manual_seed(0)
+    model, task = networks.build(networks.Chain), networks.images_task(ck, samples=70)
+    found = measure_outcomes(model, task)
+    with torch.no_grad():
+        wanted = torch.cat([model(x).argmax(1) == y for x, y in task.val])
+    assert found.metric == ck.evaluate(model, task) == wanted.double().mean().item()
+    assert (found.samples, found.resampled) == (70, ())
+    assert [bit == "1" for bit in f"{int(found.correct, 16):070b}"] == wanted.tolist()
+
+
+def test_another_metric_is_drawn_again_and_again(regression) -> None:
+    found = measure_outcomes(nn.Identity(), regression)
+    errors = torch.cat([((x - y) ** 2).mean(1) for x, y in regression.val])
+    assert found.metric == pytest.approx(errors.mean().item(), rel=1e-5)
+    assert (found.correct, found.samples, len(found.resampled)) == (None, 400, outcomes.RESAMPLES)
+    low, high = bootstrap_interval(found.resampled)
+    half = 1.96 * errors.std().item() / math.sqrt(400)  # of a mean, an interval is known
+    assert (high - low) / 2 == pytest.approx(half, rel=0.15)
+    assert (high + low) / 2 == pytest.approx(found.metric, abs=half / 5)
+    assert json.loads(json.dumps(found.to_json()))["resampled"] == list(found.resampled)
+
+
+def test_a_running_metric_is_drawn_too_and_keeps_its_state(regression) -> None:
+    metric = Squared()
+    found = measure_outcomes(nn.Identity(), replace(regression, metric=metric, higher_is_better=None))
+    wanted = measure_outcomes(nn.Identity(), regression)
+    assert found.resampled == pytest.approx(wanted.resampled, rel=1e-5)
+    assert metric.compute() == found.metric
+
+
+def test_ignored_labels_and_pixels_are_drawn_by_sample() -> None:
+    pixels = [(torch.randn(8, 3, 4), torch.randint(3, (8, 4)))]
+    found = measure_outcomes(nn.Identity(), ck.Task(val=pixels))
+    assert (found.correct, found.samples, len(found.resampled)) == (None, 8, outcomes.RESAMPLES)
+    ignored = [(torch.randn(9, 3), torch.tensor([0, -100, 1, 2, 0, 1, 2, 0, 1]))]
+    found = measure_outcomes(nn.Identity(), ck.Task(val=ignored))
+    assert (found.correct, found.samples) == (None, 9)
+    assert all(0 <= value <= 1 for value in found.resampled)
+
+
+def test_models_that_met_other_samples_have_other_targets(regression) -> None:
+    first, turned = (
+        measure_outcomes(nn.Identity(), replace(regression, val=val)) for val in (regression.val, regression.val[::-1])
+    )
+    assert first.targets == measure_outcomes(nn.ReLU(), regression).targets
+    assert first.targets != turned.targets
+
+
+def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch) -> None:
+    def once(predictions, target, seen=[]):  # noqa: B006
+        seen.append(None)
+        if len(seen) > 1:
+            raise ValueError("only one class")
+        return 0.5
+
+    assert measure_outcomes(nn.Identity(), replace(regression, metric=once)).to_json() == {
+        "correct": None,
+        "samples": 0,
+        "targets": measure_outcomes(nn.Identity(), regression).targets,
+    }
+    lists = [(x, [y, y]) for x, y in regression.val]
+    assert measure_outcomes(nn.Identity(), ck.Task(val=lists, metric=lambda p, t: 0.25)) == Outcomes(metric=0.25)
+    monkeypatch.setattr(outcomes, "MOST_VALUES", 1000)
+    assert measure_outcomes(nn.Identity(), regression).resampled == ()
+    monkeypatch.undo()
+    monkeypatch.setattr(outcomes, "MOST_SECONDS", 0.0)
+    assert measure_outcomes(nn.Identity(), regression).resampled == ()
