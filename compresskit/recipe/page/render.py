@@ -173,8 +173,9 @@ def _resampled(run: RunRecord, row: StageReport) -> list[float]:
     """The metric of draws of the samples; empty if that is not recorded."""
     entry = run.details.get(row.stage, {})
     found, samples = entry.get("resampled"), entry.get("samples")
-    whole = isinstance(samples, int) and isinstance(found, list) and all(isinstance(value, float | int) for value in found)
-    return found if whole else []
+    if not isinstance(samples, int) or not isinstance(found, list):
+        return []
+    return found if all(isinstance(value, float | int) for value in found) else []
 
 
 def _test(run: RunRecord, row: StageReport) -> PairedTest | PairedBootstrap | None:
