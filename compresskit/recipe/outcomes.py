@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 RESAMPLES = 400
 MOST_SECONDS = 10.0  # for all of them
-MOST_VALUES = 20_000_000  # of predictions that are kept for it
+MOST_KEPT = 20_000_000  # of predictions that are kept for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class _Recorder:
     def keep(self, predictions: Tensor, target: Any) -> None:
         self.values += predictions.numel()
         self.outputs.append((predictions, target))
-        if self.values > MOST_VALUES or not _samples(predictions, target):
-            self.outputs, self.values = [], MOST_VALUES + 1
+        if self.values > MOST_KEPT or not _rows_of_both(predictions, target):
+            self.outputs, self.values = [], MOST_KEPT + 1
 
     def recorded(self) -> tuple[Tensor, Tensor] | None:
         """Predictions and targets of all samples; None where they are too many, or are no tensors with a row a sample."""
-        if not self.outputs or self.values > MOST_VALUES:
+        if not self.outputs or self.values > MOST_KEPT:
             return None
         predictions, targets = zip(*self.outputs, strict=True)
         if len({rows.shape[1:] for rows in predictions}) > 1 or len({rows.shape[1:] for rows in targets}) > 1:
@@ -85,7 +85,7 @@ class _Recorder:
         return self.task.metric.compute()  # type: ignore[union-attr]
 
 
-def _samples(predictions: Tensor, target: Any) -> int:
+def _rows_of_both(predictions: Tensor, target: Any) -> int:
     rows = predictions.ndim and isinstance(target, Tensor) and target.ndim and len(target)
     return rows if rows and len(predictions) == rows else 0
 

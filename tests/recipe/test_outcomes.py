@@ -110,7 +110,7 @@ def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch) -> Non
     }
     lists = [(x, [y, y]) for x, y in regression.val]
     assert measure_outcomes(nn.Identity(), ck.Task(val=lists, metric=lambda p, t: 0.25)) == Outcomes(metric=0.25)
-    monkeypatch.setattr(outcomes, "MOST_VALUES", 1000)
+    monkeypatch.setattr(outcomes, "MOST_KEPT", 1000)
     assert measure_outcomes(nn.Identity(), regression).resampled == ()
     monkeypatch.undo()
     monkeypatch.setattr(outcomes, "MOST_SECONDS", 0.0)
