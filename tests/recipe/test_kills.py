@@ -70,6 +70,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path) -> None:
     os.write(go[1], b"x")
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker")  # on a machine of one core
 @pytest.mark.parametrize("settings", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_stopped_training_with_loader_workers_resumes_with_the_same_bits(settings, tmp_path) -> None:
     def run(folder, stop_at=None):
