@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from compresskit.mixed.step.scaler import LossScaler
 
+Batch = TypeVar("Batch")
 AT_ONCE = 256  # losses that are held as tensors before they are added up
 
 
 class History:
     """Entries of a record, one for every epoch and one for every measurement of the metric.
 
-    `record["epochs"]` gets `{"epoch", "step", "loss", "rates"}`, with loss scaling also `"scale"` and `"skipped"`: the epoch from
-    1, the optimizer steps done at its end, the mean of its losses, the learning rates of its last step, the loss scale after it
-    and the steps skipped so far. `record["metrics"]` gets `[step, metric]`. What is not finite is None. Where several processes
-    train, losses are those of this process's rows.
+    `record["epochs"]` gets `{"epoch", "step", "loss", "rates", "waiting"}`, with loss scaling also `"scale"` and `"skipped"`: the
+    epoch from 1, the optimizer steps done at its end, the mean of its losses, the learning rates of its last step, the share of
+    the epoch's time in which the loader kept this process waiting, the loss scale after it and the steps skipped so far.
+    `record["metrics"]` gets `[step, metric]`. What is not finite is None. Where several processes train, losses are those of this
+    process's rows.
 
     Args:
         record: JSON-ready; it is changed.
@@ -30,12 +33,22 @@ class History:
         self.record = record
         self.total, self.count = 0.0, 0  # of the losses of this epoch that are added up
         self.losses: list[Tensor] = []  # and those that are not, since reading one waits for the device
+        self.began, self.waited = 0.0, 0.0  # when this epoch began, and seconds of it that went to waiting for data
 
     def add_loss(self, loss: Tensor) -> None:
         """Note the loss of a batch, a tensor of one element without a gradient."""
         self.losses.append(loss)
         if len(self.losses) == AT_ONCE:
             self._add_up()
+
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Give the batches of an epoch, and note how long each was waited for."""
+        self.began = before = time.perf_counter()
+        self.waited = 0.0
+        for batch in batches:
+            self.waited += time.perf_counter() - before
+            yield batch
+            before = time.perf_counter()
 
     def _add_up(self) -> None:
         if self.losses:
@@ -69,6 +82,9 @@ class History:
         entry = {"epoch": epoch, "step": step, "loss": _finite(mean), "rates": list(map(_finite, rates))}
         if used := list(scalers):
             entry |= {"scale": _finite(used[0].scale.item()), "skipped": int(used[0].skipped.item())}
+        if self.began:
+            entry["waiting"] = round(self.waited / max(time.perf_counter() - self.began, self.waited, 1e-9), 4)
+            self.began = 0.0
         self.record.setdefault("epochs", []).append(entry)
         return mean
 

@@ -111,7 +111,7 @@ class TrainingLoop:
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> None:
         """Train on every batch once; DataError where their number is not the length of the loader."""
         run, batches, steps = self.run, self.length.batches, self.length.steps
-        for batch, seen, ends_step, batches_in_step in self._batches():
+        for batch, seen, ends_step, batches_in_step in self.history.timed(self._batches()):
             where = f"epoch {epoch}, batch {seen}"
             rows, weight = distributed.shard_batch(batch, self.cursor.loader)
             self.objective.advance(self.step / steps)

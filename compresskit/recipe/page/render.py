@@ -30,6 +30,7 @@ from compresskit.recipe.report import StageReport, remarks
 TEMPLATE = "report.html.jinja"
 LONGEST_RECIPE = 60_000  # characters of a recipe that a page shows; report.json holds all of it
 MOST_LINES = 12  # of one chart
+STARVED = 0.2  # of the time
 COLUMNS = "stage metric interval change p parameters non-zeros MACs file smaller latency faster verified time".split()
 #: What is drawn over the steps of a training: title, name of the axis, key of an epoch's entry.
 CURVES = (
@@ -116,6 +117,7 @@ def _context(name: str, run: RunRecord) -> dict[str, Any]:
         "notes": [*remarks(run.rows), *(f"{row.stage}: {row.note}" for row in run.rows if row.note)],
         "missing": run.missing,
         "curves": training_charts(run),
+        "waiting": _waiting(run),
         "environment": list(_environment_lines(run)),
         "recipe": "" if not run.recipe else recipe if len(recipe) <= LONGEST_RECIPE else recipe[:LONGEST_RECIPE] + cut,
     }
@@ -279,6 +281,22 @@ def training_charts(run: RunRecord) -> list[Chart]:
             remark = f"Steps skipped because gradients overflowed: {', '.join(skipped[:MOST_LINES])}. {remark}".strip()
         charts.append(draw(title, "optimizer step", axis, series[:MOST_LINES], lines=True, remark=remark))
     return charts
+
+
+def _waiting(run: RunRecord) -> str:
+    """What share of their time the trainings waited for data, and what to do where that is much; "" where it was not measured."""
+    found = {}
+    for stage, trainings in run.history.items():
+        for training in trainings:
+            if shares := [share for _, share in _epochs(training, "waiting")]:
+                found[f"{stage}: {_text(training.get('label'))}"] = sum(shares) / len(shares)
+    if not found:
+        return ""
+    more = (
+        " The loader is too slow for the steps: give it workers (num_workers=), or decode and resize once, before the training."
+    )
+    listed = ", ".join(f"{name} {share:.0%}" for name, share in found.items())
+    return f"Share of the time in which a training waited for data: {listed}.{more if max(found.values()) > STARVED else ''}"
 
 
 def _text(value: Any) -> str:

@@ -241,6 +241,18 @@ def test_a_difference_in_another_metric_carries_a_bootstrap(higher, word) -> Non
         assert "Is the difference real?" not in page_of_runs([run])
 
 
+def test_a_loader_that_starves_the_steps_is_named() -> None:
+    def training(share):
+        return [{"label": "train", "epochs": [{"step": i, "loss": 1.0, "waiting": share} for i in (1, 2)]}]
+
+    text = page_of_runs([a_run(history={"1-train": training(0.02), "2-qat": training(0.1)})])
+    assert "Share of the time in which a training waited for data: 1-train: train 2%, 2-qat: train 10%.</p>" in text
+    text = page_of_runs([a_run(history={"1-train": training(0.4)})])
+    assert "1-train: train 40%. The loader is too slow for the steps: give it workers" in text
+    for shares in (None, "much"):  # of an earlier version, damaged
+        assert "waited for data" not in page_of_runs([a_run(history={"1-train": training(shares)})])
+
+
 def test_layers_are_drawn_and_listed() -> None:
     run = a_run()
     first = [{"name": "a", "shape": [8, 3, 3, 3], "zeros": 0}, {"name": "b", "shape": [4, 8], "zeros": 0}]
