@@ -21,7 +21,7 @@ TERMS = {
     "dkd": [kd.Term(partial(kd.losses.dkd, beta=2.0), weight=kd.linear_warmup)],
     "standardized": [kd.Term(kd.losses.standardized_soft_targets, weight=9.0)],
     "dist": [kd.Term(partial(kd.losses.dist, beta=2.0, gamma=2.0))],
-    "hint": [kd.Term(kd.losses.hint, "layer2", weight=100.0, adapt=kd.project)],
+    "hint": [kd.Term(kd.losses.hint, "layer2", weight=10.0, adapt=kd.project)],
     "at": [kd.Term(kd.losses.attention_transfer, "layer?", weight=1000.0)],
     "similarity": [kd.Term(kd.losses.similarity_preserving, "layer3", weight=3000.0)],
     "rkd": [kd.Term(kd.losses.rkd_distance, POOLED, weight=25.0), kd.Term(kd.losses.rkd_angle, POOLED, weight=50.0)],

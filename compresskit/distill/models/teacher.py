@@ -58,7 +58,8 @@ class Teacher(nn.Module):
     Args:
         models: trained models, in eval mode; a model in train mode is most likely not trained yet, and refused.
         dtype: floating dtype in which they run, such as torch.bfloat16. They are cast once, here; BatchNorm keeps its own dtype.
-            None leaves them as they are; the inputs of a model that is all bf16 or fp16 are cast to that.
+            None leaves them as they are; the inputs of a model that is all bf16 or fp16 are cast to that, and an fp32 model runs
+            under autocast in the half dtype of the student's precision policy, if it has one. torch.float32 keeps it in fp32.
         compiled: run them through torch.compile; the modules of such a teacher cannot be tapped.
         inputs: `(the student's inputs) -> the teacher's inputs`, a tuple or a dict, for a teacher with another input
             resolution or another tokenizer.
@@ -141,8 +142,20 @@ class Teacher(nn.Module):
             raise ModelError(f"the teacher {self.label} does not run on the student's inputs: {error}") from error
 
     def outputs(self, model: Callable[..., Any], batch: Any, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
-        """Return the outputs for one batch."""
-        return self._outputs(inputs, task, taps)
+        """Return the outputs for one batch; fp32 models compute in the half dtype in which a `mixed.Run` trains the student."""
+        if not isinstance(model, mixed.Run) or (half := self._half_of(model)) is None:
+            return self._outputs(inputs, task, taps)
+        with torch.autocast(model.device.type, dtype=half):
+            predictions, features = self._outputs(inputs, task, taps)
+        # In fp32, since a user's own loss would compute in half precision with the features as they are.
+        return predictions, pytree.tree_map(lambda v: v.float() if isinstance(v, Tensor) and v.dtype == half else v, features)
+
+    def _half_of(self, run: mixed.Run) -> torch.dtype | None:
+        """The dtype of autocast for the models, or None for none."""
+        if self.dtype is not None or any(self._input_dtypes):
+            return None
+        half = run.policy.autocast_dtype or run.policy.param_dtype
+        return None if half is torch.float16 and run.device.type == "cpu" else half  # which is slower there than fp32
 
     def _outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
         if not taps or self.tappable is None:

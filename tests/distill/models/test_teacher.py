@@ -13,6 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit import distill as kd
+from compresskit import mixed
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.distill import EMA, Teacher, Term
 
@@ -190,3 +191,46 @@ def test_teachers_that_do_not_fit_are_refused() -> None:
         ck.imitate(Teacher(teacher, other)).bind(student, task)
     with pytest.raises(SettingError, match=r"Term\(hint, 'b'\): this teacher has no modules to tap, only predictions"):
         ck.imitate(Teacher(teacher, teacher), terms=[Term(kd.losses.hint, "b")]).bind(student, task)
+
+
+class Seen(nn.Module):
+    """A linear layer that notes the dtype of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dtypes = nn.Linear(4, 3), []
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.dtypes.append(y.dtype)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "wanted"),
+    [
+        ("FP32", None, torch.float32),
+        ("AMP_BF16", None, torch.bfloat16),
+        ("MASTER_BF16", None, torch.bfloat16),
+        ("AMP_BF16", torch.float32, torch.float32),
+        ("FP32", torch.bfloat16, torch.bfloat16),
+        ("AMP_FP16", None, torch.float32),  # fp16 is slower than fp32 on a CPU
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fp16 on a CPU")
+def test_a_teacher_computes_in_the_precision_of_the_training(policy, dtype, wanted) -> None:
+    torch.manual_seed(0)
+    student, model = nn.Linear(4, 3), Seen().eval()
+    teacher = Teacher(model, dtype=dtype)
+    run = mixed.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1), getattr(mixed, policy))
+    x = torch.randn(5, 4)
+    task = ck.Task(val=[(x, torch.zeros(5, dtype=torch.long))])
+    predictions, features = teacher.outputs(run, None, (x,), task, ["layer"])
+    assert teacher.members[0].dtypes == [wanted]
+    assert predictions.dtype == torch.float32
+    if dtype is None:
+        assert features["layer"].dtype == torch.float32  # a loss of the user's own computes in fp32
+    torch.testing.assert_close(predictions, model(x), atol=0.02, rtol=0.02)
+    assert (torch.equal(predictions, model(x))) == (wanted is torch.float32)
+    teacher.predictions((x,), task)  # for a cache, or without a training
+    assert teacher.members[0].dtypes[1] == (dtype or torch.float32)
