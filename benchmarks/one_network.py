@@ -46,7 +46,7 @@ TUNE = ck.Train(epochs=1, optimizer=partial(SGD, lr=0.02), schedule=ck.lr.OneCyc
 BY_CHANNEL = BlockScheme(bits=8, block_size=None)
 FRESH: dict[str, Any] = {"epochs": 3, "optimizer": partial(SGD, lr=0.1), "schedule": ck.lr.OneCycle(), "validate_every": 0}
 HALF = FRESH | {"precision": ck.mixed.AMP_BF16}
-HINTS = kd.Term(kd.losses.hint, "layer2", weight=1.0, adapt=kd.project)
+HINTS = kd.Term(kd.losses.hint, "layer2", weight=10.0, adapt=kd.project)
 RELATIONS = [kd.Term(kd.losses.rkd_distance, "linear:in", weight=25.0), kd.Term(kd.losses.rkd_angle, "linear:in", weight=50.0)]
 SMALL = partial(CifarResNet, 8)
 

@@ -14,6 +14,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -126,6 +127,44 @@ def masters(width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
     return rows_of(f"step of {layers} x {width} x {width} weights", in_turn(steps, rounds), {})
 
 
+def taught(depth: int, size: int, rounds: int) -> list[dict[str, Any]]:
+    """A step of ResNet-20 under autocast: alone, and under a teacher in fp32, in the student's precision, and cached."""
+    x, y = torch.randn(size, 3, 32, 32), torch.arange(size) % 10
+    torch.manual_seed(0)
+    teacher, student = CifarResNet(depth).eval(), CifarResNet(20)
+    folder = tempfile.TemporaryDirectory()
+    task = ck.Task(train=[(x, y)], val=[(x, y)])
+    kinds: dict[str, Any] = {
+        "alone": None,
+        "teacher in fp32": ck.imitate(ck.distill.Teacher(teacher, dtype=torch.float32), task_weight=1.0),
+        "teacher in the student's precision": ck.imitate(teacher, task_weight=1.0),
+        "predictions on disk": ck.imitate(ck.distill.cache(teacher, task, folder.name), task_weight=1.0),
+    }
+
+    def stepper(objective: Any) -> Callable[[], float]:
+        model = copy.deepcopy(student).train()
+        bound = None if objective is None else objective.bind(model, task)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        run = ck.mixed.prepare(model, optimizer, ck.mixed.AMP_BF16)
+
+        def step() -> float:
+            begin = time.process_time()
+            optimizer.zero_grad()
+            run.backward(F.cross_entropy(run(x), y) if bound is None else sum(bound(run, (x, y)).values()))
+            run.step()
+            return time.process_time() - begin
+
+        return step
+
+    rows = rows_of(
+        f"ResNet-20 under a ResNet-{depth}, AMP_BF16, batch {size}",
+        in_turn({kind: stepper(objective) for kind, objective in kinds.items()}, rounds),
+        {},
+    )
+    folder.cleanup()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each kind that are timed")
@@ -140,6 +179,7 @@ def main() -> None:
     rows += qat(f"ResNet-20, batch {size}", CifarResNet(20), torch.randn(size, 3, 32, 32), args.rounds)
     pictures = torch.randn(size // 4, 3, 64, 64)
     rows += qat(f"MobileNetV2 at 64 px, batch {size // 4}", mobilenet_v2(num_classes=10), pictures, args.rounds)
+    rows += taught(56, size, args.rounds)
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1, "rounds": args.rounds, "load": load}
     (HERE / "training_speed.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     lines = ["| | step | CPU ms | ratio | kept for the backward pass |", "|---|---|--:|--:|--:|"]

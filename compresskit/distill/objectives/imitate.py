@@ -209,7 +209,7 @@ def imitate(
         teacher: a trained model in eval mode. It is copied, frozen and kept in eval mode. `Teacher(a, b)` is an ensemble,
             `Teacher(a, dtype=torch.bfloat16)` one in half precision, `EMA()` a moving average of the student, `cache(...)`
             predictions on disk. None takes `Task.reference`, which a recipe sets to its first trained float model.
-        terms: more losses, of features or predictions: `[Term(losses.hint, "layer3", weight=100, adapt=project)]`.
+        terms: more losses, of features or predictions: `[Term(losses.hint, "layer3", weight=10, adapt=project)]`.
         loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; `soft_targets` at
             `temperature` if None.
         temperature: of the soft targets, a positive number.
