@@ -88,7 +88,7 @@ def measured(
         if stage is None:
             folder.mkdir(parents=True, exist_ok=True)
             files.append(ck.export_onnx(model, folder / "model.onnx", X))
-            row = {"metric": ck.evaluate(model, task), "seconds": None, "macs": ck.count_macs(model, X)}
+            row: dict[str, Any] = {"metric": ck.evaluate(model, task), "seconds": None, "macs": ck.count_macs(model, X)}
         else:
             result = ck.Recipe(stage, seed=0).run(model, ck.Task(train=task.train, val=task.val, calibration=samples), out=folder)
             last = result.rows[-1]
@@ -137,7 +137,7 @@ def main() -> None:
     def taught(name: str) -> nn.Module:
         return small(name) if name == "alone" else copy.deepcopy(teacher)
 
-    tables = {
+    tables: dict[str, tuple[dict[str, Any], Callable[[str], nn.Module], str]] = {
         "ResNet-20, compressed": (COMPRESSED, lambda name: copy.deepcopy(teacher), "compressed"),
         "ResNet-8, taught": (TAUGHT, taught, "taught"),
         "ResNet-8, precision": (PRECISION, small, "precision"),
