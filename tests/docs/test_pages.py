@@ -69,11 +69,11 @@ from compresskit.quant import *
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Linear(32, 64), nn.Linear(64, 4)
+        self.embed, self.head = nn.Linear(256, 1024), nn.Linear(1024, 4)  # so large that float is not the fastest
     def forward(self, x):
         return self.head(torch.relu(self.embed(x)).mean(1))
-model, example = Tokens().eval(), (torch.randn(4, 12, 32),)
-batches = [(torch.randn(8, 12, 32),) for _ in range(2)]
+model, example = Tokens().eval(), (torch.randn(4, 12, 256),)
+batches = [(torch.randn(8, 12, 256),) for _ in range(2)]
 """,
     "tracking": """
 import mlflow, os
