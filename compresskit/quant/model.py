@@ -24,7 +24,7 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.numerics.observers import MovingAverage, Observer
+from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
@@ -148,11 +148,12 @@ class Quantized(QuantizedModule):
     def observe_(self, on: bool, observer: Callable[[], Observer] | None = None) -> None:
         """Let the ranges of activations follow the values that pass, or stop that.
 
-        observer: makes a new observer for each activation, which starts from its present range; None keeps the observers.
+        observer: makes a new observer for each activation, which starts from its present range; None keeps the observers. Those
+            of a known range stay.
         """
         for quantizer in self.activation_quantizers():
             quantizer.observing = on
-            if observer is not None:
+            if observer is not None and not isinstance(quantizer.observer, KnownRange):
                 fresh = observer()
                 low = (quantizer.scheme.low - quantizer.zero_point) * quantizer.scale
                 high = (quantizer.scheme.high - quantizer.zero_point) * quantizer.scale

@@ -10,6 +10,7 @@ pass the class, or a factory such as `partial(Percentile, 0.999)`, as `observer=
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Protocol, runtime_checkable
 
@@ -96,6 +97,24 @@ class _Extremes:
 
 class MinMax(_Extremes):
     """Smallest and largest value of the calibration data."""
+
+
+class KnownRange(_Extremes):
+    """A range that is known before any value is seen, such as that of a sigmoid: `partial(KnownRange, 0.0, 1.0)`.
+
+    lowest, highest: finite, the first the smaller one. Values that are not finite make the range not finite here, too.
+    """
+
+    def __init__(self, lowest: float, highest: float) -> None:
+        if not -math.inf < lowest < highest < math.inf:
+            raise SettingError(f"KnownRange: wanted two finite numbers, the first the smaller one, got {lowest} and {highest}")
+        self.lowest, self.highest = float(lowest), float(highest)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """(low, high), each (channels,)."""
+        low, high = super().range()
+        whole = torch.isfinite(low) & torch.isfinite(high)
+        return low.masked_fill(whole, self.lowest), high.masked_fill(whole, self.highest)
 
 
 class MovingAverage(_Extremes):

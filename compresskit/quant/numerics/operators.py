@@ -133,6 +133,13 @@ def is_global(node: Node) -> bool:
     return all(s == 1 for s in (size if isinstance(size, list | tuple) else [size]))
 
 
+#: Operators whose results lie in a range that no data changes.
+KNOWN_RANGES: dict[Any, tuple[float, float]] = {
+    **dict.fromkeys((aten.sigmoid.default, aten.hardsigmoid.default, aten.softmax.int, aten._softmax.default), (0.0, 1.0)),
+    aten.tanh.default: (-1.0, 1.0),
+}
+
+
 def moved_input(node: Node) -> Node | None:
     """The first input of a node that only moves values, so that they stay on the grid of the input; None for other nodes."""
     return next(iter(moved_inputs(node)), None)

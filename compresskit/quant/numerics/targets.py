@@ -86,6 +86,9 @@ class Target:
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
         runtime: Python package of the runtime; `verify_onnx` executes the file in "openvino", too, where it is installed.
         few_bits: whether the runtime reads constants of 4 and 2 bits and takes activations of other widths than 8.
+        known_ranges: whether results of sigmoid, hard-sigmoid, softmax and tanh are rounded over the whole range that these can
+            have, 0 to 1 or -1 to 1, whatever the data shows and the observer finds. No input then leaves the range; the range of
+            the data is finer.
 
     Raises SettingError where the target, or ONNX, cannot express a number format; the message names the field.
     """
@@ -101,6 +104,7 @@ class Target:
     tuned: bool = False
     runtime: str = "onnxruntime"
     few_bits: bool = True
+    known_ranges: bool = False
 
     def __post_init__(self) -> None:
         a, w = self.activations, self.weights

@@ -15,8 +15,8 @@ from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
-from compresskit.quant.numerics.observers import HistogramMSE, MinMax, Observer
-from compresskit.quant.numerics.operators import CONVS, moved_input, moved_inputs
+from compresskit.quant.numerics.observers import HistogramMSE, KnownRange, MinMax, Observer
+from compresskit.quant.numerics.operators import CONVS, KNOWN_RANGES, moved_input, moved_inputs
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.saturation import PairPacking, can_overflow, conv_packing
 from compresskit.quant.numerics.scheme import Scheme
@@ -53,7 +53,10 @@ def insert_quantizers_(
             clamp = None if target.activations.symmetric else clamp  # a symmetric range does not end at 0
             label = module_path(nodes[point.node]) or point.node
             scheme = formats.get(point.group, target.activations)
-            watching = (observer or default_observer(nodes[point.node], placement, scheme))()
+            known = (
+                _known_range([nodes[p.node] for p in placement.points if p.group == point.group]) if target.known_ranges else None
+            )
+            watching = (known or observer or default_observer(nodes[point.node], placement, scheme))()
             if isinstance(watching, HistogramMSE):
                 watching.bits = min(watching.bits, scheme.bits)
             made = ActivationQuantizer(_two_values_fit(scheme, clamp, label), watching, clamp, point.anchor, label)
@@ -104,6 +107,24 @@ def _activation_formats(
         width = max(wanted[group]) if group in wanted else rest.activations or target.activations.bits
         formats[group] = _widened(target, min(width, 8) if group in anchored else width)
     return formats
+
+
+def _known_range(values: list[Node]) -> Callable[[], Observer] | None:
+    """Makes the observer of values that share a quantizer, if the range of each is known from its operator."""
+    found = [KNOWN_RANGES.get(node.target) for value in values for node in _sources(value)]
+    known = [entry for entry in found if entry is not None]
+    if len(known) < len(found):
+        return None
+    return partial(KnownRange, min(low for low, _ in known), max(high for _, high in known))
+
+
+def _sources(value: Node) -> Iterator[Node]:
+    """What a value comes from through operators that only move or join values."""
+    inputs = moved_inputs(value)
+    if not inputs:
+        yield value
+    for source in inputs:
+        yield from _sources(source)
 
 
 def _two_values_fit(scheme: Scheme, clamp: tuple[float, float | None] | None, label: str) -> Scheme:

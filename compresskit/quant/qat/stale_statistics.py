@@ -16,7 +16,7 @@ import torch
 from compresskit.base.task import Inputs, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.observers import MinMax
+from compresskit.quant.numerics.observers import KnownRange, MinMax
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.passes.unfold_batchnorm import conv_bn_layers
 
@@ -73,7 +73,9 @@ def _normalize_by_batch(quantized: Quantized, inputs: Inputs) -> None:
         layer.momentum = 1.0
     quantized.enable_(False)
     for quantizer in quantized.activation_quantizers():
-        quantizer.observer, quantizer.observing = MinMax(), True
+        quantizer.observing = True
+        if not isinstance(quantizer.observer, KnownRange):
+            quantizer.observer = MinMax()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), mode(quantized, training=True):
         call(quantized, copy.deepcopy(inputs))
     quantized.observe_(False)
