@@ -156,7 +156,8 @@ KINDS = [
     Kind(
         row="an observer",
         files=("compresskit/quant/numerics/observers.py", OBSERVER_TESTS, "docs/quantization.md"),
-        exist={name for name, kind in vars(observers).items() if is_observer(kind) and not name.startswith("_")},
+        # A range that is known beforehand is none of the values, as the contract wants it.
+        exist={name for name, kind in vars(observers).items() if is_observer(kind) and not name.startswith("_")} - {"KnownRange"},
         listed={o.__name__ for o in observers.OBSERVERS},
         where="OBSERVERS in compresskit/quant/numerics/observers.py",
         add=f"add a test of the range it finds to {OBSERVER_TESTS}",

@@ -111,20 +111,20 @@ def _activation_formats(
 
 def _known_range(values: list[Node]) -> Callable[[], Observer] | None:
     """Makes the observer of values that share a quantizer, if the range of each is known from its operator."""
-    found = [KNOWN_RANGES.get(node.target) for value in values for node in _sources(value)]
+    found = [KNOWN_RANGES.get(node.target) for value in values for node in _origins(value)]
     known = [entry for entry in found if entry is not None]
     if len(known) < len(found):
         return None
     return partial(KnownRange, min(low for low, _ in known), max(high for _, high in known))
 
 
-def _sources(value: Node) -> Iterator[Node]:
+def _origins(value: Node) -> Iterator[Node]:
     """What a value comes from through operators that only move or join values."""
     inputs = moved_inputs(value)
     if not inputs:
         yield value
     for source in inputs:
-        yield from _sources(source)
+        yield from _origins(source)
 
 
 def _two_values_fit(scheme: Scheme, clamp: tuple[float, float | None] | None, label: str) -> Scheme:
