@@ -94,7 +94,7 @@ def measure_outcomes(run: Callable[..., Any], task: Task) -> Outcomes:
     """The metric of a model or a file, and how sure it is.
 
     A metric other than the accuracy of one class for each sample is computed for `RESAMPLES` draws of the samples where each
-    takes little time, and where targets are tensors with one row a sample.
+    takes little time, where targets are tensors with one row a sample, and where their order does not matter.
     """
     recorder = _Recorder(task)
     running = isinstance(task.metric, RunningMetric)
@@ -107,12 +107,15 @@ def measure_outcomes(run: Callable[..., Any], task: Task) -> Outcomes:
     if task.metric is accuracy and predictions.ndim == 2 and target.ndim == 1 and bool((target >= 0).all()):
         bits = "".join("1" if right else "0" for right in (predictions.argmax(1) == target).tolist())
         return Outcomes(metric=metric, correct=f"{int(bits, 2):0{-(-len(bits) // 4)}x}", samples=samples, targets=digest)
-    resampled = _resample(task, predictions, target)
+    resampled = _resample(task, predictions, target, metric)
     return Outcomes(metric=metric, samples=samples if resampled else 0, resampled=resampled, targets=digest)
 
 
-def _resample(task: Task, predictions: Tensor, target: Tensor) -> tuple[float, ...]:
-    """The metric of draws of the samples; none where that takes long, or where the metric cannot be computed of a draw."""
+def _resample(task: Task, predictions: Tensor, target: Tensor, value: float) -> tuple[float, ...]:
+    """The metric of draws of the samples; none where that takes long, or where the metric cannot be computed of a draw.
+
+    value: of all samples, in their order. A metric that compares them with something of its own, by place, has no draws.
+    """
     metric = task.metric
     of_draws = copy.deepcopy(metric) if isinstance(metric, RunningMetric) else None
 
@@ -126,9 +129,12 @@ def _resample(task: Task, predictions: Tensor, target: Tensor) -> tuple[float, .
     generator, samples, found = torch.Generator().manual_seed(0), len(target), list[float]()
     try:
         begin = time.perf_counter()
-        score(torch.arange(samples))
+        turned = score(torch.arange(samples).flip(0))
         if (needed := (time.perf_counter() - begin) * RESAMPLES) > MOST_SECONDS:
             log.info("%s of one draw takes long (%.0f s for all); the report shows no interval", task.metric_name, needed)
+            return ()
+        if not math.isclose(turned, value, rel_tol=1e-4, abs_tol=1e-6):
+            log.info("%s depends on the order of the samples; the report shows no interval", task.metric_name)
             return ()
         found = [score(torch.randint(samples, (samples,), generator=generator)) for _ in range(RESAMPLES)]
     except Exception as error:  # a user's metric, on samples in an order that it did not expect

@@ -108,6 +108,12 @@ def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch) -> Non
         "samples": 0,
         "targets": measure_outcomes(nn.Identity(), regression).targets,
     }
+    weights = torch.arange(400.0)  # of the samples, by place
+
+    def by_place(predictions, target):
+        return (weights * (predictions - target).square().mean(1)).mean()
+
+    assert measure_outcomes(nn.Identity(), replace(regression, metric=by_place)).resampled == ()
     lists = [(x, [y, y]) for x, y in regression.val]
     assert measure_outcomes(nn.Identity(), ck.Task(val=lists, metric=lambda p, t: 0.25)) == Outcomes(metric=0.25)
     monkeypatch.setattr(outcomes, "MOST_KEPT", 1000)
