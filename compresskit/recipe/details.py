@@ -19,6 +19,7 @@ from compresskit.recipe.outcomes import Outcomes
 log = logging.getLogger(__name__)
 
 DETAILS = "details.json"  # in the folder of a stage
+PROFILED_RUNS = 200  # of a file at most: reading the profiler's record of more takes longer than the runs
 NOISE_BATCHES = 1  # of the validation data: noise by layer is for looking at
 
 
@@ -44,7 +45,7 @@ def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str
     `conversions`, those of them for changing how values are stored; `in_integers`: "yes", "partly", "no", "-".
     """
     try:
-        found = profile_layers(path, inputs, seconds=seconds)
+        found = profile_layers(path, inputs, seconds=seconds, runs=PROFILED_RUNS)
     except CompressError as error:
         log.info("milliseconds by layer could not be measured, and are not in the report: %s", error)
         return None

@@ -167,7 +167,13 @@ def _shown(milliseconds: float | None) -> str:
 
 
 def profile_layers(
-    path: str | Path, inputs: AnyInputs, *, against: str | Path | None = None, threads: int = 1, seconds: float = 1.0
+    path: str | Path,
+    inputs: AnyInputs,
+    *,
+    against: str | Path | None = None,
+    threads: int = 1,
+    seconds: float = 1.0,
+    runs: int | None = None,
 ) -> Profile:
     """Measure where the time of a file goes, beside a second file of the same network.
 
@@ -175,7 +181,7 @@ def profile_layers(
         path: of the file. against: of the other one, usually of the float model.
         inputs: what both files run on.
         threads: of ONNX Runtime.
-        seconds: time to measure each file, half of it with the profiler.
+        seconds: time to measure each file, half of it with the profiler. runs: at most so many, of which `ROUNDS` are the least.
 
     Raises SettingError for a setting out of range, or where the files have no layer in common; ExportError where a file does not
     load or run.
@@ -185,7 +191,7 @@ def profile_layers(
     paths = [path] if against is None else [path, against]
     with tempfile.TemporaryDirectory() as folder:
         files = [_ProfiledFile(p, inputs, threads, Path(folder) / str(i)) for i, p in enumerate(paths)]
-        _run_in_turn(files, seconds)
+        _run_in_turn(files, seconds, MOST_EVENTS if runs is None else runs)
         cost = _profiler_cost(Path(folder))
         times = [file.layer_times(cost) for file in files]
     outside = [file.milliseconds - sum(t.milliseconds for t in found.values()) for file, found in zip(files, times, strict=True)]
@@ -427,14 +433,14 @@ class _ProfiledFile:
         return kernels
 
 
-def _run_in_turn(files: Sequence[_ProfiledFile], seconds: float) -> None:
+def _run_in_turn(files: Sequence[_ProfiledFile], seconds: float, runs: int) -> None:
     """Time the files without the profiler, and fill their profiles meanwhile."""
     repeats = []
     for file in files:
         begin = time.perf_counter()
         file.plain.run(None, file.feed)
         once = time.perf_counter() - begin
-        most = MOST_EVENTS // (ROUNDS * max(1, len(file.optimized.node)))
+        most = min(runs, MOST_EVENTS // max(1, len(file.optimized.node))) // ROUNDS
         repeats.append(max(1, min(most, round(seconds / 2 / ROUNDS / once))))
     times: list[list[float]] = [[] for _ in files]
     for _ in range(ROUNDS):
