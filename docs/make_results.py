@@ -494,6 +494,45 @@ A file that is quantized for ONNX Runtime runs in OpenVINO with other roundings;
 """
 
 
+def technique_tables() -> dict[str, str]:
+    """Title -> table of what one network becomes by each technique, with its title's first row as the measure of latency."""
+    made = {}
+    for title, found in load("one_network")["tables"].items():
+        rows = []
+        for row in found:
+            size = f"{row['bytes'] / 1024:.0f} KiB" + (f", {row['zipped'] / 1024:.0f} in a zip" if row.get("zipped") else "")
+            latency = f"{row['latency_ms'] / found[0]['latency_ms']:.2f}"
+            time = "-" if row["seconds"] is None else f"{row['seconds']:.0f} s"
+            rows.append((row["arm"], size, latency, f"{row['macs'] / 1e6:.1f} M", f"{100 * row['metric']:.2f}", time))
+        made[title] = table(("technique", "file", "latency", "MACs", "accuracy %", "time"), rows)
+    return made
+
+
+def one_network() -> str:
+    """One network, every technique."""
+    tables = "\n\n".join(f"{title}:\n\n{rows}" for title, rows in technique_tables().items())
+    return f"""\
+## One network, every technique
+
+CIFAR-10, one seed, one thread. Accuracy on 10,000 test images, executed in ONNX Runtime; latency of one image as a fraction of the first row's
+file, in turn. Compressed networks imitate the ResNet-20 for one epoch where they train at all; the small ones train for three epochs from the
+same start, so that they are compared with each other and not with a finished network. The machine was shared, so times are rough. {source("one_network")}
+
+{tables}
+"""
+
+
+def recipes() -> str:
+    """The recipes as their users run them."""
+    found = load("gallery")
+    return f"""\
+## Recipes
+
+[The page of recipes](../recipes/README.md) shows {len(found)} of them with their figures, times and pictures, as
+[gallery.py](../benchmarks/gallery.py) ran them.
+"""
+
+
 def cell_of(group: list[dict[str, Any]], machine: str) -> str:
     """The least integers and classes of a group of files on a machine."""
     here = [row["cells"][machine] for row in group if "failed" not in row["cells"].get(machine, {"failed": ""})]
@@ -571,6 +610,7 @@ def old_runtimes() -> str:
 
 SECTIONS: tuple[Callable[[], str], ...] = (
     chain,
+    one_network,
     static,
     dynamic,
     deployed,
@@ -588,6 +628,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     across_runtimes,
     saturation,
     old_runtimes,
+    recipes,
 )
 
 
