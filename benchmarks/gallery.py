@@ -65,7 +65,7 @@ def run(name: str, data: str, cifar: str) -> dict[str, Any]:
         if done.returncode:
             raise SystemExit(f"{name}: {done.stderr[-3000:]}")
         reports = sorted(Path(folder).rglob("report.json"), key=lambda path: path.stat().st_mtime)
-        report = json.loads(reports[-1].read_text()) if reports else {"rows": [], "metric": {"name": "accuracy"}}
+        report: dict[str, Any] = json.loads(reports[-1].read_text()) if reports else {"rows": [], "metric": {"name": "accuracy"}}
     rows = [{key: row[key] for key in ("stage", "metric", "bytes", "latency_ms", "verified")} for row in report["rows"]]
     printed = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("model: ")]
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
