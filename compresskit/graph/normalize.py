@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 
 aten = torch.ops.aten
@@ -132,5 +133,6 @@ def source_line(node: Node) -> str:
 def insert_call(replaced: Node, target: Any, *args: Any) -> Node:
     """Insert a call where the graph's insertion point stands: it belongs to the module of the node that it helps to replace."""
     new = replaced.graph.call_function(target, args)
-    new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
+    with enable_python_dispatcher():  # as in torch.export; without it torch 2.11 multiplies no value whose size may vary
+        new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
     return new

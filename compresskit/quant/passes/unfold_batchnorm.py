@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compresskit.base.distributed import sync_batch_norm, world_size
@@ -126,7 +125,7 @@ class _ScaledBatchNorm(torch.autograd.Function):
         ctx.computed_again = _normalized_again
         ctx.unpacked = None
         ctx.mark_non_differentiable(mean, variance)
-        return F.batch_norm(y, mean, spread, weight, bias, False, 0.0, 0.0), mean, variance
+        return _normalize(y, mean, spread, weight, bias), mean, variance
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -143,7 +142,7 @@ def _normalized_again(ctx: Any) -> Tensor:
     """The output of a `_ScaledBatchNorm` to the bit; what was saved is unpacked once, as `torch.utils.checkpoint` wants it."""
     ctx.unpacked = ctx.saved_tensors
     y, weight, bias, mean, spread = ctx.unpacked
-    return F.batch_norm(y, mean, spread, weight, bias, False, 0.0, 0.0)
+    return _normalize(y, mean, spread, weight, bias)
 
 
 def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> None:
@@ -227,3 +226,8 @@ def _drop_unread_nodes_(body: fx.GraphModule) -> None:
             body.graph.erase_node(node)
     body.graph.lint()
     body.recompile()
+
+
+def _normalize(y: Tensor, mean: Tensor, spread: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Batch norm by given statistics, whose variance holds the eps already: `F.batch_norm` of torch 2.11 refuses an eps of 0."""
+    return torch.batch_norm(y, weight, bias, mean, spread, False, 0.0, 0.0, torch.backends.cudnn.enabled)
