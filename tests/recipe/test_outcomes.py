@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
 
@@ -96,7 +97,9 @@ def test_models_that_met_other_samples_have_other_targets(regression) -> None:
     assert first.targets != turned.targets
 
 
-def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch) -> None:
+def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+
     def once(predictions, target, seen=[]):  # noqa: B006
         seen.append(None)
         if len(seen) > 1:
@@ -108,12 +111,14 @@ def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch) -> Non
         "samples": 0,
         "targets": measure_outcomes(nn.Identity(), regression).targets,
     }
+    assert "once of drawn samples could not be computed, and the report shows no interval: only one class" in caplog.text
     weights = torch.arange(400.0)  # of the samples, by place
 
     def by_place(predictions, target):
         return (weights * (predictions - target).square().mean(1)).mean()
 
     assert measure_outcomes(nn.Identity(), replace(regression, metric=by_place)).resampled == ()
+    assert "by_place depends on the order of the samples; the report shows no interval" in caplog.text
     lists = [(x, [y, y]) for x, y in regression.val]
     assert measure_outcomes(nn.Identity(), ck.Task(val=lists, metric=lambda p, t: 0.25)) == Outcomes(metric=0.25)
     monkeypatch.setattr(outcomes, "MOST_KEPT", 1000)
@@ -121,3 +126,4 @@ def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch) -> Non
     monkeypatch.undo()
     monkeypatch.setattr(outcomes, "MOST_SECONDS", 0.0)
     assert measure_outcomes(nn.Identity(), regression).resampled == ()
+    assert "squared of one draw takes long" in caplog.text
