@@ -49,7 +49,9 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
 
     inputs = as_inputs(inputs, "count_macs")
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._trilinear: _bilinear_flops})
+    aten = torch.ops.aten
+    formulas = {aten._trilinear: _bilinear_flops, aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
     fused = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -70,6 +72,11 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
 def _bilinear_flops(_: Sequence[int], weight: Sequence[int], second: Sequence[int], *__: Any, **___: Any) -> int:
     """Operations of `nn.Bilinear`: the weight has one entry for each pair of inputs and each output."""
     return 2 * math.prod(weight) * second[0]
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *__: Any, **___: Any) -> int:
+    """Operations of attention on a CPU, which torch 2.11 does not count: (N, H, L, D) and (N, H, S, D or E)."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 class _WholeModel:

@@ -151,11 +151,14 @@ def _joined_rank(rank: int, inner: list[int]) -> tuple[tuple[Any, ...], tuple[An
     return (aten.flatten.using_ints, 0, rank - 4), (aten.unflatten.int, 0, [-1, *inner])
 
 
-_ADAPTIVE_MAX_POOLS = frozenset({aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default})
+_ADAPTIVE_MAX_POOLS = {
+    aten.adaptive_max_pool1d.default: aten.max_pool1d.default,
+    aten.adaptive_max_pool2d.default: aten.max_pool2d.default,
+}
 
 
 def replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
-    """Replace adaptive max pooling whose windows differ in size by the largest value of each window, one dimension at a time.
+    """Replace adaptive max pooling: by pooling where all windows have one size, else by the largest value of each window.
 
     Raises ModelError where the positions of the largest values are read, or a size is not known.
     """
@@ -164,17 +167,21 @@ def replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
             continue
         x, sizes = node.args
         shape = list(x.meta["val"].shape[-len(sizes) :])
-        if all(isinstance(n, int) and n % size == 0 for n, size in zip(shape, sizes, strict=True)):
-            continue  # windows of one size, which the exporter writes
-        if any(user.args[1] != 0 and user.users for user in node.users) or not all(isinstance(n, int) for n in shape):
+        even = all(isinstance(n, int) and n % size == 0 for n, size in zip(shape, sizes, strict=True))
+        positions_are_read = any(user.args[1] != 0 and user.users for user in node.users)
+        if even and positions_are_read:
+            continue  # the exporter of newer releases of torch writes it
+        if positions_are_read or not all(isinstance(n, int) for n in shape):
             raise ModelError(
                 f"{node.target} to {list(sizes)} of {shape} positions has no form in ONNX where its indices are read or its input"
                 " varies in size: pool with nn.MaxPool2d, or leave the dimension out of dynamic="
             )
         with module.graph.inserting_before(node):
-            pooled = x
-            for i, (n, size) in enumerate(zip(shape, sizes, strict=True)):
-                pooled = _largest_of_windows(module.graph, pooled, i - len(sizes), n, size)
+            if even:
+                windows = [n // size for n, size in zip(shape, sizes, strict=True)]
+                pooled = module.graph.call_function(_ADAPTIVE_MAX_POOLS[node.target], (x, windows, windows))
+            else:
+                pooled = _largest_of_windows(module.graph, x, shape, sizes)
         for user in list(node.users):
             if user.args[1] == 0:
                 pooled.meta = {**user.meta}
@@ -184,16 +191,19 @@ def replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _largest_of_windows(graph: fx.Graph, x: Node, dim: int, n: int, size: int) -> Node:
-    """The largest value of each of `size` windows over `n` positions of a dimension."""
+def _largest_of_windows(graph: fx.Graph, x: Node, shape: list[int], sizes: list[int]) -> Node:
+    """The largest value of each of `sizes` windows over `shape` positions of the last dimensions, one dimension at a time."""
 
     def add(target: Any, *args: Any) -> Node:
         made = graph.call_function(target, args)
         made.meta = {**x.meta, "val": target(*fx.map_arg(args, lambda a: a.meta["val"]))}
         return made
 
-    windows = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
-    return add(aten.cat.default, [add(aten.amax.default, add(aten.slice.Tensor, x, dim, *w), [dim], True) for w in windows], dim)
+    for dim, n, size in zip(range(-len(sizes), 0), shape, sizes, strict=True):
+        windows = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
+        parts = [add(aten.amax.default, add(aten.slice.Tensor, x, dim, *window), [dim], True) for window in windows]
+        x = add(aten.cat.default, parts, dim)
+    return x
 
 
 _GROUPED = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}) | frozenset(
