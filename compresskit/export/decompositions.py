@@ -168,10 +168,14 @@ def _decomposed_reshape(graph: fx.Graph, node: Node) -> Node:
             readers = (user for user in found[0].users if user.target is aten.sym_size.int and user.args == found)
             found = next(readers, None) or _call_like(graph, aten.sym_size.int, found, node, size)
         sizes.append(found)
-    # Whether a copy is needed is not known: strides differ between traces. The exporter removes it.
-    dense = x.meta["val"].contiguous()
-    copied = _call_like(graph, aten.clone.default, (x,), node, dense, memory_format=torch.contiguous_format)
-    return _call_like(graph, aten._unsafe_view.default, (copied, sizes), node, value)
+    return _call_like(graph, aten._unsafe_view.default, (_dense_copy(graph, node), sizes), node, value)
+
+
+def _dense_copy(graph: fx.Graph, node: Node) -> Node:
+    """The input of a node in contiguous memory. Whether this is a copy is not known: strides differ between traces, and
+    torch 2.11 checks those of views that follow. The exporter removes it."""
+    x = node.args[0]
+    return _call_like(graph, aten.clone.default, (x,), node, x.meta["val"].contiguous(), memory_format=torch.contiguous_format)
 
 
 def _only_input(graph: fx.Graph, node: Node) -> Node:
@@ -184,6 +188,6 @@ DECOMPOSED: dict[Any, Callable[[fx.Graph, Node], Node]] = {
     aten.chunk.default: _decomposed_chunk,
     aten.to.dtype: _decomposed_cast,
     aten.dropout.default: _only_input,
-    aten.contiguous.default: _only_input,
+    aten.contiguous.default: _dense_copy,
     **dict.fromkeys(RESHAPING, _decomposed_reshape),
 }
