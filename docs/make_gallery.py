@@ -47,7 +47,7 @@ SHOWS = {
         "the same",
     ),
     "semi_supervised.py": (
-        "100 labels and 1,157 images without: a student of a few networks' soft predictions beside the labels alone",
+        "100 labels and 1,157 images without: a small student of a few networks' soft predictions, beside the labels alone",
         BUNDLED,
     ),
     "distillation_token.py": ("a vision transformer with DeiT's distillation token under a convolutional teacher", BUNDLED),
@@ -151,7 +151,7 @@ def tickets(lines: list[str]) -> tuple[str, str, list[Series]]:
 def taught(lines: list[str]) -> tuple[str, str, list[Series]]:
     """Accuracies of each seed, one kind of training beside the other."""
     found = []
-    for i, line in enumerate(lines, 1):
+    for i, line in enumerate((line for line in lines if "of seeds:" in line), 1):
         name, accuracies = re.split(r"\s{2,}|(?<=\D)(?=0\.\d{4}\s)", line)[0].strip(), line.partition("of seeds:")[2]
         found.append(Series(name, [(float(i), float(a)) for a in accuracies.split(",")], [""] * len(accuracies.split(","))))
     return "kind of training, in the order below", "test accuracy, a point a seed", found

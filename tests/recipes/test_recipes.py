@@ -179,9 +179,10 @@ def test_readme_blocks_run(run_script) -> None:
 
 
 def test_semi_supervised(start) -> None:
-    small = ("--epochs", 1, "--steps", 2, "--teachers", 2, "--widths", 8, 8, "--seeds", 1, "--rounds", 2)
-    rows = start("semi_supervised.py", *small).splitlines()
-    assert [row[:24].strip() for row in rows] == ["labels alone", "with unlabelled images"]
+    small = ("--epochs", 1, "--steps", 2, "--teachers", 2, "--widths", 8, 8, "--seeds", 1, "--student", 16)
+    macs, *rows = start("semi_supervised.py", *small).splitlines()
+    assert macs.startswith("1,184 multiplications a student's image, ")
+    assert [row[:24].strip() for row in rows] == ["labels alone", "labels alone, moved", "with unlabelled images", "a teacher"]
     assert all(0 <= float(row.split()[-1]) <= 1 for row in rows)
 
 
