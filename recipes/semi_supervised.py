@@ -13,11 +13,13 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from digits import data, resnet
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import compresskit as ck
 from compresskit import distill as kd
@@ -71,8 +73,7 @@ def student(width: int) -> nn.Module:
 def compare(args: argparse.Namespace, seed: int) -> dict[str, float]:
     """Test accuracy of the student with each kind of training, and of a teacher."""
     task = data(seed, args.batch_size)
-    assert task.train is not None
-    images, labels = task.train.dataset.tensors
+    images, labels = cast(DataLoader[Any], task.train).dataset.tensors  # type: ignore[attr-defined]
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     known = torch.cat([order[labels[order] == digit][: args.labels // 10] for digit in range(10)])
     unknown = torch.ones(len(labels), dtype=torch.bool).index_fill(0, known, value=False)

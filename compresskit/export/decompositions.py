@@ -160,7 +160,7 @@ def _decomposed_cast(graph: fx.Graph, node: Node) -> Node:
 
 
 def _decomposed_reshape(graph: fx.Graph, node: Node) -> Node:
-    x, value = node.args[0], node.meta["val"]
+    value = node.meta["val"]
     sizes: list[Any] = []
     for size in value.shape:
         found = _find_size(graph, size)
@@ -173,7 +173,8 @@ def _decomposed_reshape(graph: fx.Graph, node: Node) -> Node:
 
 def _dense_copy(graph: fx.Graph, node: Node) -> Node:
     """The input of a node in contiguous memory. Whether this is a copy is not known: strides differ between traces, and
-    torch 2.11 checks those of views that follow. The exporter removes it."""
+    torch 2.11 checks those of views that follow. The exporter removes it.
+    """
     x = node.args[0]
     return _call_like(graph, aten.clone.default, (x,), node, x.meta["val"].contiguous(), memory_format=torch.contiguous_format)
 
