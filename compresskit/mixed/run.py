@@ -32,7 +32,7 @@ from compresskit.mixed.checks import (
 from compresskit.mixed.formats.casts import cast_floating
 from compresskit.mixed.formats.fp8 import Fp8Conversion, convert_by_policy
 from compresskit.mixed.formats.levels import require_policy
-from compresskit.mixed.formats.parallel import check_optimizer_shards, check_sync, is_sharded, sharded_policy
+from compresskit.mixed.formats.parallel import check_optimizer_shards, check_sync, is_sharded, shard_by_name, sharded_policy
 from compresskit.mixed.formats.policy import FP32, Policy
 from compresskit.mixed.formats.tf32 import tf32
 from compresskit.mixed.optim.ema import WeightEMA
@@ -435,7 +435,7 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state, of another policy too: weights and optimizer state are converted through fp32.
+        """Restore a state, of another policy too, through fp32; under FSDP2 of whole tensors as well as of shards.
 
         Raises:
             CheckpointError: for the state of another model or optimizer, before anything is changed.
@@ -443,7 +443,7 @@ class Run:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
             got = state.get("version") if isinstance(state, dict) else type(state).__name__
             raise CheckpointError(f"load_state_dict: wanted the state of a Run, version {STATE_VERSION}, got {got}")
-        self._weights.check_state(state)
+        self._weights.check_state(state := shard_by_name(state, self._model))
         self._optimizer_state.check(state["optimizer"])
         for kind, count in (("schedules", len(self._schedulers)), ("emas", len(self._emas))):
             if len(state[kind]) != count:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import CompressError, DataError
+from compresskit.base.errors import CompressError, DataError, ModelError
 from compresskit.base.stage import Stage
 from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
+from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
 from compresskit.recipe.baselines import trainings_in
 from compresskit.train.objective import supervised_loss
@@ -31,6 +32,11 @@ def preflight_check(
 
     own: the tasks of stages that have one of their own, by the stage's index.
     """
+    if is_sharded(model):
+        raise ModelError(
+            f"{type(model).__name__} is sharded by FSDP2, and the stages of a Recipe work on copies and export whole models;"
+            " train it by ck.Train(...)(model, task), load its whole weights into a plain model, and give that to the Recipe"
+        )
     for i, stage in enumerate(stages):
         if _reads_target(stage):
             where = f"stage {i + 1}, {type(stage).__name__}: its loss or its criterion"

@@ -20,7 +20,7 @@ from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
 from compresskit.base.progress import Training, announce, progress_bar
 from compresskit.base.task import Task, shapes_of
-from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.mixed.formats.parallel import is_sharded, shard_by_name, whole_on_rank_zero
 from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
 from compresskit.train.history import History
@@ -256,14 +256,14 @@ class TrainingLoop:
         return wishes > 0
 
     def _state(self) -> dict[str, Any]:
-        """The state from which the training can be resumed with the same bits; tensors are not copied."""
+        """The state from which the training can be resumed with the same bits; tensors are not copied, shards put together."""
         rank_state = {
             "modules": module_states(self.run.model),
             "objective": self.objective.resume_state(),
             "resumables": [thing.resume_state() for thing in self.resumables],
             "random": randomness.rng_state(),
         }
-        return {
+        state = {
             "step": self.step,
             "run": self.run.state_dict(copy=False),
             "ranks": distributed.gather_on_rank_zero(rank_state),
@@ -273,6 +273,7 @@ class TrainingLoop:
             "rates": self.rates.resume_state(),
             "epoch_losses": self.history.resume_state(),
         }
+        return whole_on_rank_zero(state) if is_sharded(self.run.model) else state  # type: ignore[no-any-return]
 
     def _resume_(self, state: Mapping[str, Any]) -> None:
         try:
@@ -282,11 +283,11 @@ class TrainingLoop:
             if rank_state["objective"] is not None:
                 self.objective.resume_from_(rank_state["objective"])
             _restore_resumables_(self.resumables, rank_state["resumables"])
-            _restore_snapshots_(self.task, state["snapshots"])
+            _restore_snapshots_(self.task, shard_by_name(state["snapshots"], self.run.model))
             self.step = int(state["step"])
             self.cursor.resume_from_(state["cursor"])
             if self.validation is not None:
-                self.validation.resume_from_(state["validation"])
+                self.validation.resume_from_(shard_by_name(state["validation"], self.run.model))
             self.rates.resume_from_(state["rates"])
             self.history.resume_from_(state.get("epoch_losses", (0.0, 0)))
             randomness.set_rng_state_(rank_state["random"])
@@ -327,17 +328,18 @@ class TrainingResult:
             "resumables": [thing.resume_state() for thing in self.resumables],
             "random": randomness.rng_state(),
         }
-        return {
+        state = {
             "values": {name: now[name] for name in self.names},
             "ranks": distributed.gather_on_rank_zero(rank_state),
             "snapshots": self.task.snapshots or {},
             "generators": [randomness.generator_state(g) for g in randomness.generators_in(self.task.batches("train"))],
         }
+        return whole_on_rank_zero(state) if is_sharded(self.model) else state  # type: ignore[no-any-return]
 
     def restore_(self, state: Mapping[str, Any]) -> None:
         """Restore the state after the training, in place of training."""
         try:
-            tensors, values = dict(_named_tensors(self.model)), state["values"]
+            tensors, values = dict(_named_tensors(self.model)), shard_by_name(state["values"], self.model)
             forms, saved_forms = ({n: (v.shape, v.dtype) for n, v in group.items()} for group in (tensors, values))
             if forms != saved_forms:
                 raise ValueError("the tensors of the model are others")
@@ -347,7 +349,7 @@ class TrainingResult:
             rank_state = _rank_state(state)
             restore_module_states_(self.model, rank_state["modules"])
             _restore_resumables_(self.resumables, rank_state["resumables"])
-            _restore_snapshots_(self.task, state["snapshots"])
+            _restore_snapshots_(self.task, shard_by_name(state["snapshots"], self.model))
             for generator, saved in zip(randomness.generators_in(self.task.batches("train")), state["generators"], strict=True):
                 randomness.set_generator_state_(generator, saved)
             randomness.set_rng_state_(rank_state["random"])

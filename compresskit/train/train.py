@@ -30,7 +30,6 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.mixed.formats.levels import require_policy
-from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.learning_rates import LearningRates
 from compresskit.train.length import Length
@@ -188,7 +187,7 @@ def fit_(
     """
     remember_modes_(model)
     _check_trainable(model, task)
-    training = _checkpoints(model, task, label)
+    training = None if task.progress is None else task.progress.training(label)
     align_processes_(model)
     result = TrainingResult(model=model, task=task, resumables=resumables)
     if training is not None and (finished := training.finished()) is not None:
@@ -272,14 +271,6 @@ def _check_trainable(model: nn.Module, task: Task) -> None:
 def _check_finite(model: nn.Module) -> None:
     if bad := [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]:
         raise TrainingError(f"after the last step {bad[0]} is not finite; lower the learning rate or set Train(clip=1.0)")
-
-
-def _checkpoints(model: nn.Module, task: Task, label: str) -> Training | None:
-    if task.progress is None:
-        return None
-    if is_sharded(model):
-        raise SettingError("fit_: a model under FSDP2 is not saved on its way; leave Task(progress=...) out")
-    return task.progress.training(label)
 
 
 def _validation(run: mixed.Run, task: Task, settings: Train, length: Length, label: str) -> Validation | None:

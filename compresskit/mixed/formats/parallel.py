@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import SettingError
 from compresskit.mixed.formats.policy import BATCH_NORMS, Policy
@@ -167,3 +168,40 @@ def is_dtensor(value: Tensor) -> bool:
 def full_tensor(value: Tensor) -> Tensor:
     """The whole of a `DTensor`, the same on all ranks; a plain tensor as it is."""
     return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+
+
+def whole_on_rank_zero(state: Any) -> Any:
+    """Nested dicts, lists and tuples whose `DTensor`s are put together, one after the other, in the CPU memory of process 0.
+
+    To be called by all ranks; the others get None in the place of each.
+    """
+
+    def put_together(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and is_dtensor(value)):
+            return value
+        found = full_tensor(value.detach())
+        return found.cpu() if dist.get_rank() == 0 else None
+
+    return pytree.tree_map(put_together, state)
+
+
+def shard_by_name(state: Any, model: nn.Module) -> Any:
+    """Nested dicts in which whole tensors under the name of a sharded parameter are shards of it; the inverse of the above.
+
+    Tensors of another shape than the parameter, such as step counters, are left as they are.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    reshard_(model)
+    shards = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
+
+    def share(value: Any, like: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: share(inside, shards.get(key, like)) for key, inside in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(share(inside, like) for inside in value)
+        if like is None or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != like.shape:
+            return value
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+    return share(state, None) if shards else state

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.casts import add_cast_hooks_, kept_fp32
-from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor
+from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor, reshard_
 from compresskit.mixed.formats.policy import HALVES, Policy
 from compresskit.mixed.step.scaler import stored_values
 from compresskit.mixed.step.watch import WeightWatch
@@ -370,6 +370,7 @@ class MasterWeights:
     def finish(self) -> None:
         """Restore an fp32 model whose optimizer has the model's own parameters."""
         self.finished = True
+        reshard_(self.model)  # the last forward pass may have put shards together
         for half in self.halves:
             half.parameter.data = self.fp32_value(half)
         for parameter in self.half_parameters:

@@ -1,0 +1,125 @@
+"""What two processes do in `test_sharded.py`: train a model under FSDP2, stop on the way, and go on."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.progress import Every, Progress
+from compresskit.train.train import fit_
+
+STOP_AT = 7
+
+
+class Stopped(Exception):
+    """Raised in the middle of a training."""
+
+
+def net(sharded, policy=ck.mixed.FP32, *, offload=False):
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 3))
+    if sharded:
+        where = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+        for layer in (model[1], model[0], model[4], model):  # the norm in fp32
+            held = ck.mixed.FP32 if layer is model[1] else policy
+            fully_shard(layer, mp_policy=ck.mixed.fsdp_policy(held), offload_policy=where)
+    return model
+
+
+def task(rows=40, **settings):
+    fixed = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(rows, 7, generator=fixed), torch.arange(rows) % 3)
+    train, val = torch.utils.data.DataLoader(data, 8, shuffle=True), torch.utils.data.DataLoader(data, 16)
+    return ck.Task(train=train, val=val, **settings)
+
+
+def train(folder, *, sharded=True, stop=None, settings=None, snapshots=None, **how_sharded):
+    """Tensors of the trained model, whole."""
+    model = net(sharded, **how_sharded)
+    torch.manual_seed(3)
+
+    def after_step(step, steps):
+        if step == stop:
+            raise Stopped
+
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    how = ck.Train(epochs=3, optimizer=adam, clip=1.0, schedule=ck.lr.OneCycle(), **settings or {})
+    progress = None if folder is None else Progress(folder=Path(folder), key="sharded", every=Every(steps=2, seconds=None))
+    fit_(model, task(progress=progress, snapshots=snapshots), how, after_step=[after_step])
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone() for name, value in found}
+
+
+def stopped(folder, **settings):
+    try:
+        train(folder, stop=STOP_AT, **settings)
+    except Stopped:
+        pass
+    else:
+        raise AssertionError("the training did not stop")
+
+
+def resumed(folder):
+    stopped(f"{folder}/stopped")
+    files = sorted(path.name for path in Path(f"{folder}/stopped").iterdir())
+    whole, again = train(None), train(f"{folder}/stopped")
+    return {"files": files, "whole": whole, "again": again, "read": train(f"{folder}/stopped")}
+
+
+def best(folder):
+    settings = {"keep_best": True, "validate_every": 1}
+    stopped(f"{folder}/best", settings=settings)
+    whole, again = train(None, settings=settings), train(f"{folder}/best", settings=settings)
+    return {"whole": whole, "again": again}
+
+
+def snapshots(folder):
+    one, other = {0.2: {}}, {0.2: {}}
+    train(None, snapshots=one)
+    stopped(f"{folder}/snapshots", snapshots={0.2: {}})
+    train(f"{folder}/snapshots", snapshots=other)
+    full = [{name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in taken[0.2].items()} for taken in (one, other)]
+    return {"whole": full[0], "again": full[1]}
+
+
+def elsewhere(folder):
+    """Leaves a stopped training, which one process continues without FSDP2."""
+    stopped(f"{folder}/elsewhere")
+    return {}
+
+
+def refused(folder):
+    try:
+        ck.Recipe(ck.Train(epochs=1)).run(net(sharded=True), task(), out=f"{folder}/refused")
+    except ck.ModelError as error:
+        return str(error)
+
+
+def in_half(folder):
+    """Weights of a policy with half weights, and of one whose optimizer state is in CPU memory."""
+    half = partial(train, None, settings={"precision": ck.mixed.MASTER_BF16}, policy=ck.mixed.MASTER_BF16)
+    return {"whole": half(), "again": half(offload=True)}
+
+
+CASES = (resumed, best, snapshots, elsewhere, refused, in_half)
+
+
+def main(rank: int, folder: str) -> None:
+    """All cases on one rank, results to a file."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = {}
+    for case in CASES:
+        dist.barrier()
+        results[case.__name__] = case(folder)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
