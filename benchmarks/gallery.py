@@ -45,6 +45,7 @@ CASES = {
     "face_detector.py": "",
     "sst2_text.py": "--data DATA/sst2 --epochs 6",
     "pretrained_distillation.py": "--data DATA/sst2 --epochs 2 --pretrain 2 --imitate 2",
+    "paraphrase.py": "",
     "word_lm.py": "--data DATA/sst2 --epochs 2",
     "text_transformer.py": "--data DATA/sst2 --epochs 2",
     "text_lstm.py": "--data DATA/sst2 --epochs 6",

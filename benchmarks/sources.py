@@ -1,9 +1,11 @@
 """The articles' networks under each precision: a small MLP, a UNet, BERT-base's shape, ResNet-50, a word-level LSTM.
 
-Rows of one network are measured in turn, so that other load slows all of them: milliseconds of a step (process time of one
-thread on a CPU), the loss after the steps, and memory between and within steps. On a CPU the batches are small and levels in
-fp16 are left out but for the MLP, since no CPU computes it fast. `--smoke` tries the code on tiny networks and writes nothing;
-`--only` chooses.
+Each learns a task of its own for an epoch: handwritten digits of scikit-learn, and made ones, of which every network can learn
+something in a few steps (discs in noise, which word comes first, the brightest colour, the next word of a chain). Policies of one
+network start from the same weights, meet the same batches and are measured in turn, so that other load slows all of them:
+milliseconds of a step (process time of one thread on a CPU), seconds of the epoch, the metric on held-out samples after it, and
+memory between and within steps, allocated and reserved. On a CPU the batches are small, and levels in fp16 are left out but for
+the MLP, since no CPU computes it fast. `--smoke` tries the code on tiny networks and writes nothing; `--only` chooses.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from compresskit import mixed
@@ -93,40 +96,91 @@ class WordModel(nn.Module):
         return self.head(self.lstm(self.words(ids))[0]).transpose(1, 2)
 
 
+Batch = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A network, a batch for it, and a learning rate."""
+    """A network, its batches (a function of their number), the share of right outputs as metric, and a learning rate."""
 
     make: Callable[[], nn.Module]
-    batch: tuple[Tensor, Tensor]
+    draw: Callable[[int], Batch]
+    size: int
     rate: float = 1e-3
 
 
+def digits() -> Callable[[int], Batch]:
+    """Rows of 64 grey values of handwritten digits."""
+    x, y = load_digits(return_X_y=True)
+    images, labels = torch.from_numpy(x).float() / 16, torch.from_numpy(y)
+
+    def draw(n: int) -> Batch:
+        index = torch.randint(len(images), (n,))
+        return images[index], labels[index]
+
+    return draw
+
+
+def discs(side: int, n: int) -> Batch:
+    """Noisy pictures of a brighter disc, and where it is."""
+    rows = torch.arange(side, dtype=torch.float32)
+    centre = side * (0.2 + 0.6 * torch.rand(2, n, 1, 1))
+    inside = (rows.view(1, -1, 1) - centre[0]) ** 2 + (rows - centre[1]) ** 2 < (side / 5) ** 2
+    return torch.randn(n, 3, side, side) + inside[:, None], inside.long()
+
+
+def first_words(words: int, length: int, n: int) -> Batch:
+    """Word ids, the first of them 0 or 1, and which of the two it is."""
+    ids = torch.randint(words, (n, length))
+    ids[:, 0] %= 2
+    return ids, ids[:, 0].clone()
+
+
+def colours(side: int, n: int) -> Batch:
+    """Noisy pictures, and which of their colours is the brightest."""
+    labels = torch.randint(3, (n,))
+    return torch.randn(n, 3, side, side) + 0.5 * F.one_hot(labels, 3)[:, :, None, None], labels
+
+
+def chains(words: int, length: int, n: int) -> Batch:
+    """Word ids of which each is the one before plus one, or in a fifth of the places any; and the ids that follow."""
+    ids = torch.randint(words, (n, length + 1))
+    for i in range(length):
+        ids[:, i + 1] = torch.where(torch.rand(n) < 0.8, (ids[:, i] + 1) % words, ids[:, i + 1])
+    return ids[:, :-1], ids[:, 1:]
+
+
 def cases(*, smoke: bool, cuda: bool) -> dict[str, Case]:
-    n = 1 if smoke or not cuda else 32
+    n = 1 if smoke or not cuda else 8
     side, words, length = (32, 100, 8) if smoke else (64, 10_000, 32) if not cuda else (128, 10_000, 128)
-    wide, deep = (64, 2) if smoke else (768, 12)
-    ids = torch.randint(words, (4 * n, length + 1))
+    wide, deep, known = (64, 2, 100) if smoke else (768, 12, 30_522)
     return {
         "MLP": Case(
             make=lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)),
-            batch=(torch.randn(256, 64), torch.arange(256) % 10),
+            draw=digits(),
+            size=64,
         ),
-        "UNet": Case(
-            make=lambda: UNet(4 if smoke else 32),
-            batch=(torch.randn(2 * n, 3, side, side), torch.randint(2, (2 * n, side, side))),
-        ),
+        "UNet": Case(make=lambda: UNet(4 if smoke else 32), draw=partial(discs, side), size=4 * n),
         "BERT-base": Case(
-            make=lambda: Encoder(wide, deep, 100 if smoke else 30_522),
-            batch=(torch.randint(100, (n, length)), torch.arange(n) % 2),
-            rate=1e-4,
+            make=lambda: Encoder(wide, deep, known), draw=partial(first_words, known, length), size=4 * n, rate=1e-4
         ),
         "ResNet": Case(
-            make=lambda: torchvision.models.get_model("resnet18" if smoke else "resnet50"),
-            batch=(torch.randn(2 * n, 3, side, side), torch.arange(2 * n)),
+            make=lambda: torchvision.models.get_model("resnet18" if smoke else "resnet50", num_classes=3),
+            draw=partial(colours, side),
+            size=8 * n,
         ),
-        "LSTM words": Case(make=lambda: WordModel(64 if smoke else 650, words), batch=(ids[:, :-1], ids[:, 1:])),
+        "LSTM words": Case(make=lambda: WordModel(64 if smoke else 650, words), draw=partial(chains, 10, length), size=8 * n),
     }
+
+
+def _lstm_in_bf16() -> bool:
+    """Whether this processor trains an LSTM in bf16; oneDNN does not where there are no instructions for it."""
+    lstm = nn.LSTM(16, 16).bfloat16()
+    try:
+        lstm(torch.randn(2, 2, 16, dtype=torch.bfloat16))[0].sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def measure(name: str, case: Case, device: torch.device, *, steps: int) -> list[dict[str, Any]]:
@@ -135,47 +189,58 @@ def measure(name: str, case: Case, device: torch.device, *, steps: int) -> list[
     policies = BF16 | (FP16 if cuda or name == "MLP" else {})
     if not cuda:
         policies.pop("TF32")
-    if name == "LSTM words" and not cuda:
-        policies = {"FP32 (O0)": mixed.FP32}  # oneDNN trains no LSTM in bf16 where the processor has no bf16
+    if name == "LSTM words" and not cuda and not _lstm_in_bf16():
+        policies = {"FP32 (O0)": mixed.FP32}
     torch.manual_seed(0)
     model = case.make().to(device)
-    x, y = (value.to(device) for value in case.batch)
+    batches = [_on(device, case.draw(case.size)) for _ in range(steps + 1)]
+    held_out = [_on(device, case.draw(case.size)) for _ in range(32)]
     runs: dict[str, mixed.Run] = {}
     spent: dict[str, list[float]] = {key: [] for key in policies}
     adam = partial(torch.optim.AdamW, lr=case.rate, fused=True)
     for key, policy in policies.items():
         own = copy.deepcopy(model)
         runs[key] = mixed.prepare(own, adam(own.parameters()), policy)
-    losses: dict[str, float] = {}
     clock = time.perf_counter if cuda else time.process_time
-    for _ in range(steps + 1):
+    for x, y in batches:
         for key, run in runs.items():
             begin = clock()
-            loss = F.cross_entropy(run(x), y)
-            run.backward(loss)
+            run.backward(F.cross_entropy(run(x), y))
             run.step()
             if cuda:
                 torch.cuda.synchronize(device)
-            spent[key].append(1000 * (clock() - begin))
-            losses[key] = loss.item()
+            spent[key].append(clock() - begin)
+    right = {key: _share_of_right(run, held_out) for key, run in runs.items()}
     runs.clear()
-    report = mixed.memory_report(model, (x, y), loss=F.cross_entropy, optimizer=adam,
+    report = mixed.memory_report(model, batches[0], loss=F.cross_entropy, optimizer=adam,
                                   policies=list(policies.values()), steps=2)  # fmt: skip
     first = statistics.median(spent["FP32 (O0)"][1:])
     rows = []
     for (key, times), memory in zip(spent.items(), report.rows, strict=True):
-        ms = statistics.median(times[1:])
-        row = {"network": name, "policy": key, "ms": ms, "of_fp32": ms / first, "loss": losses[key]}
+        step = statistics.median(times[1:])  # the first one allocates
+        row: dict[str, Any] = {"network": name, "policy": key, "step_ms": 1000 * step, "of_fp32": step / first}
+        row |= {"epoch_s": sum(times[1:]), "metric": right[key]}
         row |= {"allocated_mib": memory.allocated / 2**20, "peak_mib": memory.peak / 2**20}
         row |= {} if memory.peak_reserved is None else {"reserved_mib": memory.peak_reserved / 2**20}
         rows.append(row)
     return rows
 
 
+def _on(device: torch.device, batch: Batch) -> Batch:
+    return batch[0].to(device), batch[1].to(device)
+
+
+@torch.no_grad()
+def _share_of_right(run: mixed.Run, batches: list[Batch]) -> float:
+    run.model.train()  # thirty steps do not settle the running averages of BatchNorm
+    found = [(run(x).argmax(1) == y).float().mean().item() for x, y in batches]
+    return statistics.mean(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny networks; writes nothing")
-    parser.add_argument("--steps", type=int, default=5, help="steps that count; one more goes before")
+    parser.add_argument("--steps", type=int, default=30, help="steps of the epoch; one more goes before")
     parser.add_argument("--only", nargs="+", help="names of networks; writes nothing")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
@@ -191,6 +256,8 @@ def main() -> None:
     heads = list(dict.fromkeys(key for row in rows for key in row))
     lines = [
         f"# The articles' networks under each precision: {where}",
+        "",
+        f"An epoch has {args.steps} steps; metric: share of right outputs (images, pixels, words) on held-out samples after it.",
         "",
         "| " + " | ".join(heads) + " |",
         "|---|---|" + "--:|" * (len(heads) - 2),

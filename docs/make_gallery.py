@@ -47,7 +47,7 @@ SHOWS = {
         "the same",
     ),
     "semi_supervised.py": (
-        "100 labels and 1,157 images without: a small student of a few networks' soft predictions, beside the labels alone",
+        "100 labels and 1,157 images without: a cheap student of a few networks' soft predictions, beside the labels alone",
         BUNDLED,
     ),
     "distillation_token.py": ("a vision transformer with DeiT's distillation token under a convolutional teacher", BUNDLED),
@@ -71,6 +71,10 @@ SHOWS = {
     "pretrained_distillation.py": (
         "three stages for a compact transformer: masked words, imitation without labels, fine-tuning; beside fine-tuning alone",
         "the same",
+    ),
+    "paraphrase.py": (
+        "whether two sentences say the same, by a transformer in bf16, quantized dynamically; the metric is an F1",
+        "made of a small grammar, or `--data DIR`: `train.tsv` and `dev.tsv`, two sentences and 0 or 1 a line, with tabs",
     ),
     "word_lm.py": (
         "a word-level LSTM language model; `--precision`; perplexity of the dynamic int8 file",

@@ -356,6 +356,15 @@ def sparsity() -> str:
     for ratio, method in keys:
         accuracies = [100 * run["accuracy"] for run in runs if (run["ratio"], run["method"]) == (ratio, method)]
         rows.append((f"{ratio:.0%}", method, len(accuracies), spread(accuracies)))
+    swept = load("sweep_cifar")
+    found: dict[tuple[str, float], list[float]] = {}
+    for point in swept["points"]:
+        found.setdefault((point["method"], point["ratio"]), []).append(100 * point["metric"])
+    ratios = sorted({ratio for _, ratio in found})
+    curves = [
+        (method, *(f"{mean(found[method, ratio]):.2f}" for ratio in ratios))
+        for method in dict.fromkeys(method for method, _ in found)
+    ]
     return f"""\
 ## Sparsity
 
@@ -364,9 +373,27 @@ ResNet-20 on CIFAR-10, {load("sparsity")["settings"]["steps"]} steps. {source("s
 
 {table(("zeros", "method", "seeds", "accuracy %"), rows)}
 
+What is left after removing more and more at once, and training again in three ways ([picture](../benchmarks/sweep_cifar.svg)): ResNet-20 on
+{swept["about"]["images"]:,} images, {swept["about"]["epochs"]} epochs and two thirds of them again, one seed, at 80 and 90 % the mean of {len(swept["dense"])}. Unpruned it
+gains from the longer training too: the first column. {source("sweep_cifar")}
+
+{table(("training again", *(f"{ratio:.0%}" for ratio in ratios)), curves)}
+
 * Holding masks costs {min(r["cost"] for r in cost):.1%} to {max(r["cost"] for r in cost):.1%} of a training step. {source("mask_cost")}
   Zeros make files smaller when they are compressed; no speed is claimed for them.
 """
+
+
+#: What `recipes/semi_supervised.py` and `recipes/pretrained_distillation.py` print.
+FEW_LABELS = {
+    "labels alone": "a network without convolutions, labels alone",
+    "labels alone, moved": "the same, images moved at random",
+    "with unlabelled images": "the same, soft predictions of three networks for the images without labels",
+    "a teacher": "one of these three, of 14 times the operations",
+    "alone": "a compact transformer, fine-tuned alone",
+    "stages": "the same in three stages: masked words, imitation without labels, fine-tuning",
+    "teacher": "its teacher, fine-tuned alone",
+}
 
 
 def distillation() -> str:
@@ -377,6 +404,11 @@ def distillation() -> str:
     rows = [(names[arm], spread(100 * row["accuracy"] for row in cifar["rows"] if row["arm"] == arm)) for arm in arms]
     chunked = losses["chunked_soft_targets / soft_targets"]
     memory = sorted(bar["memory"] for name, bar in losses.items() if "rkd" in name)
+    few = [
+        (task, FEW_LABELS[name], spread(100 * accuracy for accuracy in accuracies))
+        for task, rows_of_task in load("few_labels")["accuracy"].items()
+        for name, accuracies in rows_of_task.items()
+    ]
     return f"""\
 ## Distillation
 
@@ -389,6 +421,10 @@ A ResNet-{cifar["settings"]["depth"]} on CIFAR-10, {cifar["settings"]["epochs"]}
   times less than a direct implementation. {source("distill_losses")}
 * A teacher in the loop costs {teacher["fp32"]["added_share"]:.0%} of its own forward pass in fp32; cached predictions cost nothing
   that can be measured. {source("distill_teacher")}
+
+Where few samples have labels, three seeds each. {source("few_labels")}
+
+{table(("task", "network and training", "accuracy %"), few)}
 """
 
 
@@ -397,6 +433,14 @@ def mixed() -> str:
     found = load("mixed_cpu")
     rows = [(r["row"], f"{r['ms']:.0f}", f"{r['times_fp32']:.2f}x") for r in found["CPU-2"]]
     step = {r["row"]: r["times_bare"] for r in found["CPU-1"]}
+    parts: dict[str, dict[str, Any]] = {}
+    for row in load("sources")["rows"]:
+        parts.setdefault(row["network"], {})[row["policy"]] = row
+    steps = [name for name in parts["UNet"] if not name.startswith("FP32")]
+    articles = [
+        (name, f"{by['FP32 (O0)']['step_ms']:.1f}", *(f"{by[policy]['of_fp32']:.2f}x" for policy in steps))
+        for name, by in parts.items()
+    ]
     return f"""\
 ## Mixed precision
 
@@ -404,6 +448,11 @@ ResNet-20, one thread of a CPU with bf16 units: a training step, and images a se
 nothing has been measured yet. {source("mixed_cpu")} What diverges without loss scaling: [table](../benchmarks/mixed_divergence.md).
 
 {table(("policy", "ms a step", "images a second"), rows)}
+
+A step of the networks that articles measure, small batches, in parts of fp32's; all have learned about the same in an epoch of 30 steps
+but for O3, weights in fp16 without masters, which learned nothing. Memory too: {source("sources")}
+
+{table(("network", "ms in fp32", *steps), articles)}
 
 * The optimizer's step with fp32 masters takes {step["MASTER_BF16, foreach"]:.2f} times a bare fused AdamW, {step["MASTER_BF16, compiled"]:.2f} times
   compiled; torch's GradScaler {step["fused AdamW + torch GradScaler"]:.2f} times.

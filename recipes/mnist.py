@@ -38,7 +38,10 @@ def main() -> None:
 
     loaders = []
     for train in (True, False):
-        part = MNIST(args.data, train=train, download=True)
+        try:
+            part = MNIST(args.data, train=train, download=True)
+        except OSError as error:
+            parser.error(f"{args.data}: no MNIST of torchvision, and no download ({str(error).splitlines()[0]})")
         images, labels = part.data[: args.limit, None], part.targets[: args.limit]
         loaders.append(Images(images, labels, args.batch_size if train else 500, torch.tensor([0.1307]), torch.tensor([0.3081]),
                               shuffle=train))  # fmt: skip

@@ -1,7 +1,7 @@
 """Learn handwritten digits from 100 labels and 1,157 images without labels, and compare with the labels alone.
 
 A few convolutional networks learn from the labels, on images that are turned, scaled and moved at random. Together they are the
-teacher: a small student without convolutions learns their soft predictions of the unlabelled images beside the labels
+teacher: a cheap student without convolutions learns their soft predictions of the unlabelled images beside the labels
 (Parthasarathi & Strom, 1904.01624, do so with a million hours of speech). The labels alone train the same student for as many
 steps, as they are and moved at random. The data is part of scikit-learn.
 """

@@ -78,9 +78,23 @@ class BiLSTM(nn.Module):
         return self.head(self.drop(x.amax(1)))
 
 
+def rows_of(file: Path, columns: int) -> list[list[str]]:
+    """The parts of each line that tabs separate; the last is 0 or 1."""
+    wanted = "a line for each sample, " + "a sentence, a tab, " * (columns - 1) + "and 0 or 1"
+    if not file.is_file():
+        raise SystemExit(f"{file}: there is no such file; wanted {wanted}")
+    rows = [line.rsplit("\t", columns - 1) for line in file.read_text().splitlines()]
+    for i, row in enumerate(rows, 1):
+        if len(row) != columns or row[-1] not in ("0", "1"):
+            raise SystemExit(f"{file}, line {i}: wanted {wanted}; got {'(tab)'.join(row)!r:.80}")
+    if not rows:
+        raise SystemExit(f"{file}: it is empty; wanted {wanted}")
+    return rows
+
+
 def read(file: Path, limit: int | None) -> tuple[Sentences, Tensor]:
     """Words of each sentence, and the labels."""
-    rows = [line.rsplit("\t", 1) for line in file.read_text().splitlines()][:limit]
+    rows = rows_of(file, 2)[:limit]
     return [sentence.lower().split() for sentence, _ in rows], torch.tensor([int(label) for _, label in rows])
 
 

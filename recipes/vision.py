@@ -115,7 +115,13 @@ def cifar10(folder: str, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
             pixels = np.stack([np.asarray(images[i][0].resize((32, 32))) for i in chosen.tolist()])
             labels = labels[chosen]
         else:
-            data = CIFAR10(folder, train=split == "train", download=True)
+            try:
+                data = CIFAR10(folder, train=split == "train", download=True)
+            except OSError as error:
+                raise SystemExit(
+                    f"{folder}: neither train/CLASS/* and test/CLASS/* nor torchvision's CIFAR-10 is there, and it cannot be"
+                    f" downloaded ({error})"
+                ) from None
             pixels, labels = data.data[:limit], torch.tensor(data.targets)[:limit]
         parts[split] = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), labels
     return parts

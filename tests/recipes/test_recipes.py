@@ -258,6 +258,49 @@ def test_pretrained_distillation(tmp_path, start) -> None:
     check_run("\n".join(rows[2:]), out, 3)
 
 
+def test_paraphrase(tmp_path, start) -> None:
+    """On made pairs; then on those of files."""
+    small = ("--pairs", 64, "--epochs", 1, "--width", 16, "--layers", 1)
+    check_run(start("paraphrase.py", *small, "--out", tmp_path / "made"), tmp_path / "made", 2)
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / name).write_text("".join(f"it is {i % 7}\tit was {i % 5}\t{i % 2}\n" for i in range(64)))
+    out = tmp_path / "read"
+    check_run(start("paraphrase.py", *small, "--data", tmp_path, "--out", out), out, 2)
+    assert json.loads((out / "report.json").read_text())["metric"]["name"] == "f1"
+
+
+def test_made_pairs_are_not_told_by_their_common_words(monkeypatch) -> None:
+    """The pairs that say the same have no more words in common than the others."""
+    monkeypatch.syspath_prepend(str(checkout.ROOT / "recipes"))
+    from paraphrase import made
+
+    common: dict[str, list[int]] = {"0": [], "1": []}
+    for one, other, label in made(2000, 0):
+        common[label].append(len(set(one.split()) & set(other.split()) - {"the", "was", "by"}))
+    assert 0.6 < len(common["1"]) / 2000 < 0.73
+    assert np.mean(common["1"]) - np.mean(common["0"]) < 1
+    assert {3, 4} <= set(common["0"]) & set(common["1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no such file; wanted a line for each sample, a sentence, a tab, and 0 or 1"),
+        ("", "it is empty"),
+        ("fine film\t1\nno label here\n", "line 2: wanted a line for each sample, .*; got 'no label here'"),
+        ("fine film\tgood\n", "line 1: wanted a line for each sample"),
+    ],
+)
+def test_sentences_of_another_shape_are_one_message(text, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(checkout.ROOT / "recipes"))
+    from text import read
+
+    if text is not None:
+        (tmp_path / "train.tsv").write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        read(tmp_path / "train.tsv", None)
+
+
 def test_word_lm(tmp_path, start) -> None:
     sentences(tmp_path)
     out = tmp_path / "run"
