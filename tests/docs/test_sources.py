@@ -1,4 +1,4 @@
-"""The page of the articles' experiments: every command names a script and options that exist, every expression a public name."""
+"""The page of the articles: its commands name scripts and options that exist, its expressions public names, its tests tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from compresskit import distill as kd
 
 TEXT = (checkout.ROOT / "docs" / "sources.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`python ([^`]+)`", TEXT)))
+TESTS = sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", TEXT)))
 NAMES = sorted(set(re.findall(r"\b((?:ck|kd)(?:\.\w+)+)", TEXT)))
 
 
@@ -27,6 +28,12 @@ def test_a_command_names_a_script_and_its_options(command) -> None:
         assert any(f'"{option}"' in source for source in sources), option
 
 
+@pytest.mark.parametrize("test", TESTS)
+def test_a_test_exists(test) -> None:
+    file, name = test.split("::")
+    assert re.search(rf"^def {name}\(", (checkout.ROOT / file).read_text(), re.M)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_exists(name) -> None:
     root, *path = name.split(".")
@@ -36,6 +43,7 @@ def test_a_name_exists(name) -> None:
 def test_the_page_covers_the_recipes() -> None:
     assert len(COMMANDS) > 15
     assert len(NAMES) > 10
+    assert len(TESTS) > 50
     for line in TEXT.splitlines():
         if line.startswith("|") and not line.startswith("|---"):
             assert line.count("|") == 4, line
