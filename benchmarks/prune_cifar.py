@@ -147,7 +147,7 @@ def columns(setup: Setup, model: nn.Module, seed: int) -> dict[str, Any]:
 
 def peer_settings() -> dict[str, tuple[Any, bool]]:
     """Torch-Pruning's settings that were best in a column of an earlier, wider comparison: (importance, global ranking)."""
-    import torch_pruning as tp  # type: ignore[import-not-found]
+    import torch_pruning as tp
 
     return {
         "L2, local": (tp.importance.GroupMagnitudeImportance(p=2), False),

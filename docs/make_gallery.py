@@ -100,7 +100,7 @@ TAIL = """\
 
 `vision.py` holds what the image recipes share, `text.py` what those on sentences share.
 
-All of them run unchanged on several processes, with the result of one process:
+All of them run unchanged on several processes:
 
 ```
 torchrun --nproc-per-node=2 recipes/digits.py

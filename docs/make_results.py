@@ -464,7 +464,8 @@ QAT_STEPS = ("QAT, ranges follow", "QAT, ranges held")
 
 def runs() -> str:
     """Runs that survive."""
-    resume, processes = load("resume_cost"), load("processes")["times"]
+    resume = load("resume_cost")
+    alone, both, two, exact = load("processes")["times"].values()
     steps = {(row["group"].partition(" ")[0].strip(","), row["step"]): row["ratio"] for row in load("training_speed")["rows"]}
     follow, held = (f"{steps['ResNet-20', kind]:.2f} ({steps['MobileNetV2', kind]:.2f})" for kind in QAT_STEPS)
     masters = ", ".join(
@@ -476,7 +477,8 @@ def runs() -> str:
 ## Runs
 
 * Checkpoints inside a training cost {resume["resnet20"]["share"]:.3%} of ResNet-20's training time at one a minute. {source("resume_cost")}
-* Two processes take {processes["ratio"]:.2f} times as long as one that has both cores (ResNet-20). {source("processes")}
+* Two processes on two cores take a step of ResNet-20 in {two / alone:.2f} of the time of one process on one core, and in {two / both:.2f} of one that has
+  both; with `exact=True` in {exact / both:.2f}. {source("processes")}
 * A step of QAT takes {follow} times the CPU time of a float step of ResNet-20 (of MobileNetV2) while the ranges follow the batches, {held}
   with ranges held. The optimizer's step without compilation, of a plain AdamW: {masters}. {source("training_speed")}
 * A step of ResNet-20 under autocast with a ResNet-56 as its teacher, of the step without one: {teachers}. {source("training_speed")}

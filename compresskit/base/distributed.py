@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -133,11 +134,11 @@ def unsharded_loader(loader: Any) -> Any:
     return torch.utils.data.DataLoader(data, sampler=order, **{name: getattr(loader, name) for name in same})
 
 
-def shard_batch(batch: Any, loader: Any) -> tuple[Any, float]:
+def shard_batch(batch: Any, loader: Any, *, least: int = 0) -> tuple[Any, float]:
     """Return this process's rows of a batch, and the weight of their mean loss.
 
     The weighted losses of all processes have the mean loss of the whole batch as their mean. Batches of a loader that shards the
-    samples itself are returned as they are, with weight 1.
+    samples itself are returned as they are, with weight 1; so are those in which a process would get less than `least` rows.
 
     Raises:
         DataError: the tensors of the batch have no common first dimension.
@@ -152,6 +153,8 @@ def shard_batch(batch: Any, loader: Any) -> tuple[Any, float]:
             " DistributedSampler, which gives each process its own samples"
         )
     rows = len(tensors[0])
+    if rows // count < least:
+        return batch, 1.0
     begin, end = rows * rank() // count, rows * (rank() + 1) // count
     weight = (end - begin) * count / rows
     begin, end = (begin, end) if end > begin else (0, 1)  # fewer rows than processes: one row of weight 0
@@ -246,8 +249,8 @@ def sync_batch_norm(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """`F.batch_norm` in train mode for x (N, C, ...), with the statistics over the rows of all processes."""
-    if world_size() == 1:
+    """`F.batch_norm` in train mode for x (N, C, ...), with the statistics over the rows of all processes that `joins_rows`."""
+    if not joins_rows():
         return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     width = x.shape[1]
     weight = torch.ones(width, device=x.device) if weight is None else weight
@@ -258,6 +261,38 @@ def sync_batch_norm(
             mean.lerp_(middle.to(mean.dtype), momentum)
             var.lerp_((spread * count / (count - 1).clamp(min=1)).to(var.dtype), momentum)
     return y  # type: ignore[no-any-return]
+
+
+_OWN_ROWS = ContextVar("own rows", default=False)
+
+
+def joins_rows() -> bool:
+    """Whether BatchNorm and observers see the rows of all processes: there are several, and no `own_rows` around the call."""
+    return world_size() > 1 and not _OWN_ROWS.get()
+
+
+@contextmanager
+def own_rows() -> Iterator[None]:
+    """Let BatchNorm and observers see the rows of their own process inside the block; `running_statistics` are then averaged."""
+    token = _OWN_ROWS.set(True)
+    try:
+        yield
+    finally:
+        _OWN_ROWS.reset(token)
+
+
+@runtime_checkable
+class FollowsBatches(Protocol):
+    """A module with tensors besides its buffers that follow the batches."""
+
+    def following(self) -> list[Tensor]:
+        """The tensors, whose mean over the processes is that of all rows."""
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """The running means and variances of a model, and what its observers follow."""
+    found = [value for name, value in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    return found + [value for module in model.modules() if isinstance(module, FollowsBatches) for value in module.following()]
 
 
 @contextmanager
@@ -290,9 +325,10 @@ class _SyncedForward:
         return sync_batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, momentum, norm.eps)
 
 
-def broadcast_model_(model: nn.Module) -> None:
+def broadcast_model_(model: nn.Module, *, buffers_alone: bool = False) -> None:
     """Copy the parameters and buffers of process 0's model to the models of the others."""
-    for value in [*model.parameters(), *model.buffers()] if world_size() > 1 else ():
+    parameters = () if buffers_alone else model.parameters()
+    for value in [*parameters, *model.buffers()] if world_size() > 1 else ():
         plain = value.detach().clone() if value.dtype is not torch.bool else value.detach().to(torch.uint8)
         dist.broadcast(plain, 0)
         with torch.no_grad():

@@ -55,6 +55,7 @@ class TrainingLoop:
         resumables: objects whose state belongs into the checkpoints, besides the model, the optimizer and the objective.
         training: reads and writes checkpoints; None for none.
         label: name of the training, for the progress bar and the log.
+        exact: whether BatchNorm and observers see the rows of all processes.
         step: optimizer steps that are done.
     """
 
@@ -70,6 +71,7 @@ class TrainingLoop:
     resumables: Sequence[Resumable]
     training: Training | None
     label: str
+    exact: bool = False
     step: int = 0
     cursor: DataCursor = field(init=False)
     history: History = field(init=False)
@@ -92,7 +94,7 @@ class TrainingLoop:
                     self._resume_(state)
             first, until = max(1, self.cursor.epoch), self.length.batches_until
             bar = progress_bar(total=until(self.length.steps), initial=until(self.step), desc=self.label, unit="batch")
-            with bar, distributed.synced_batchnorm(self.run.model):
+            with bar, distributed.synced_batchnorm(self.run.model) if self.exact else distributed.own_rows():
                 for epoch in itertools.count(first):
                     if self._is_over():
                         self.cursor.replay()
@@ -113,7 +115,7 @@ class TrainingLoop:
         run, batches, steps = self.run, self.length.batches, self.length.steps
         for batch, seen, ends_step, batches_in_step in self.history.timed(self._batches()):
             where = f"epoch {epoch}, batch {seen}"
-            rows, weight = distributed.shard_batch(batch, self.cursor.loader)
+            rows, weight = distributed.shard_batch(batch, self.cursor.loader, least=0 if self.exact else 2)
             self.objective.advance(self.step / steps)
             # Reading the loss waits for the device, so off the CPU it is checked only now and then.
             check = run.device.type == "cpu" or seen % 50 == 0 or seen == batches or self.step + 1 == steps
@@ -252,6 +254,8 @@ class TrainingLoop:
         overflows = [scaler.found_inf for scaler in run.scalers.values()]
         # FSDP2 has averaged the gradients of its shards already.
         tensors = [] if is_sharded(run.model) else [*run.unscaled().values(), *overflows]
+        if not self.exact:
+            tensors += distributed.running_statistics(run.model)
         (wishes,) = distributed.all_reduce_mean_(tensors, [float(self._save_is_due(self.step + 1))])
         return wishes > 0
 

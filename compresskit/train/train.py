@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from compresskit import mixed
+from compresskit.base import distributed
 from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.base.objective import LossFunction, Objective
 from compresskit.base.packing import Resumable
@@ -67,6 +68,9 @@ class Train(Stage):
             always followed by one. None measures after every epoch where there is `Task(val=...)`, 0 never.
         keep_best: end with the weights of the best measurement in place of the last ones.
         patience: end the training after so many measurements in a row without a better one; None for no early end.
+        exact: of several processes, whether BatchNorm and the ranges of QAT see the rows of all, by messages in every layer, so
+            that the result is that of one process except for rounding. Otherwise each sees its own rows, as under torch's DDP,
+            and running averages are averaged once a step.
         on_step: a function, or several, that is called with a `StepReport` (losses, rates, metric) after every optimizer step. A
             resumed training calls it for the steps after the checkpoint.
         on_epoch: the same after every epoch, with an `EpochReport` (mean loss, metric, rates).
@@ -107,6 +111,7 @@ class Train(Stage):
     validate_every: int | None = None
     keep_best: bool = False
     patience: int | None = None
+    exact: bool = False
     on_step: Callbacks = field(default=None, metadata=NO_EFFECT)
     on_epoch: Callbacks = field(default=None, metadata=NO_EFFECT)
 
@@ -256,10 +261,13 @@ def _train_(
             resumables=resumables,
             training=training,
             label=label,
+            exact=settings.exact,
         )
         loop.train()
     if validation is not None:
         validation.restore_best_(model)
+    if not settings.exact:  # scales that followed the rows of one process
+        distributed.broadcast_model_(model, buffers_alone=True)
 
 
 def _check_trainable(model: nn.Module, task: Task) -> None:

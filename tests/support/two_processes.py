@@ -45,7 +45,7 @@ def task(batch=15):
 
 
 def stages(name):
-    train = partial(ck.Train, epochs=2, optimizer=sgd)
+    train = partial(ck.Train, epochs=2, optimizer=sgd, exact=True)
     return {
         "train": [train()],
         "half": [train(precision=mixed.MASTER_BF16, clip=1.0, accumulate=2)],
@@ -54,8 +54,8 @@ def stages(name):
                                     finetune=train(objective=ck.imitate()))],
         "sparse": [train(), ck.Sparsify(budget=ck.remove(weights=0.6), schedule=prune.schedules.Cubic(), updates=4, regrow=0.2,
                                         criterion=prune.criteria.taylor, finetune=train())],
-        "qat": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61, learned=True)],
-        "observed": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61)],
+        "qat": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61, learned=True, exact=True)],
+        "observed": [train(), ck.QAT(epochs=1, optimizer=sgd, samples=61, exact=True)],
     }[name]  # fmt: skip
 
 

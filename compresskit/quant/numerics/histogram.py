@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compresskit.base.distributed import joins_rows
 from compresskit.base.errors import SettingError
 
 MAX_BINS = 2**22  # of |x|; 32 MiB
@@ -71,7 +72,7 @@ class Histogram:
 
     def joined(self) -> Histogram:
         """The histogram over all ranks of torch.distributed, with bins at their centres; itself for one rank."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not joins_rows():
             return self
         parts = [self.origin, self.width, self.zeros]
         packed = torch.cat([torch.stack(parts, 1), self.counts], 1)

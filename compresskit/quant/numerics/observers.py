@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compresskit.base.distributed import joins_rows
 from compresskit.base.errors import SettingError
 from compresskit.quant.numerics.histogram import Histogram, least_divergence, least_error
 
@@ -54,8 +55,8 @@ def extremes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def over_ranks(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce a tensor over the ranks of torch.distributed, where it runs."""
-    if dist.is_available() and dist.is_initialized():
+    """Reduce a tensor over the ranks of torch.distributed, where it runs and statistics are those of all rows."""
+    if joins_rows():
         values = values.clone()
         dist.all_reduce(values, operation)
     return values
@@ -135,7 +136,7 @@ class MovingAverage(_Extremes):
         """(low, high), each (channels,)."""
         low, high = self._observed()
         both = over_ranks(torch.stack([low, high]), dist.ReduceOp.SUM)
-        if dist.is_available() and dist.is_initialized():
+        if joins_rows():
             both = both / dist.get_world_size()
         return both[0], both[1]
 

@@ -106,6 +106,11 @@ class ActivationQuantizer(Quantizer):
         low, high = self.clamp
         return F.relu(x) if low == 0 and high is None else F.hardtanh(x, low, torch.inf if high is None else high)
 
+    def following(self) -> list[Tensor]:
+        """The ends that a moving average follows in training."""
+        ends = (self.observer.low, self.observer.high) if isinstance(self.observer, MovingAverage) and self.observing else ()
+        return [end for end in ends if end is not None]
+
     def effective_scale(self) -> Tensor:
         """The scale that rounding uses; a learned one is kept above zero."""
         if isinstance(self.scale, nn.Parameter):

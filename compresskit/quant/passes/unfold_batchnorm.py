@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.base.distributed import sync_batch_norm, world_size
+from compresskit.base.distributed import joins_rows, sync_batch_norm
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import free_name, get_tensor, owner
@@ -68,7 +68,7 @@ class ConvBN(nn.Module):
 
     def _normalized(self, y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
         """BatchNorm of y / factor + bias with the statistics of the batch, which the running ones follow."""
-        if world_size() > 1 or y.dtype not in (torch.float32, torch.float64) or y.numel() <= y.shape[1]:
+        if joins_rows() or y.dtype not in (torch.float32, torch.float64) or y.numel() <= y.shape[1]:
             shape = [1, -1, *[1] * (y.ndim - 2)]
             y = y * factor.reciprocal().to(y.dtype).view(shape)
             y = y if bias is None else y + bias.view(shape)

@@ -1,4 +1,4 @@
-"""What two processes do in `test_sharded.py`: train a model under FSDP2, stop on the way, and go on."""
+"""What two processes do in `test_ranks.py`: train under FSDP2, stop on the way and go on; train on rows of their own."""
 
 from __future__ import annotations
 
@@ -109,7 +109,43 @@ def in_half(folder):
     return {"whole": half(), "again": half(offload=True)}
 
 
-CASES = (resumed, best, snapshots, elsewhere, refused, in_half)
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def pictures(rows):
+    fixed = torch.Generator().manual_seed(2)
+    return torch.randn(rows, 1, 4, 4, generator=fixed), torch.arange(rows) % 3
+
+
+def own_rows(folder):
+    """One step on ten rows; two epochs with a last batch of three rows; both with `exact` too."""
+    found = {}
+    for exact in (False, True):
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        for name, rows, size, epochs in (("step", 10, 10, 1), ("epochs", 11, 4, 2)):
+            model, data = plain(), torch.utils.data.TensorDataset(*pictures(rows))
+            how = ck.Train(epochs=epochs, optimizer=sgd, schedule=ck.lr.Constant(), exact=exact)
+            fit_(model, ck.Task(train=torch.utils.data.DataLoader(data, size)), how)
+            found[f"{name}, exact" if exact else name] = {key: value.clone() for key, value in model.state_dict().items()}
+    return found
+
+
+def quantized(folder):
+    """The state of a model after QAT whose ranges follow rows of each process, and what its quantizers round to."""
+    torch.manual_seed(0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*pictures(40)), 8)
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    found = {}
+    for exact in (False, True):
+        made = ck.QAT(epochs=2, optimizer=sgd, samples=40, exact=exact)(plain().eval(), ck.Task(train=loader, val=loader))
+        found[exact] = {key: value.clone() for key, value in made.state_dict().items()}
+        found[exact]["outputs"] = made(pictures(40)[0])
+    return {"own": found[False], "exact": found[True]}
+
+
+CASES = (resumed, best, snapshots, elsewhere, refused, in_half, own_rows, quantized)
 
 
 def main(rank: int, folder: str) -> None:

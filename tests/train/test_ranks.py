@@ -1,0 +1,89 @@
+"""Two processes (gloo): a model under FSDP2 is saved on its way and goes on with the same bits; rows of one's own, or of all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training_ranks as ranks
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What each rank found, by case, and the folder of their checkpoints."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(ranks.main, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)], folder
+
+
+@pytest.mark.parametrize("case", ["resumed", "best", "snapshots", "in_half"])
+def test_a_stopped_training_goes_on_with_the_same_bits(two, case) -> None:
+    for found in (rank[case] for rank in two[0]):
+        assert found["whole"].keys() == found["again"].keys()
+        for name, value in found["whole"].items():
+            assert torch.equal(value, found["again"][name]), name
+    first, second = (rank[case]["whole"] for rank in two[0])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_finished_training_is_read(two) -> None:
+    for rank in two[0]:
+        found = rank["resumed"]
+        assert found["files"] == ["1-4.safetensors", "1-6.safetensors", "stage.json"]
+        assert all(torch.equal(value, found["read"][name]) for name, value in found["whole"].items())
+
+
+def test_one_process_continues_what_two_began(two) -> None:
+    alone = ranks.train(two[1] / "elsewhere", sharded=False)
+    assert all(torch.isfinite(value).all() for value in alone.values())
+    # Dropout and the order of sums differ; the epochs that were trained before do not.
+    fresh = {name: value.detach() for name, value in ranks.net(sharded=False).named_parameters()}
+    assert any(not torch.equal(value, alone[name]) for name, value in fresh.items())
+
+
+def test_a_recipe_says_what_it_cannot_copy(two) -> None:
+    assert all("FSDPSequential is sharded by FSDP2" in rank["refused"] for rank in two[0])
+
+
+def test_own_rows_are_the_step_of_ddp(two) -> None:
+    """Each half of the batch has its own statistics; gradients and running averages are the means of the halves."""
+    x, y = ranks.pictures(10)
+    whole, halves = ranks.plain(), [ranks.plain(), ranks.plain()]
+    for model, rows in zip(halves, (slice(0, 5), slice(5, 10)), strict=True):
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+    expected = {name: value.clone() for name, value in whole.state_dict().items()}
+    for name, parameter in whole.named_parameters():
+        expected[name] = parameter - 0.1 * sum(dict(model.named_parameters())[name].grad for model in halves) / 2
+    for name in ("1.running_mean", "1.running_var"):
+        expected[name] = sum(model.state_dict()[name] for model in halves) / 2
+    expected["1.num_batches_tracked"] += 1
+    for found in (rank["own_rows"] for rank in two[0]):
+        for name, value in expected.items():
+            torch.testing.assert_close(found["step"][name], value)
+        assert not torch.allclose(found["step"]["1.running_var"], found["step, exact"]["1.running_var"], rtol=1e-4)
+
+
+def test_exact_is_the_step_of_one_process(two) -> None:
+    x, y = ranks.pictures(10)
+    model = ranks.plain()
+    F.cross_entropy(model(x), y).backward()
+    for found in (rank["own_rows"]["step, exact"] for rank in two[0]):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], (parameter - 0.1 * parameter.grad).detach(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found["1.running_var"], model.state_dict()["1.running_var"], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["own_rows", "quantized"])
+def test_both_processes_have_the_same_bits(two, case) -> None:
+    first, second = (rank[case] for rank in two[0])
+    for name, state in first.items():
+        assert all(torch.equal(value, second[name][key]) for key, value in state.items()), name
+        assert all(torch.isfinite(value).all() for value in state.values() if value.is_floating_point())
+
+
+def test_ranges_of_own_rows_are_close_to_those_of_all(two) -> None:
+    found = two[0][0]["quantized"]
+    assert any(not torch.equal(value, found["exact"][name]) for name, value in found["own"].items())
+    assert F.cosine_similarity(found["own"]["outputs"].flatten(), found["exact"]["outputs"].flatten(), 0) > 0.9
