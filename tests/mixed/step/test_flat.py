@@ -67,6 +67,23 @@ def test_flat_equals_separate_bit_for_bit(make, policy) -> None:
     assert all(torch.equal(separate[name], flat[name]) for name in separate)
 
 
+def test_the_checks_of_fastais_lesson() -> None:
+    """One flat fp32 master of all numbers, half weights in between, a scale above 512 after training, and fp32 at the end."""
+    model = nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 2))
+    run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), MASTER_FP16, flat=True)
+    (flat,) = run.optimizer.param_groups[0]["params"]
+    assert flat.shape == (10 * 30 + 30 + 30 * 2 + 2,)
+    assert flat.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    for _ in range(20):
+        x = torch.randn(64, 10)
+        run.backward(nn.functional.cross_entropy(run(x), (x[:, 0] > 0).long()))
+        run.step()
+    assert run.stats()["scale"] > 512
+    torch.testing.assert_close(flat.detach(), torch.cat([master.flatten() for master in run.masters()]))
+    assert {p.dtype for p in run.finish().parameters()} == {torch.float32}
+
+
 def test_an_optimizer_that_has_stepped_brings_its_state() -> None:
     for make in OPTIMIZERS[:1] + OPTIMIZERS[3:4]:
         (separate, _), (flat, _) = (trained(make, MASTER_BF16, flat=flat, warm=3) for flat in (False, True))
