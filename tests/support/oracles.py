@@ -304,7 +304,7 @@ def bucketed(student, teacher, k, temperature):
 
 
 def random_bits(seed, step, index):
-    """Sixteen bits of compresskit's counter hash, in Python integers (lowbias32, twice keyed)."""
+    """Sixteen bits of compresskit's counter hash, in Python integers (lowbias32): a half of the word of two neighbours."""
     mask = 0xFFFFFFFF
 
     def mixed(x):
@@ -315,7 +315,9 @@ def random_bits(seed, step, index):
         return x ^ (x >> 16)
 
     key = mixed((mixed((step + (seed & mask) * 0x9E3779B1) & mask) + (seed >> 32)) & mask)
-    return mixed((mixed((index & mask) ^ key) + (index >> 32)) & mask) & 0xFFFF
+    pair = index >> 1
+    word = mixed((pair & mask) ^ key ^ ((pair >> 32) * 0x9E3779B1 & mask))
+    return (word >> 16 if index % 2 else word) & 0xFFFF
 
 
 def bf16_neighbours(value):

@@ -13,6 +13,7 @@ All functions are elementwise and work for any shape, so that they can be part o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from compresskit.mixed.formats.policy import Bf16Format
 
-_LOW_32_BITS = 0xFFFFFFFF
+_LOW_32_BITS, _GOLDEN = 0xFFFFFFFF, 0x9E3779B1
 PIECE = 2**17  # values that are written at once on a CPU: what is computed on the way stays in the cache
 
 
@@ -154,14 +155,16 @@ def _selected(old: Tensor, new: Tensor, differs: Tensor) -> Tensor:
     return (kept ^ ((kept ^ new.view(torch.int16)) & differs)).view(torch.bfloat16)
 
 
-def _hash32(x: Tensor) -> Tensor:
+def _hash32_(x: Tensor) -> Tensor:
+    """Hash int32 in place, and return it."""
     # lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) in int32, whose products wrap as unsigned ones do; shifts
     # must not draw the sign in. Processors multiply int32 vectors much faster than int64.
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _as_int32(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= _as_int32(0x846CA68B)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
 def _as_int32(word: int) -> int:
@@ -174,16 +177,20 @@ def random_bits(seed: int, step: Tensor, offset: int, like: Tensor) -> Tensor:
     """16 random bits for every value of a tensor, a function of (seed, step, global index) alone.
 
     No generator: nothing to save, and every rank of a distributed run draws the same (Salmon et al., SC 2011, counter-based
-    random numbers). `offset` is the global index of the tensor's first value.
+    random numbers). One hash serves two neighbours, the low half the even one. `offset` is the global index of the tensor's
+    first value.
     """
-    key = _hash32((step + (seed & _LOW_32_BITS) * 0x9E3779B1).to(torch.int32))
-    key = _hash32(key + _as_int32(seed >> 32))
-    if not torch.compiler.is_compiling() and offset + like.numel() <= 2**31:  # the upper half of every index is zero
-        index = torch.arange(offset, offset + like.numel(), device=like.device, dtype=torch.int32).view(like.shape)
-        return _hash32(_hash32(index ^ key)) & 0xFFFF
-    index = torch.arange(offset, offset + like.numel(), device=like.device).view(like.shape)
-    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)  # the cast drops the upper bits
-    return _hash32(_hash32(low ^ key) + high) & 0xFFFF
+    key = _hash32_((step + (seed & _LOW_32_BITS) * _GOLDEN).to(torch.int32))
+    key = _hash32_(key + _as_int32(seed >> 32))
+    end = offset + like.numel()
+    if not torch.compiler.is_compiling() and end < 2**32 - 2 and sys.byteorder == "little":
+        pairs = torch.arange(offset >> 1, (end + 1) >> 1, device=like.device, dtype=torch.int32)
+        bits = _hash32_(pairs.bitwise_xor_(key)).view(torch.int16)[offset & 1 :][: like.numel()]
+        return bits.to(torch.int32).bitwise_and_(0xFFFF).view(like.shape)
+    index = torch.arange(offset, end, device=like.device).view(like.shape)
+    low, high = (index >> 1).to(torch.int32), (index >> 33).to(torch.int32)  # the cast drops the upper bits
+    both = _hash32_(low ^ key ^ (high * _as_int32(_GOLDEN)))
+    return (both >> ((index & 1) * 16).to(torch.int32)) & 0xFFFF
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:

@@ -166,9 +166,9 @@ def test_weights_are_stored_as_the_formats_say(bf16_format, layout, monkeypatch)
         assert torch.equal(remainder.view(torch.int16), wanted[1].view(torch.int16))
 
 
-def test_random_bits_beyond_two_thirty_one() -> None:
-    """The bits of a value do not depend on whether its index, or that of a neighbour, fits in int32."""
-    start = 2**31 - 3
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 5, 2**33 - 2])
+def test_random_bits_of_large_indices(start) -> None:
+    """The bits of a value do not depend on whether its index, or that of a neighbour, fits in 32 bits."""
     whole = bf16_formats.random_bits(7, torch.tensor(2), start, torch.empty(6))
     parts = [bf16_formats.random_bits(7, torch.tensor(2), start + i, torch.empty(1)) for i in range(6)]
     assert torch.equal(whole, torch.cat(parts))
