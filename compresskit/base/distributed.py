@@ -283,16 +283,21 @@ def own_rows() -> Iterator[None]:
 
 @runtime_checkable
 class FollowsBatches(Protocol):
-    """A module with tensors besides its buffers that follow the batches."""
+    """A module that knows which of its tensors follow the batches."""
 
     def following(self) -> list[Tensor]:
-        """The tensors, whose mean over the processes is that of all rows."""
+        """The tensors that the next batch will move, whose mean over the processes is that of all rows; none when held."""
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """The running means and variances of a model, and what its observers follow."""
-    found = [value for name, value in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
-    return found + [value for module in model.modules() if isinstance(module, FollowsBatches) for value in module.following()]
+    """The running means and variances of the modules in train mode, and what observers follow; frozen ones stay to the bit."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, FollowsBatches):
+            found += module.following()
+        elif module.training:
+            found += [value for name, value in module.named_buffers(recurse=False) if name in ("running_mean", "running_var")]
+    return found
 
 
 @contextmanager

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 import training_ranks as ranks
 
+from compresskit.base.distributed import running_statistics
+from compresskit.quant import prepare_qat
+
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
 
@@ -63,6 +66,15 @@ def test_own_rows_are_the_step_of_ddp(two) -> None:
         for name, value in expected.items():
             torch.testing.assert_close(found["step"][name], value)
         assert not torch.allclose(found["step"]["1.running_var"], found["step, exact"]["1.running_var"], rtol=1e-4)
+
+
+def test_frozen_statistics_are_not_averaged() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(2), torch.nn.BatchNorm2d(2).eval())
+    assert [id(value) for value in running_statistics(model)] == [id(model[0].running_mean), id(model[0].running_var)]
+    quantized = prepare_qat(ranks.plain().eval(), [ranks.pictures(8)[0]]).train()
+    assert len(running_statistics(quantized)) > 2
+    quantized.freeze_statistics_()
+    assert not running_statistics(quantized)
 
 
 def test_exact_is_the_step_of_one_process(two) -> None:

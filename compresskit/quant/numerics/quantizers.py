@@ -108,8 +108,10 @@ class ActivationQuantizer(Quantizer):
 
     def following(self) -> list[Tensor]:
         """The ends that a moving average follows in training."""
-        ends = (self.observer.low, self.observer.high) if isinstance(self.observer, MovingAverage) and self.observing else ()
-        return [end for end in ends if end is not None]
+        observer = self.observer
+        if not (self.training and self.observing and isinstance(observer, MovingAverage)):
+            return []
+        return [end for end in (observer.low, observer.high) if end is not None]
 
     def effective_scale(self) -> Tensor:
         """The scale that rounding uses; a learned one is kept above zero."""

@@ -85,6 +85,10 @@ class ConvBN(nn.Module):
             self.running_var.lerp_(variance / factor.square() * (rows / (rows - 1)), self.momentum)
         return x  # type: ignore[no-any-return]
 
+    def following(self) -> list[Tensor]:
+        """The statistics, while they follow the batches."""
+        return [self.running_mean, self.running_var] if self.training and self.tracking else []
+
     def factor(self) -> Tensor:
         """The factor k = gamma / sqrt(var + eps), (channels,)."""
         k = torch.rsqrt(self.running_var + self.eps)
