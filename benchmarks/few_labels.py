@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     found = {SEMI: digits(args.seeds), STAGES: sentences(args.data, args.seeds)}
     where = f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} thread"
-    (HERE / "few_labels.json").write_text(json.dumps({"where": where, "accuracy": found}, indent=1) + "\n")
+    (HERE / "few_labels.json").write_text(json.dumps({"where": where, "rows": ROWS, "accuracy": found}, indent=1) + "\n")
     lines = ["# Few labels, and data without labels", "", f"Accuracy in %, mean and each of {args.seeds} seeds. {where}.", ""]
     for what, rows in found.items():
         lines += [f"## {what}", "", "| network and training | mean | seeds |", "|---|--:|---|"]

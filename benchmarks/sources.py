@@ -1,11 +1,12 @@
 """The articles' networks under each precision: a small MLP, a UNet, BERT-base's shape, ResNet-50, a word-level LSTM.
 
 Each learns a task of its own for an epoch: handwritten digits of scikit-learn, and made ones, of which every network can learn
-something in a few steps (discs in noise, which word comes first, the brightest colour, the next word of a chain). Policies of one
-network start from the same weights, meet the same batches and are measured in turn, so that other load slows all of them:
-milliseconds of a step (process time of one thread on a CPU), seconds of the epoch, the metric on held-out samples after it, and
-memory between and within steps, allocated and reserved. On a CPU the batches are small, and levels in fp16 are left out but for
-the MLP, since no CPU computes it fast. `--smoke` tries the code on tiny networks and writes nothing; `--only` chooses.
+something in a few steps (discs in noise, which of two words stands first, the brightest colour, the next word of a chain).
+Policies of one network start from the same weights, meet the same batches and are measured in turn, so that other load slows
+all of them: milliseconds of a step (process time of one thread on a CPU), seconds of the epoch, the metric on held-out samples
+after it, and memory between and within steps, allocated and reserved. On a CPU the batches are small, and levels in fp16 are
+left out but for the MLP, since no CPU computes it fast. `--smoke` tries the code on tiny networks and writes nothing; `--only`
+chooses.
 """
 
 from __future__ import annotations

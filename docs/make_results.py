@@ -384,18 +384,6 @@ gains from the longer training too: the first column. {source("sweep_cifar")}
 """
 
 
-#: What `recipes/semi_supervised.py` and `recipes/pretrained_distillation.py` print.
-FEW_LABELS = {
-    "labels alone": "a network without convolutions, labels alone",
-    "labels alone, moved": "the same, images moved at random",
-    "with unlabelled images": "the same, soft predictions of three networks for the images without labels",
-    "a teacher": "one of these three, of 14 times the operations",
-    "alone": "a compact transformer, fine-tuned alone",
-    "stages": "the same in three stages: masked words, imitation without labels, fine-tuning",
-    "teacher": "its teacher, fine-tuned alone",
-}
-
-
 def distillation() -> str:
     """Distillation."""
     cifar, losses, teacher = load("distill_cifar"), load("distill_losses")["bars"], load("distill_teacher")["rows"]
@@ -404,9 +392,10 @@ def distillation() -> str:
     rows = [(names[arm], spread(100 * row["accuracy"] for row in cifar["rows"] if row["arm"] == arm)) for arm in arms]
     chunked = losses["chunked_soft_targets / soft_targets"]
     memory = sorted(bar["memory"] for name, bar in losses.items() if "rkd" in name)
+    labels = load("few_labels")
     few = [
-        (task, FEW_LABELS[name], spread(100 * accuracy for accuracy in accuracies))
-        for task, rows_of_task in load("few_labels")["accuracy"].items()
+        (task, labels["rows"][task][name], spread(100 * accuracy for accuracy in accuracies))
+        for task, rows_of_task in labels["accuracy"].items()
         for name, accuracies in rows_of_task.items()
     ]
     return f"""\

@@ -109,7 +109,7 @@ def cifar10(folder: str, limit: int | None) -> dict[str, tuple[Tensor, Tensor]]:
     parts = {}
     for split in ("train", "test"):
         if (Path(folder) / split).is_dir():
-            images = ImageFolder(str(Path(folder) / split))
+            images = _classes(Path(folder) / split)
             labels = torch.tensor(images.targets)
             chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:limit]
             pixels = np.stack([np.asarray(images[i][0].resize((32, 32))) for i in chosen.tolist()])
@@ -140,14 +140,18 @@ def image_folder(folder: str, size: int, limit: int | None) -> dict[str, tuple[T
             raise SystemExit(
                 f"{folder}: wanted train/CLASS/* and val/CLASS/* (or test/CLASS/*); there is no {' or '.join(names)}"
             )
-        try:
-            images = ImageFolder(str(found))
-        except FileNotFoundError as error:
-            raise SystemExit(f"{found}: {error}") from None
+        images = _classes(found)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:limit].tolist()
         pixels = torch.stack([_middle(images[i][0], size) for i in order])
         parts[split] = pixels, torch.tensor([images.targets[i] for i in order])
     return parts
+
+
+def _classes(folder: Path) -> ImageFolder:
+    try:
+        return ImageFolder(str(folder))
+    except FileNotFoundError as error:
+        raise SystemExit(f"{folder}: {error}") from None
 
 
 def _middle(image: Image.Image, size: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Data parallelism over processes that torchrun started.
 
-In training every process reads the same batches and trains on its own rows of each; gradients are averaged, so that the effective
-batch size and the result are those of one process. Everything else (calibration, scores, plans) is computed by every process from
+In training every process reads the same batches and trains on its own rows of each; gradients are averaged, so that the
+effective batch size is that of one process. BatchNorm and the ranges of QAT see the rows of their process, or with `exact=True`
+all rows, which gives the result of one process. Everything else (calibration, scores, plans) is computed by every process from
 the same data. Rank 0 alone writes files. A loader with a DistributedSampler already gives each process samples of its own: in
 training it is used as it is, elsewhere it is replaced by a loader of all samples.
 """

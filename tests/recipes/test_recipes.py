@@ -301,6 +301,32 @@ def test_sentences_of_another_shape_are_one_message(text, message, tmp_path, mon
         read(tmp_path / "train.tsv", None)
 
 
+@pytest.mark.parametrize(
+    ("reader", "made", "message"),
+    [
+        ("cifar10", (), "neither train/CLASS/.* nor torchvision's CIFAR-10 is there, and it cannot be downloaded .*no way out"),
+        ("cifar10", ("train/cat",), "train.*Couldn't find any class|Found no valid file"),
+        ("image_folder", (), "wanted train/CLASS/.*there is no train"),
+        ("image_folder", ("train/cat",), "Found no valid file"),
+    ],
+)
+def test_pictures_that_are_not_there_are_one_message(reader, made, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(checkout.ROOT / "recipes"))
+    import urllib.request
+
+    import vision
+
+    def no_way_out(*args, **settings):
+        raise urllib.error.URLError("no way out")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_way_out)
+    for folder in made:
+        (tmp_path / folder).mkdir(parents=True)
+    read = {"cifar10": lambda: vision.cifar10(str(tmp_path), 8), "image_folder": lambda: vision.image_folder(str(tmp_path), 8, 8)}
+    with pytest.raises(SystemExit, match=message):
+        read[reader]()
+
+
 def test_word_lm(tmp_path, start) -> None:
     sentences(tmp_path)
     out = tmp_path / "run"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
+from rank_pairs import run_cases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,13 +164,4 @@ CASES = (ddp, overflow, accumulated, small, fsdp, fsdp_overflow, fsdp_refused)
 
 
 def main(rank: int, folder: str) -> None:
-    """All cases on one rank, results to a file."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = {}
-    for case in CASES:
-        dist.barrier()
-        results[case.__name__] = case(rank)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    run_cases(CASES, rank, rank, folder)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from rank_pairs import run_cases
 from torch import nn
 
 import compresskit as ck
@@ -41,12 +40,14 @@ def task(rows=40, **settings):
     return ck.Task(train=train, val=val, **settings)
 
 
-def train(folder, *, sharded=True, stop=None, settings=None, snapshots=None, **how_sharded):
-    """Tensors of the trained model, whole."""
+def train(folder, *, sharded=True, stop=None, settings=None, snapshots=None, seen=None, **how_sharded):
+    """Tensors of the trained model, whole; `seen` collects the steps that were taken."""
     model = net(sharded, **how_sharded)
     torch.manual_seed(3)
 
     def after_step(step, steps):
+        if seen is not None:
+            seen.append(step)
         if step == stop:
             raise Stopped
 
@@ -149,13 +150,4 @@ CASES = (resumed, best, snapshots, elsewhere, refused, in_half, own_rows, quanti
 
 
 def main(rank: int, folder: str) -> None:
-    """All cases on one rank, results to a file."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    results = {}
-    for case in CASES:
-        dist.barrier()
-        results[case.__name__] = case(folder)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    run_cases(CASES, folder, rank, folder)

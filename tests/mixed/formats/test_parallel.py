@@ -5,6 +5,7 @@ from __future__ import annotations
 import mixed_ranks as ranks
 import pytest
 import torch
+from rank_pairs import both
 from torch import nn
 
 from compresskit import mixed
@@ -20,10 +21,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What each rank found, by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    # A mistake in a case shows here with the child process's traceback.
-    torch.multiprocessing.spawn(ranks.main, args=(str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return both(ranks.main, tmp_path_factory.mktemp("ranks"))
 
 
 def alone(policy, **settings):
