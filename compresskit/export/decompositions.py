@@ -18,8 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from compresskit.graph.capture import mutates_a_view
-from compresskit.graph.normalize import Node, aten, functional_form, is_inplace
+from compresskit.graph.normalize import Node, aten, functional_form, is_inplace, mutates_a_view
 
 #: Their result is their input, in another shape.
 RESHAPING = (aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int)
@@ -112,7 +111,7 @@ def _is_replaced(node: Node) -> bool:
     if node.target is aten.chunk.default:
         return isinstance(x.meta["val"].shape[(*node.args, 0)[2]], int)
     if node.target in RESHAPING:
-        return all(_find_size(node.graph, size) is not None for size in node.meta["val"].shape)
+        return sum(_find_size(node.graph, size) is None for size in node.meta["val"].shape) <= 1
     return True
 
 
@@ -160,6 +159,7 @@ def _decomposed_cast(graph: fx.Graph, node: Node) -> Node:
 
 
 def _decomposed_reshape(graph: fx.Graph, node: Node) -> Node:
+    """A view of a contiguous copy, in the sizes of inputs. One size that no input has is -1, the number that remains."""
     value = node.meta["val"]
     sizes: list[Any] = []
     for size in value.shape:
@@ -167,7 +167,7 @@ def _decomposed_reshape(graph: fx.Graph, node: Node) -> Node:
         if isinstance(found, tuple):
             readers = (user for user in found[0].users if user.target is aten.sym_size.int and user.args == found)
             found = next(readers, None) or _call_like(graph, aten.sym_size.int, found, node, size)
-        sizes.append(found)
+        sizes.append(-1 if found is None else found)
     return _call_like(graph, aten._unsafe_view.default, (_dense_copy(graph, node), sizes), node, value)
 
 

@@ -2,7 +2,8 @@
 
 Every call of `torch.onnx.export` parses the source of the 500 translations of onnxscript again, and looks up every composite
 operator of torch once for each namespace. Neither depends on the model. It traces every program a second time, which few need;
-see `decompositions`. All are internals of torch, so a release that has them elsewhere is left as it is: slower, same result.
+see `decompositions`. It tries every rewrite rule at every node, and a rule of several outputs lists the whole graph each time.
+All are internals of torch and onnxscript, so a release that has them elsewhere is left as it is: slower, same result.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def quick_exporter() -> Iterator[None]:
             stack.enter_context(_patched(operators, "_materialize_cpp_cia_ops", once))
         if passes := _holder("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry"):
             stack.enter_context(_patched(passes, "decompose_with_registry", replace_or(passes.decompose_with_registry)))
+        if rule := _holder("onnxscript.rewriter._rewrite_rule.RewriteRule", "try_rewrite"):
+            stack.enter_context(_patched(rule, "try_rewrite", _tried_where_it_fits(rule.try_rewrite)))
         yield
 
 
@@ -50,6 +53,22 @@ def _patched(holder: Any, name: str, function: Any) -> Iterator[None]:
         yield
     finally:
         setattr(holder, name, original)
+
+
+def _tried_where_it_fits(try_rewrite: Callable[..., Any]) -> Callable[..., Any]:
+    """Tries a rule only at nodes of the operator that its pattern ends in."""
+
+    def tried(rule: Any, model: Any, graph: Any, node: Any, **settings: Any) -> Any:
+        try:
+            last = rule._target_pattern.output_nodes[0]
+            fits = last.domain.matches(node.domain) and last.op.matches(node.op_type)
+        except AttributeError:  # another release
+            fits = True
+        if not fits:
+            return None
+        return try_rewrite(rule, model, graph, node, **settings)
+
+    return tried
 
 
 def _copier(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -187,9 +187,9 @@ def to_program(
     with torch.no_grad(), mode(model, training=False):
         check_runs(model, example)
         module, example = widen_to_fp32(deployed(model), example)
-        outputs = output_names(call(module, example))
         module.eval()
         program, example = trace(module, example, dynamic)
+        outputs = output_names(call(module, example))  # of the two rows of a trace, not of a whole batch
         refuse_weights_of_samples(program.graph)
     from compresskit.export.rewrite.palettes import write_palettes  # these load onnx_ir, which only exporting needs
     from compresskit.export.rewrite.recurrent import write_recurrent

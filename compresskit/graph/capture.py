@@ -9,6 +9,7 @@ Quantization rewrites this graph, and ONNX files are written from it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
@@ -36,7 +36,7 @@ from compresskit.graph.exportable import (
     replace_divisors_,
 )
 from compresskit.graph.interpreter import run_graph
-from compresskit.graph.normalize import Node, is_inplace, normalize_
+from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
 from compresskit.graph.surgery import get_tensor, mode
@@ -102,6 +102,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
             model, example = inputs_inside(model, example, inside)
         program, example = trace(model, example, dynamic)
         module = program.module()
+        fold_written_constants_(module)
         if mutates_a_view(module.graph):
             # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
             module = program.run_decompositions({}).module()
@@ -124,7 +125,10 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:
-    """Raise `ModelError` unless the model runs on the example in eval mode; the model is not changed."""
+    """Raise `ModelError` unless the model runs on the example in eval mode; the model is not changed.
+
+    The first two rows are run where the model takes them, which shows all that the rows have in common, and the example else.
+    """
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             f"{model.original_name} is a TorchScript module, whose code cannot be captured; wanted the nn.Module that it was"
@@ -132,12 +136,26 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
         )
     try:
         with torch.no_grad(), mode(model, training=False):
+            with contextlib.suppress(Exception):
+                if (few := _first_rows(example)) is not None:
+                    call(model, few)
+                    return
             call(model, example)
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{_other_dtypes(example)}):"
             f" {_first_line(error)}"
         ) from error
+
+
+def _first_rows(example: Inputs) -> Inputs | None:
+    """The first two rows of inputs that all have the same number of rows, more than two; else None."""
+    leaves, structure = pytree.tree_flatten(example)
+    rows = {len(value) if isinstance(value, Tensor) and value.ndim else 0 for value in leaves}
+    if len(rows) != 1 or min(rows) <= 2:
+        return None
+    few: Inputs = pytree.tree_unflatten([value[:2] for value in leaves], structure)
+    return few
 
 
 def _other_dtypes(example: Inputs) -> str:
@@ -325,26 +343,6 @@ def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
             leaves[i] = torch.cat([leaves[i], leaves[i]])[:2] if len(leaves[i]) == 1 else leaves[i][:2]
     rows: Inputs = pytree.tree_unflatten(leaves, structure)
     return rows
-
-
-def mutates_a_view(graph: fx.Graph) -> bool:
-    """Whether an in-place operator writes to memory that a later operator reads under another name."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if not is_inplace(node):
-            continue
-        base = node.args[0]
-        if not isinstance(base, fx.Node) or base.op in ("placeholder", "get_attr") or _returns_alias(base):
-            return True
-        if any(order[user] > order[node] or _returns_alias(user) for user in base.users if user is not node):
-            return True
-    return False
-
-
-def _returns_alias(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
-        return False
-    return any(r.alias_info is not None for r in node.target._schema.returns)
 
 
 def _node_shapes(module: fx.GraphModule, example: Inputs) -> dict[str, tuple[int, ...]]:

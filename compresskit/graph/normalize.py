@@ -33,6 +33,18 @@ IDENTITIES = frozenset(
     }
 )
 
+#: Operators whose results depend on numbers only: where the first argument is a tensor, on its dtype and device.
+MADE_OF_NUMBERS = frozenset(
+    {
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full.default,
+    }
+)
+
 _PADDED_BY_NAME = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
@@ -136,3 +148,76 @@ def insert_call(replaced: Node, target: Any, *args: Any) -> Node:
     with enable_python_dispatcher():  # as in torch.export; without it torch 2.11 multiplies no value whose size may vary
         new.meta = {**replaced.meta, "val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
     return new
+
+
+def mutates_a_view(graph: fx.Graph) -> bool:
+    """Whether an in-place operator writes to memory that a later operator reads under another name."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if not is_inplace(node):
+            continue
+        base = node.args[0]
+        if not isinstance(base, fx.Node) or base.op in ("placeholder", "get_attr") or _returns_alias(base):
+            return True
+        if any(order[user] > order[node] or _returns_alias(user) for user in base.users if user is not node):
+            return True
+    return False
+
+
+def _returns_alias(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return _returns_alias(node.args[0])  # one of the views of a `split`
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def fold_written_constants_(module: fx.GraphModule) -> None:
+    """Replace tensors that are made, then written piece by piece with numbers, by their values, in place.
+
+    A mask is made so (`mask = x.new_zeros(h, w); mask[:3] = 1`). Writes into views would need torch's functionalization.
+    """
+    for node in list(module.graph.nodes):
+        if node.target in MADE_OF_NUMBERS and all(isinstance(size, int) for size in node.meta["val"].shape):
+            family = _written_family(node)
+            if family is not None:
+                _fold_(module, family)
+    module.recompile()
+
+
+def _written_family(made: Node) -> list[Node] | None:
+    """The node, its views and the writes into them, in order; None where a write is not of numbers, or one follows a reader."""
+    family, writes, readers = [made], 0, False
+    for node in made.graph.nodes:
+        if node is made or not any(parent in family for parent in node.all_input_nodes):
+            continue
+        if node.op == "call_function" and node.all_input_nodes == [node.args[0]] and (is_inplace(node) or _returns_alias(node)):
+            if is_inplace(node) and readers:
+                return None
+            writes += is_inplace(node)
+            family.append(node)
+        else:
+            readers = True
+    return family if writes else None
+
+
+def _fold_(module: fx.GraphModule, family: list[Node]) -> None:
+    values: dict[Node, Any] = {}
+    made = family[0]
+    for node in family:
+        if node is made and node.args and isinstance(node.args[0], fx.Node):
+            like = node.args[0].meta["val"]
+            values[node.args[0]] = torch.empty(0, dtype=like.dtype, device=like.device)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda parent: values[parent])
+        values[node] = node.target(*args, **kwargs)
+    name = f"_written_{made.name}"
+    module.register_buffer(name, values[made], persistent=False)
+    with module.graph.inserting_before(made):
+        constant = module.graph.get_attr(name)
+    constant.meta = dict(made.meta)
+    made.replace_all_uses_with(constant)
+    for node in reversed(family):
+        if is_inplace(node):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.graph.erase_node(made)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from onnxscript.rewriter import _rewrite_rule
 from torch.onnx._internal.exporter import _registration
 
 from compresskit.export.exporter_tables import quick_exporter
@@ -30,6 +32,27 @@ def test_translations_are_built_once_and_given_as_copies(monkeypatch) -> None:
     with quick_exporter():
         REGISTRY().from_torchlib(opset_version=23)
     assert calls == [20, 23]
+
+
+def test_rules_are_tried_only_at_the_operator_that_they_end_in(monkeypatch) -> None:
+    tried: list[tuple[str, str]] = []
+    plain = _rewrite_rule.RewriteRule.try_rewrite
+
+    def noted(rule, model, graph, node, **settings):
+        tried.append((rule._target_pattern.output_nodes[0].op_type, node.op_type))
+        return plain(rule, model, graph, node, **settings)
+
+    monkeypatch.setattr(_rewrite_rule.RewriteRule, "try_rewrite", noted)
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x * 1.0) + 2
+
+    with quick_exporter():
+        program = torch.onnx.export(Scaled().eval(), (torch.randn(2, 3),), dynamo=True, verbose=False)
+    assert tried
+    assert not {(pattern, operator) for pattern, operator in tried if pattern != operator}
+    assert "Mul" not in {node.op_type for node in program.model.graph}, "a rule that fits is applied"
 
 
 def test_torch_is_as_it_was_after_a_failure() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import ModelError
-from compresskit.graph.capture import capture
+from compresskit.graph.capture import capture, check_runs
 
 
 def test_any_number_of_inputs() -> None:
@@ -90,6 +90,26 @@ def test_a_submodule_is_captured_with_the_inputs_it_receives() -> None:
 def test_an_example_that_does_not_run_is_refused() -> None:
     with pytest.raises(ModelError, match=r"Chain does not run on the example \(inputs of shape \[\(2, 5\)\]\)"):
         capture(networks.Chain(), (torch.randn(2, 5),))
+
+
+class Rows(nn.Module):
+    """Notes the number of rows of every call, and takes `only` rows where it is given."""
+
+    def __init__(self, only: int | None = None) -> None:
+        super().__init__()
+        self.only, self.seen = only, []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        return x + y if self.only is None else (x + y).reshape(self.only, -1)
+
+
+def test_two_rows_are_enough_to_see_that_a_model_runs() -> None:
+    x = torch.randn(8, 3)
+    for only, other, seen in ((None, x, [2]), (8, x, [2, 8]), (None, x[:1], [8])):
+        model = Rows(only)
+        check_runs(model, (x, other))
+        assert model.seen == seen, "inputs of eight rows each; a model of eight rows; inputs that do not share their rows"
 
 
 def test_a_script_module_is_refused() -> None:

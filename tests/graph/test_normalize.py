@@ -1,0 +1,93 @@
+"""Writes into views: numbers written into a mask become a constant, everything else keeps what eager mode computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compresskit.graph.capture import capture
+from compresskit.graph.normalize import is_inplace
+
+
+class MaskInPieces(nn.Module):
+    """A mask made by writes of numbers into views, as shifted windows do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.new_zeros(4, 4)
+        mask[:2, 1:] = 3
+        mask[1].mul_(2)
+        row = mask[0]
+        mask[0].add_(1)
+        return x @ mask + row
+
+
+class WholeMaskWrittenThroughItsPart(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(4, 4)
+        mask[1:] = 2
+        upper, _ = mask.split(2)
+        upper.add_(3)
+        return x @ mask
+
+
+class ReadBetweenTwoWrites(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(4, 4)
+        mask[0] = 1
+        first = x @ mask
+        mask[1:] = 2
+        return first + x @ mask
+
+
+class WrittenWithAValue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(4, 4)
+        mask[1:] = x.mean()
+        return x @ mask
+
+
+class MaskOfTheBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[0], 4)
+        mask[:, 1] = 1
+        return x + mask
+
+
+class HalfOfAValue(nn.Module):
+    """The chunk is a view, so the write changes `y`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        half, _ = y.chunk(2, 1)
+        half.add_(1)
+        return y * 2
+
+
+class TheOtherHalf(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        half, other = y.split(2, 1)
+        half += 1
+        return y * 2 + torch.cat([other, other], 1)
+
+
+MODELS = [MaskInPieces, WholeMaskWrittenThroughItsPart, ReadBetweenTwoWrites, WrittenWithAValue, MaskOfTheBatch]
+
+
+@pytest.mark.parametrize("kind", [*MODELS, HalfOfAValue, TheOtherHalf])
+def test_a_graph_computes_what_its_model_writes(kind: type[nn.Module]) -> None:
+    model = kind()
+    captured = capture(model, (torch.randn(3, 4),))
+    assert not any(map(is_inplace, captured.module.graph.nodes))
+    for rows in (1, 5):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(captured.module(x), model(x), rtol=0, atol=0)
+
+
+def test_a_mask_written_in_pieces_is_one_constant() -> None:
+    captured = capture(MaskInPieces(), (torch.randn(3, 4),))
+    targets = [str(node.target) for node in captured.module.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.select.int", "aten.matmul.default", "aten.add.Tensor"]
+    (constant,) = captured.module.buffers()
+    assert constant.tolist() == [[1, 4, 4, 4], [0, 6, 6, 6], [0] * 4, [0] * 4]
