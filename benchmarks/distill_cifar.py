@@ -50,7 +50,7 @@ class Views(Images):
         return self.flipped[index], self.corners[:, index]
 
 
-def objective(arm: str, cached: kd.Cached, beta: float) -> ck.Objective | None:
+def objective(arm: str, cached: kd.Cached | kd.Teacher, beta: float) -> ck.Objective | None:
     """The objective of an arm; the weights are those of the papers (1503.02531 as RepDistiller has it, 2203.08679)."""
     if arm == "alone":
         return None
@@ -59,7 +59,9 @@ def objective(arm: str, cached: kd.Cached, beta: float) -> ck.Objective | None:
     return kd.imitate(cached, loss=partial(kd.losses.dkd, alpha=1.0, beta=beta, temperature=4.0), weight=1.0, task_weight=1.0)
 
 
-def train(arm: str, seed: int, cached: kd.Cached, task: ck.Task, args: argparse.Namespace) -> dict[str, float | int | str]:
+def train(
+    arm: str, seed: int, cached: kd.Cached | kd.Teacher, task: ck.Task, args: argparse.Namespace
+) -> dict[str, float | int | str]:
     """One run: test accuracy after the last epoch."""
     torch.manual_seed(seed)
     assert isinstance(task.train, Views)

@@ -2,6 +2,7 @@
 
     python benchmarks/quantize_zoo.py --folder /tmp/zoo              build, compare and time everything
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --latency    time the files of that folder again, on a quiet machine
+    python benchmarks/quantize_zoo.py --folder /tmp/zoo --measured   ours placed by measurement for two threads, timed there
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --nncf       NNCF's ONNX backend (`pip install nncf`) against both
 
 onnxruntime: pre-processed, per channel, uint8 activations; for transformers Conv, Gemm and MatMul only, which is best there.
@@ -9,7 +10,7 @@ Ours: no option set. Both calibrate on the same 8 inputs. Latency: the three fil
 fp32 file, for batch 1 and 32 on one thread and batch 1 on two. SQNR: of the outputs, against fp32, in dB. The weights are random,
 the BatchNorm statistics those of random images: such networks amplify noise with depth, so SQNR compares the rows of one network
 and does not carry over to trained ones. NNCF: its defaults, `model_type=TRANSFORMER` for those, timed at batch 1 in turn with
-fp32 and ours.
+fp32 and ours. Seconds: quantizing and exporting, in a process that has done both before.
 
 Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that are in the file are kept.
 """
@@ -166,11 +167,22 @@ def times(name: str, folder: Path, seconds: float) -> dict[str, Any]:
     }
 
 
+def measured(name: str, folder: Path, samples: int, seconds: float) -> dict[str, Any]:
+    """Milliseconds on two threads of the fp32 file, of ours, of onnxruntime's, and of ours placed by measurement there."""
+    x, files, file = example(name, samples), files_of(name, folder), folder / f"{name}.measured.onnx"
+    begin = time.perf_counter()
+    deployment = ck.quant.targets.Deployment(threads=2)
+    quantized = ck.quant.quantize_static(network(name, x), [(x,)], choose="measure", deployment=deployment)
+    ck.export_onnx(quantized, file, (x,))
+    took = time.perf_counter() - begin
+    return {"ms": latency([*files, file], (x[:1],), threads=2, seconds=seconds), "seconds": took}
+
+
 def write(rows: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "torchvision": torchvision.__version__, "onnxruntime": onnxruntime.__version__}
     (HERE / "quantize_zoo.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
     head = "network, fp32 ms, ours, onnxruntime, NNCF (ours beside it), 2 threads, batch 32, our dB, onnxruntime dB, NNCF dB"
-    head += ", MB of each, integer MACs, verified"
+    head += ", MB of each, integer MACs, verified, our seconds (onnxruntime)"
     lines = [f"| {head.replace(', ', ' | ')} |", f"|{'---|' * len(head.split(', '))}"]
     for name, row in rows.items():
         both = [" / ".join(f"{ms / row[kind][0]:.3f}" for ms in row[kind][1:]) for kind in ("ms_2_threads", "ms_batch_32")]
@@ -182,7 +194,7 @@ def write(rows: dict[str, Any]) -> None:
         lines.append(
             f"| {name} | {fp32:.2f} | {ours / fp32:.3f} | {theirs / fp32:.3f} | {beside} | {' | '.join(both)}"
             f" | {row['ours_db']:.1f} | {row['ort_db']:.1f} | {db} | {sizes} | {row['integer_macs']:.1%}"
-            f" | {'yes' if row['verified'] else 'no'} |"
+            f" | {'yes' if row['verified'] else 'no'} | {row['seconds']:.1f} ({row['ort_seconds']:.1f}) |"
         )
     said = []
     for kind, label in (("ms", "batch 1"), ("ms_2_threads", "batch 1 on two threads"), ("ms_batch_32", "batch 32")):
@@ -193,6 +205,12 @@ def write(rows: dict[str, Any]) -> None:
     if pairs:
         ratios = torch.tensor([ours / theirs for _, ours, theirs in pairs])
         lines.append(f"Ours / NNCF, over {len(pairs)} networks: {ratios.log().mean().exp():.3f} (largest {ratios.max():.3f}).")
+    for name, found in ((name, row["measured"]) for name, row in rows.items() if "measured" in row):
+        fp32, ours, theirs, placed = found["ms"]
+        lines.append(
+            f'{name} with `choose="measure", deployment=Deployment(threads=2)` ({found["seconds"]:.0f} s), on two threads:'
+            f" {placed / fp32:.3f} of fp32 ({fp32:.2f} ms), by rules {ours / fp32:.3f}, onnxruntime {theirs / fp32:.3f}."
+        )
     (HERE / "quantize_zoo.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
@@ -203,6 +221,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the files are kept")
     parser.add_argument("--latency", action="store_true", help="only time files that are there")
     parser.add_argument("--build", action="store_true", help="only build and compare")
+    parser.add_argument("--measured", action="store_true", help="only ours placed by measurement for two threads")
     parser.add_argument("--nncf", action="store_true", help="only build and time NNCF's files, beside those that are there")
     parser.add_argument("--samples", type=int, default=8, help="calibration images, which are also those of the SQNR")
     parser.add_argument("--seconds", type=float, default=4, help="timing of each file")
@@ -216,9 +235,11 @@ def main() -> None:
         if args.nncf:
             found = against_nncf(name, args.folder, args.samples, 0 if args.build else args.seconds)
             row["nncf"] = row.get("nncf", {}) | found
+        elif args.measured:
+            row["measured"] = measured(name, args.folder, args.samples, args.seconds)
         elif not args.latency:
             row |= build(name, args.folder, args.samples)
-        if not args.build and not args.nncf:
+        if not (args.build or args.nncf or args.measured):
             row |= times(name, args.folder, args.seconds)
         path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         print(name, row, flush=True)

@@ -9,6 +9,7 @@ training it is used as it is, elsewhere it is replaced by a loader of all sample
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError, TrainingError
 
 Made = TypeVar("Made")
+
+log = logging.getLogger(__name__)
 
 
 def world_size() -> int:
@@ -58,9 +61,35 @@ def process_group(device: torch.device | str) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=count)
     try:
+        _warn_of_unequal_machines(torch.device(device))
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What this process computes with."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "instructions": None if cuda else torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
+
+
+def _warn_of_unequal_machines(device: torch.device) -> None:
+    """Say in rank 0's log in what the machines of the processes differ: the training goes on, as fast as the slowest of them."""
+    machines: list[Any] = [None] * world_size()
+    dist.all_gather_object(machines, _machine(device))
+    differ = [name for name, value in machines[0].items() if any(machine[name] != value for machine in machines)]
+    if differ and rank() == 0:
+        said = "; ".join(f"{name} {', '.join(str(machine[name]) for machine in machines)}" for name in differ)
+        log.warning(
+            "The processes are on unequal machines (rank 0, 1, ...: %s). Every step waits for the slowest; give each process as"
+            " many cores, or leave the slow one out. Times are measured on rank 0.",
+            said,
+        )
 
 
 def on_rank_zero(make: Callable[[], Made]) -> Made:

@@ -153,12 +153,9 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def first_rows(inputs: Inputs, count: int) -> Inputs:
-    """Return the inputs with the first `count` rows of every tensor."""
-
-    def rows(value: Any) -> Any:
-        return value[:count] if isinstance(value, Tensor) and value.ndim else value
-
-    return {k: rows(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(rows(v) for v in inputs)
+    """Return the inputs with the first `count` rows of every tensor, also of those in lists, tuples and dicts."""
+    found: Inputs = pytree.tree_map(lambda value: value[:count] if isinstance(value, Tensor) and value.ndim else value, inputs)
+    return found
 
 
 def shapes_of(inputs: Any) -> list[tuple[int, ...]]:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
-from compresskit.base.task import Inputs, call, shapes_of
+from compresskit.base.task import Inputs, call, first_rows, shapes_of
 from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import (
     inline_blocks_,
@@ -137,8 +137,8 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
     try:
         with torch.no_grad(), mode(model, training=False):
             with contextlib.suppress(Exception):
-                if (few := _first_rows(example)) is not None:
-                    call(model, few)
+                if _share_rows(example):
+                    call(model, first_rows(example, 2))
                     return
             call(model, example)
     except Exception as error:
@@ -148,14 +148,10 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
         ) from error
 
 
-def _first_rows(example: Inputs) -> Inputs | None:
-    """The first two rows of inputs that all have the same number of rows, more than two; else None."""
-    leaves, structure = pytree.tree_flatten(example)
-    rows = {len(value) if isinstance(value, Tensor) and value.ndim else 0 for value in leaves}
-    if len(rows) != 1 or min(rows) <= 2:
-        return None
-    few: Inputs = pytree.tree_unflatten([value[:2] for value in leaves], structure)
-    return few
+def _share_rows(example: Inputs) -> bool:
+    """Whether the inputs are tensors that all have the same number of rows, more than two."""
+    rows = {len(value) if isinstance(value, Tensor) and value.ndim else 0 for value in pytree.tree_leaves(example)}
+    return len(rows) == 1 and min(rows) > 2
 
 
 def _other_dtypes(example: Inputs) -> str:

@@ -29,6 +29,24 @@ def test_parts_of_a_batch_weigh_what_they_hold(monkeypatch) -> None:
     assert distributed.shard_batch((x, y), loader) == ((x, y), 1.0)
 
 
+def test_unequal_machines_are_named_once(monkeypatch, caplog) -> None:
+    own = distributed._machine(torch.device("cpu"))
+    other = own | {"cores": own["cores"] + 2, "torch": "2.11.0"}
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for number, machines in ((0, [own, own]), (1, [own, other]), (0, [own, other])):
+
+        def gather(into, mine, machines=machines) -> None:
+            assert mine == own
+            into[:] = machines
+
+        monkeypatch.setattr(distributed.dist, "all_gather_object", gather)
+        monkeypatch.setattr(distributed, "rank", lambda number=number: number)
+        distributed._warn_of_unequal_machines(torch.device("cpu"))
+    (record,) = caplog.records
+    assert f"cores {own['cores']}, {other['cores']}; torch {torch.__version__}, 2.11.0" in record.getMessage()
+    assert "Every step waits for the slowest" in record.getMessage()
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_sharded_loader_is_read_whole_outside_of_training(shuffle, monkeypatch) -> None:
     monkeypatch.setattr(distributed, "world_size", lambda: 2)

@@ -9,7 +9,9 @@ sample that was not cached raises an error instead of getting the predictions of
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,6 +30,8 @@ from compresskit.base.task import Inputs, Task, batch_size
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.top_k import TopK, top_k
 from compresskit.distill.models.teacher import Teacher, TeacherOutputs
+
+log = logging.getLogger(__name__)
 
 INFO = "cache.json"
 STORED = {torch.float16: np.float16, torch.float32: np.float32}
@@ -130,10 +134,12 @@ def cache(
     temperature: float = 4.0,
     dtype: torch.dtype = torch.float16,
     views: int = 1,
-) -> Cached:
+) -> Cached | Teacher:
     """Run a teacher once over the training data and keep its predictions in a folder: `imitate(cache(teacher, task, folder))`.
 
     An existing cache of the same teacher and settings is used again, after a look at whether it answers the first batch alike.
+    Where the predictions do not fit the disk, a line of the log says so and the teacher itself is returned, which computes them
+    in every step: the same training, slower.
 
     Args:
         teacher: a trained model in eval mode, or a `Teacher`.
@@ -168,16 +174,8 @@ def cache(
     }
     if (folder / INFO).exists():
         _check_same(folder, record)
-    else:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            _fill(part, source, task, record, STORED[dtype], views)
-            part.rename(folder)  # a whole cache, or none
-        except OSError as error:
-            raise CheckpointError(f"{folder}: the cache cannot be put there ({error}); name a folder that is empty") from None
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    elif not _write_whole(folder, source, task, record, views):
+        return source
     cached = Cached(folder)
     _check_answers(cached, source, task)
     return cached
@@ -212,11 +210,40 @@ def _check_same(folder: Path, record: dict[str, Any]) -> None:
             raise CheckpointError(f"cache {folder}: it {what}; delete it, or name another folder")
 
 
+def _write_whole(folder: Path, source: Teacher, task: Task, record: dict[str, Any], views: int) -> bool:
+    """Write a whole cache, or none; False where the disk has no room for it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        _fill(part, source, task, record, np.dtype(record["dtype"]), views)
+        part.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(f"{folder}: the cache cannot be put there ({error}); name a folder that is empty") from None
+        log.warning(
+            "cache %s: %s; the teacher computes its predictions in every step instead. Keep fewer (top=...), or name a folder on"
+            " another disk.",
+            folder,
+            error.strerror,
+        )
+        return False
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return True
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"about {needed / 1e9:.2g} GB are needed on the disk, {free / 1e9:.2g} GB are free")
+
+
 def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], kind: Any, views: int) -> None:
     seen: set[bytes] = set()
     shape: tuple[int, ...] | None = None
     names = ("keys", "values", *(("index", "rest") if record["top"] else ()))
     files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+    batches, room_checked = task.known_length("train") or 1, False
     try:
         for batch in (batch for _ in range(views) for batch in task.batches("train")):
             inputs = task.inputs(batch)
@@ -236,6 +263,9 @@ def _fill(folder: Path, teacher: Teacher, task: Task, record: dict[str, Any], ki
                 files["rest"].write(kept.rest.numpy().astype(np.float32).tobytes())
             files["keys"].write(keys[fresh].tobytes())
             files["values"].write(values.clamp(min=float(np.finfo(kind).min)).numpy().astype(kind).tobytes())
+            if not room_checked:
+                _check_room(folder, sum(file.tell() for file in files.values()) * batches * views)
+                room_checked = True
     finally:
         for file in files.values():
             file.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from functools import partial
 
 import networks
@@ -154,6 +155,23 @@ def test_caches_and_settings_that_do_not_fit_are_refused(tmp_path) -> None:
             ck.imitate(top, **settings).bind(student, task)
     with pytest.raises(DataError, match=r"top_k_soft_targets: student has shape \(2, 5\), the teacher \(2, 6\)"):
         kd.losses.top_k_soft_targets(torch.zeros(2, 5), kd.losses.top_k.top_k(torch.zeros(2, 6), 2))
+
+
+def test_a_cache_that_does_not_fit_the_disk_leaves_the_teacher(tmp_path, monkeypatch, caplog) -> None:
+    task, teacher = images_task(ck), build(networks.Residual)
+    whole = cache(teacher, task, tmp_path / "whole", dtype=torch.float32)
+    size = sum(path.stat().st_size for path in (tmp_path / "whole").glob("*.bin"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size - 1))
+    source = cache(teacher, task, tmp_path / "c", dtype=torch.float32)
+    assert "GB are needed on the disk" in caplog.text
+    assert "the teacher computes its predictions in every step instead" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"], "nothing half-written stays"
+    student = build(networks.Residual)
+    losses = [ck.imitate(made).bind(student, task)(student, next(iter(task.train))) for made in (whole, source)]
+    torch.testing.assert_close(losses[0], losses[1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size))
+    assert isinstance(cache(teacher, task, tmp_path / "c", dtype=torch.float32), Cached)
 
 
 def test_missing_and_damaged_caches_are_refused(tmp_path) -> None:
