@@ -6,7 +6,8 @@ Every arm starts from the same checkpoint, sees the same images for four epochs 
 bf16) and ends in an int8 file. `by hand`: Torch-Pruning cuts half of the MACs (L2 norms of groups, global), cross-entropy for
 four epochs, then onnxruntime's quantizer, per channel, on 512 images. The others are recipes of this library, whose training
 imitates the network as it was. Top-1 is that of the executed file on the 10,000 test images, after the last epoch. Latency: one
-image, one thread, all files in turn, as ratios to the fp32 file of the checkpoint. Minutes: of the arm, on `--threads` cores.
+image, one thread, all files in turn, as ratios to the fp32 file of the checkpoint. Minutes: of the arm, on `--threads` cores,
+rough where the machine does other work.
 
 Arms and seeds that are in `chain_cifar.json` are kept. Writes it and `chain_cifar.md` beside this file, but not with `--limit`.
 """
