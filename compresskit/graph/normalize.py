@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -177,21 +177,48 @@ def fold_written_constants_(module: fx.GraphModule) -> None:
 
     A mask is made so (`mask = x.new_zeros(h, w); mask[:3] = 1`). Writes into views would need torch's functionalization.
     """
+    numbers = _written_numbers(module)
     for node in list(module.graph.nodes):
         if node.target in MADE_OF_NUMBERS and all(isinstance(size, int) for size in node.meta["val"].shape):
-            family = _written_family(node)
+            family = _written_family(node, numbers)
             if family is not None:
-                _fold_(module, family)
+                _fold_(module, family, numbers)
+    _drop_unread_(module, numbers)
     module.recompile()
 
 
-def _written_family(made: Node) -> list[Node] | None:
+def _written_numbers(module: fx.GraphModule) -> dict[Node, torch.Tensor]:
+    """Numbers in the code that torch before 2.15 keeps as tensors, `mask[:3] = 1` as `fill_(mask[:3], tensor(1))`, and copies."""
+    state, numbers = module.state_dict(keep_vars=True), dict[Node, torch.Tensor]()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target not in state:
+            value = operator.attrgetter(node.target)(module)
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                numbers[node] = value
+        elif node.target is aten.lift_fresh_copy.default and node.args[0] in numbers:
+            numbers[node] = numbers[node.args[0]]
+    return numbers
+
+
+def _drop_unread_(module: fx.GraphModule, numbers: Mapping[Node, torch.Tensor]) -> None:
+    """Take numbers that no node reads any more out of the graph and the module."""
+    for node in reversed(list(numbers)):
+        if not node.users:
+            module.graph.erase_node(node)
+    read = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    for name in {node.target for node in numbers if node.op == "get_attr"} - read:
+        holder, _, leaf = name.rpartition(".")
+        delattr(module.get_submodule(holder), leaf)
+
+
+def _written_family(made: Node, numbers: Mapping[Node, torch.Tensor]) -> list[Node] | None:
     """The node, its views and the writes into them, in order; None where a write is not of numbers, or one follows a reader."""
     family, writes, readers = [made], 0, False
     for node in made.graph.nodes:
         if node is made or not any(parent in family for parent in node.all_input_nodes):
             continue
-        if node.op == "call_function" and node.all_input_nodes == [node.args[0]] and (is_inplace(node) or _returns_alias(node)):
+        tensors = [parent for parent in node.all_input_nodes if parent not in numbers]
+        if node.op == "call_function" and tensors == [node.args[0]] and (is_inplace(node) or _returns_alias(node)):
             if is_inplace(node) and readers:
                 return None
             writes += is_inplace(node)
@@ -201,8 +228,8 @@ def _written_family(made: Node) -> list[Node] | None:
     return family if writes else None
 
 
-def _fold_(module: fx.GraphModule, family: list[Node]) -> None:
-    values: dict[Node, Any] = {}
+def _fold_(module: fx.GraphModule, family: list[Node], numbers: Mapping[Node, torch.Tensor]) -> None:
+    values: dict[Node, Any] = dict(numbers)
     made = family[0]
     for node in family:
         if node is made and node.args and isinstance(node.args[0], fx.Node):

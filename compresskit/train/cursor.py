@@ -144,10 +144,29 @@ class DataCursor:
         self.epoch, self.batch, self._resume_state = state["epoch"], state["batch"], state
 
 
+@contextmanager
+def naming_dead_workers(where: str) -> Iterator[None]:
+    """Raise `DataError`, which begins with `where`, for the death of a loader's worker that the cleanup of a training notices."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_if_worker_died(error, where)
+        raise
+
+
 def raise_if_worker_died(error: BaseException, where: str) -> None:
-    """Raise `DataError` if a worker process of a loader died; torch raises that error in whatever code runs at the time."""
-    if "DataLoader worker" in str(error):
-        raise _loader_error(where, "the training loader", error) from error
+    """Raise `DataError` if a worker process of a loader died; torch raises that error in whatever code runs at the time.
+
+    That code may be what cleans up after the death was noticed at a batch: then the error that names the batch is raised.
+    """
+    if "DataLoader worker" not in str(error):
+        return
+    before: BaseException | None = error
+    while before is not None:
+        if isinstance(before, DataError):
+            raise before from error
+        before = before.__context__
+    raise _loader_error(where, "the training loader", error) from error
 
 
 def _loader_error(where: str, name: str, error: BaseException) -> DataError:

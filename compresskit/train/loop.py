@@ -101,6 +101,9 @@ class TrainingLoop:
                         break
                     self._epoch(epoch, bar)
             self._close_epoch(bar)  # of a training that was over when it was interrupted
+        except RuntimeError as error:
+            raise_if_worker_died(error, f"epoch {self.cursor.epoch}, batch {self.cursor.batch}")
+            raise
         finally:
             torch.set_rng_state(self.cursor.stream)
             if training is not None:
@@ -199,7 +202,6 @@ class TrainingLoop:
         try:
             self.run.step()
         except (RuntimeError, MemoryError) as error:
-            raise_if_worker_died(error, where)
             if is_out_of_memory(error):
                 raise TrainingError(f"{where}: the optimizer's step ran out of memory; {LESS_MEMORY}") from error
             raise

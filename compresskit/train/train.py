@@ -32,6 +32,7 @@ from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.mixed.formats.levels import require_policy
 from compresskit.train.callbacks import Callbacks, as_callbacks
+from compresskit.train.cursor import naming_dead_workers
 from compresskit.train.learning_rates import LearningRates
 from compresskit.train.length import Length
 from compresskit.train.loop import Hook, TrainingLoop, TrainingResult, align_processes_
@@ -179,8 +180,7 @@ def fit_(
         settings: of the training.
         objective: is minimised in place of `settings.objective`.
         after_step: called as `hook(step, steps)` after every optimizer step.
-        setup: called as `setup(run, steps)` before the first step; the function that it returns is called
-            after the last step.
+        setup: called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
         resumables: objects that change during the training and whose state belongs into the checkpoints.
         label: name of the progress bar and of the checkpoints.
 
@@ -198,17 +198,18 @@ def fit_(
     if training is not None and (finished := training.finished()) is not None:
         result.restore_(finished)
         return model.eval()
-    _train_(
-        model,
-        task,
-        settings,
-        objective=bind_objective(objective or settings.objective, model, task),
-        after_step=after_step,
-        setup=setup,
-        resumables=resumables,
-        training=training,
-        label=label,
-    )
+    with naming_dead_workers(label):
+        _train_(
+            model,
+            task,
+            settings,
+            objective=bind_objective(objective or settings.objective, model, task),
+            after_step=after_step,
+            setup=setup,
+            resumables=resumables,
+            training=training,
+            label=label,
+        )
     _check_finite(model)
     if training is not None:
         training.save(result.state(), "end")

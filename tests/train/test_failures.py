@@ -75,6 +75,26 @@ def test_a_killed_worker_of_the_loader_names_the_batch() -> None:
     assert re.search(said, done.stdout, re.S), done.stdout + done.stderr[-2000:]
 
 
+def dies(*_, **__):
+    raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_death_that_torch_raises_in_the_cleanup_names_what_is_known(monkeypatch, before) -> None:
+    # torch's signal handler interrupts any line: that which cleans up after the loader's error was the unlucky one.
+    monkeypatch.setattr(ck.mixed.Run, "finish", dies)
+    loader = DataLoader(Fragile(missing), 4) if before else task().train
+    where = "epoch 1, batch 4" if before else "train"
+    with pytest.raises(DataError, match=f"^{where}: the training loader gives no batch: .*num_workers=0"):
+        fit(ck.Task(train=loader, val=task().val))
+
+
+def test_a_death_that_torch_raises_between_two_steps_names_the_batch(monkeypatch) -> None:
+    monkeypatch.setattr("compresskit.train.history.History.add_loss", dies)
+    with pytest.raises(DataError, match="^epoch 1, batch 1: the training loader gives no batch: .*num_workers=0"):
+        fit(task())
+
+
 class Changing(list):
     def __len__(self):
         return 4
