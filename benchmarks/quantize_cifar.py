@@ -13,6 +13,7 @@ latency  ratio to fp32, one thread, all files measured in turn; and the training
          BatchNorm not folded), rounding on as a ratio to rounding off.
 qat      2 epochs of SGD (rate 0.01, cosine, batch 128, crops and flips) for the float model with its loss and for `QAT` with
          its defaults; with ranges and BatchNorm statistics frozen earlier or later and gradients clipped to 1; other objectives.
+         A seed is that of the order and the crops of the images, and of the calibration images.
 
 Writes `quantize_cifar.json` and `.md` beside this file; figures that are not measured again are kept.
 """
@@ -25,6 +26,7 @@ import json
 import logging
 import multiprocessing
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -196,7 +198,6 @@ def training(
 ) -> None:
     pixels, labels = (v[: args.limit] for v in data["train"])
     train = Images(pixels, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
-    task = ck.Task(train=train, val=test, calibration=[(x, None) for x in draw(data["train"][0], 0)])
     settings: dict[str, Any] = {
         "epochs": args.epochs,
         "optimizer": partial(torch.optim.SGD, lr=args.rate, momentum=0.9, weight_decay=1e-4),
@@ -217,14 +218,21 @@ def training(
     for name, how in arms.items():
         if args.arms and name not in args.arms:
             continue
-        torch.manual_seed(0)
+        row: dict[str, Any] = {
+            "epochs": args.epochs,
+            "rate": args.rate,
+            "bf16": args.bf16,
+            "images": len(train.images),
+            "top1": [],
+        }
         begin = time.perf_counter()
-        result = how(copy.deepcopy(model), task)
-        path = ck.export_onnx(result, folder / "trained.onnx", X)
-        outputs = executed(path, test)
-        top1 = 100 * (outputs.argmax(1) == test.labels).double().mean().item()
-        row = {"epochs": args.epochs, "rate": args.rate, "bf16": args.bf16, "images": len(train.images)}
-        keep({name: row | {"top1": top1, "seconds": time.perf_counter() - begin}})
+        for seed in range(args.seeds):
+            task = ck.Task(train=train, val=test, calibration=[(x, None) for x in draw(data["train"][0], seed)])
+            torch.manual_seed(seed)
+            path = ck.export_onnx(how(copy.deepcopy(model), task), folder / "trained.onnx", X)
+            row["top1"].append(100 * (executed(path, test).argmax(1) == test.labels).double().mean().item())
+            print(name, seed, row["top1"][-1], flush=True)
+        keep({name: row | {"seconds": (time.perf_counter() - begin) / args.seeds}})
 
 
 def mean(rows: list[dict[str, float]], name: str) -> float:
@@ -264,7 +272,8 @@ def table(result: dict[str, Any]) -> str:
     for name, rows in result.get("qat", {}).items():
         for arm, row in rows.items():
             how = f"{row['epochs']} x {row['images']} images{', bf16' if row['bf16'] else ''}"
-            lines.append(f"| {name} | {arm} | {how} | {row['top1']:.2f} | {row['seconds'] / 60:.0f} |")
+            each = " / ".join(f"{top1:.2f}" for top1 in row["top1"])
+            lines.append(f"| {name} | {arm} | {how} | {statistics.mean(row['top1']):.2f} ({each}) | {row['seconds'] / 60:.0f} |")
     lines += ["", f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}."]
     return "\n".join(lines) + "\n"
 
@@ -285,6 +294,7 @@ def main() -> None:
     parser.add_argument("--latency", action="store_true", help="only time the files")
     parser.add_argument("--qat", action="store_true", help="only train")
     parser.add_argument("--arms", nargs="*", default=(), help="only these rows of --qat")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each row of --qat")
     parser.add_argument("--draws", type=int, default=3, help="calibration draws")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rate", type=float, default=0.01)

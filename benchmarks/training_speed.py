@@ -2,7 +2,8 @@
 
 Writes `training_speed.json` and `training_speed.md` beside this file. The steps of a group are taken in turn in one process, and
 compared by CPU time, because others may use the machine: a ratio is the median over the rounds, each of which compares steps
-that were taken one right after the other. `kept` is what autograd keeps for the backward pass, parameters and buffers left out.
+that were taken one right after the other. `kept` is what autograd keeps for the backward pass, parameters and buffers left out;
+`peak` is the most that all tensors take at once in a step. `compiled`: the float model, as by `Train(compile=True)`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path.insert(0, str(HERE.parent / "recipes"))
 from vision import CifarResNet  # noqa: E402
 
 import compresskit as ck  # noqa: E402
+from compresskit.mixed.memory import StorageTracker  # noqa: E402
 from compresskit.quant import prepare_qat  # noqa: E402
 
 POLICIES = (ck.mixed.MASTER_BF16, ck.mixed.SPLIT_BF16, ck.mixed.KAHAN_BF16, ck.mixed.SR_BF16)
@@ -48,14 +50,18 @@ def in_turn(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
     return found
 
 
-def rows_of(group: str, found: dict[str, list[float]], kept: dict[str, int]) -> list[dict[str, Any]]:
+def rows_of(
+    group: str, found: dict[str, list[float]], kept: dict[str, int] | None = None, peak: dict[str, int] | None = None
+) -> list[dict[str, Any]]:
     """One row for each step; the first is what the others are compared with."""
     first = next(iter(found))
     rows = []
     for name, seconds in found.items():
         ratios = [mine / other for mine, other in zip(seconds, found[first], strict=True)]
         row = {"group": group, "step": name, "ms": 1000 * statistics.median(seconds), "ratio": statistics.median(ratios)}
-        rows.append(row | {"kept": kept[name] / kept[first] if kept else None})
+        for kind, bytes_of in (("kept", kept), ("peak", peak)):
+            row[kind] = bytes_of[name] / bytes_of[first] if bytes_of and name in bytes_of else None
+        rows.append(row)
     return rows
 
 
@@ -76,8 +82,17 @@ def kept_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
-def qat(name: str, model: nn.Module, x: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """A float step, and QAT with ranges that follow and that are held."""
+def peak_bytes(step: Callable[[], float], model: nn.Module) -> int:
+    """Bytes that all tensors take at the highest point of a step, the second of its kind."""
+    with StorageTracker() as tracker:
+        for value in [*model.parameters(), *model.buffers()]:
+            tracker.add_(value)
+        step()
+    return tracker.peak
+
+
+def qat(name: str, model: nn.Module, x: Tensor, rounds: int, *, compiled: bool) -> list[dict[str, Any]]:
+    """A float step, QAT with ranges that follow and that are held, and the float step compiled."""
     y = torch.arange(len(x)) % 10
     with torch.no_grad():
         for _ in range(3):  # statistics of this network
@@ -100,7 +115,15 @@ def qat(name: str, model: nn.Module, x: Tensor, rounds: int) -> list[dict[str, A
 
         return step
 
-    return rows_of(name, in_turn({kind: stepper(each) for kind, each in models.items()}, rounds), kept)
+    steps = {kind: stepper(each) for kind, each in models.items()}
+    for step in steps.values():
+        step()
+    peak = {kind: peak_bytes(step, models[kind]) for kind, step in steps.items()}
+    if compiled:
+        other = copy.deepcopy(model)
+        other.compile(dynamic=False)
+        steps["float, compiled"] = stepper(other)
+    return rows_of(name, in_turn(steps, rounds), kept, peak)
 
 
 def masters(width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
@@ -124,7 +147,7 @@ def masters(width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
         return step
 
     steps = {"AdamW of torch": stepper(ck.mixed.FP32)} | {policy.name: stepper(policy) for policy in POLICIES}
-    return rows_of(f"step of {layers} x {width} x {width} weights", in_turn(steps, rounds), {})
+    return rows_of(f"step of {layers} x {width} x {width} weights", in_turn(steps, rounds))
 
 
 def taught(depth: int, size: int, rounds: int) -> list[dict[str, Any]]:
@@ -159,7 +182,6 @@ def taught(depth: int, size: int, rounds: int) -> list[dict[str, Any]]:
     rows = rows_of(
         f"ResNet-20 under a ResNet-{depth}, AMP_BF16, batch {size}",
         in_turn({kind: stepper(objective) for kind, objective in kinds.items()}, rounds),
-        {},
     )
     folder.cleanup()
     return rows
@@ -176,16 +198,16 @@ def main() -> None:
     load = os.getloadavg()[0]
     size = args.batch_size
     rows = masters(512, 10, 2 * args.rounds)
-    rows += qat(f"ResNet-20, batch {size}", CifarResNet(20), torch.randn(size, 3, 32, 32), args.rounds)
+    rows += qat(f"ResNet-20, batch {size}", CifarResNet(20), torch.randn(size, 3, 32, 32), args.rounds, compiled=True)
     pictures = torch.randn(size // 4, 3, 64, 64)
-    rows += qat(f"MobileNetV2 at 64 px, batch {size // 4}", mobilenet_v2(num_classes=10), pictures, args.rounds)
+    rows += qat(f"MobileNetV2 at 64 px, batch {size // 4}", mobilenet_v2(num_classes=10), pictures, args.rounds, compiled=False)
     rows += taught(56, size, args.rounds)
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1, "rounds": args.rounds, "load": load}
     (HERE / "training_speed.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    lines = ["| | step | CPU ms | ratio | kept for the backward pass |", "|---|---|--:|--:|--:|"]
+    lines = ["| | step | CPU ms | ratio | kept for the backward pass | peak |", "|---|---|--:|--:|--:|--:|"]
     for row in rows:
-        kept = "" if row["kept"] is None else f"{row['kept']:.2f}"
-        lines.append(f"| {row['group']} | {row['step']} | {row['ms']:.1f} | {row['ratio']:.2f} | {kept} |")
+        kept, peak = ("" if row[kind] is None else f"{row[kind]:.2f}" for kind in ("kept", "peak"))
+        lines.append(f"| {row['group']} | {row['step']} | {row['ms']:.1f} | {row['ratio']:.2f} | {kept} | {peak} |")
     (HERE / "training_speed.md").write_text("\n".join([*lines, "", f"CPU time, steps in turn. {about}"]) + "\n")
     print("\n".join(lines))
 

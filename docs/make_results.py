@@ -124,7 +124,7 @@ CIFAR-10, trained networks, three draws of 512 calibration images, no option set
 * Simulation against execution on the 10,000 test images of CIFAR-10: the least share of outputs within one quantization step over the
   draws is {min(r["within_one_step"] for s in cifar["static"].values() for r in s["ours"]):.3f} %, of equal classes
   {min(r["executed_as_simulated"] for s in cifar["static"].values() for r in s["ours"]):.2f} %.
-* QAT of ResNet-20 for two epochs: {qat["qat"]["top1"]:.2f} %; float training as long: {qat["float"]["top1"]:.2f} % (one seed).
+* QAT of ResNet-20 for two epochs: {spread(qat["qat"]["top1"])} %; float training as long: {spread(qat["float"]["top1"])} % ({len(qat["qat"]["top1"])} seeds).
   A step takes {steps["following"] / steps["float_seconds"]:.2f} times a float step, {steps["held"] / steps["float_seconds"]:.2f} times once the ranges are frozen.
 * {len(zoo)} torchvision networks against onnxruntime's quantizer in its strongest setting, geometric mean of the latency ratio:
   {against("ms")} at batch 1, {against("ms_2_threads")} on two threads, {against("ms_batch_32")} at batch 32. {source("quantize_zoo")}

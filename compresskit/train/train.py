@@ -11,9 +11,10 @@ for epoch in range(epochs):
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -30,6 +31,8 @@ from compresskit.base.settings import NO_EFFECT, check_field_types
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
+from compresskit.graph.quantized import quantized_parts
+from compresskit.mixed.compiled_model import compiled_model
 from compresskit.mixed.formats.levels import require_policy
 from compresskit.train.callbacks import Callbacks, as_callbacks
 from compresskit.train.cursor import naming_dead_workers
@@ -42,6 +45,8 @@ from compresskit.train.objective import bind_objective
 from compresskit.train.param_groups import ParamGroups, groups_of
 from compresskit.train.snapshots import fill_snapshots_
 from compresskit.train.validation import Validation
+
+log = logging.getLogger(__name__)
 
 #: Called as `setup(run, steps)` before the first step; the function that it returns is called after the last.
 Setup = Callable[[mixed.Run, int], Callable[[], None]]
@@ -65,6 +70,8 @@ class Train(Stage):
         accumulate: batches per optimizer step; their gradients are summed in fp32.
         flat: whether the optimizer updates all parameters as one tensor; see `mixed.prepare`.
         backend: how the optimizer's step is computed; see `mixed.prepare`.
+        compile: let torch.compile run the model in this training. The first steps take minutes, the others less time (figures:
+            benchmarks/training_speed.md). Without a compiler, and in QAT, the model runs as written, which the log says.
         validate_every: epochs between two measurements of the task's metric (with `steps`, optimizer steps); the last step is
             always followed by one. None measures after every epoch where there is `Task(val=...)`, 0 never.
         keep_best: end with the weights of the best measurement in place of the last ones.
@@ -109,6 +116,7 @@ class Train(Stage):
     accumulate: int = 1
     flat: bool = False
     backend: Literal["foreach", "compiled"] = "foreach"
+    compile: bool = False
     validate_every: int | None = None
     keep_best: bool = False
     patience: int | None = None
@@ -127,6 +135,10 @@ class Train(Stage):
         require_policy(self.precision, "Train(precision=...)")
         if self.backend not in ("foreach", "compiled"):
             raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
+        if self.compile and self.exact:
+            raise SettingError(
+                "Train(compile=True, exact=True): messages in every layer cannot be compiled; leave one of the two out"
+            )
         if not callable(self.optimizer):
             raise SettingError(f"Train(optimizer=...): wanted a function, got {type(self.optimizer).__name__}")
         check_lr_schedule(self.schedule, "Train(schedule=...)")
@@ -246,6 +258,8 @@ def _train_(
         if finish_setup is not None:
             cleanup.callback(finish_setup)
         train_mode_(model, label)
+        if settings.compile:
+            cleanup.enter_context(_compiled_training(model, run, label))
         fill_snapshots_(task.snapshots, model, run, 0, steps)
         validation = _validation(run, task, settings, length, label)
         measured = None if validation is None else task
@@ -269,6 +283,18 @@ def _train_(
         validation.restore_best_(model)
     if not settings.exact:  # scales that followed the rows of one process
         distributed.broadcast_model_(model, buffers_alone=True)
+
+
+def _compiled_training(model: nn.Module, run: mixed.Run, label: str) -> AbstractContextManager[None]:
+    """Let torch.compile run a model, unless it is quantized."""
+    if quantized_parts(model):
+        log.warning(
+            "%s: compile=True: a quantized layer looks at values before it rounds, which leaves pieces that are no faster"
+            " compiled; the model runs as written",
+            label,
+        )
+        return nullcontext()
+    return compiled_model(model, run.device, f"{label}: compile=True")
 
 
 def _check_trainable(model: nn.Module, task: Task) -> None:

@@ -17,6 +17,7 @@ from compresskit.base.progress import announce
 from compresskit.base.task import Task
 from compresskit.graph.surgery import mode
 from compresskit.measure import evaluate
+from compresskit.mixed.compiled_model import as_written
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Validation:
         generators = randomness.generators_in(self.task.batches("val"))
         before = randomness.rng_state(), [randomness.generator_state(generator) for generator in generators]
         try:
-            with mode(self.run.model, training=False):
+            with mode(self.run.model, training=False), as_written():
                 return evaluate(self.run, self.task, label=f"{self.label}, validation")
         except Exception as error:
             if is_out_of_memory(error):
