@@ -185,7 +185,8 @@ def channels() -> str:
         setting = setting.replace("macs=0.5", "budget=keep(macs=0.5)")  # the name that it had when it was measured
         rows.append((network, tool, setting, len(seeds), f"{mean(r['macs'] for r in seeds) / 1e6:.1f} M", *cells))
     speed = {key.split(" | ")[1]: row for key, row in found.items() if key.startswith("speed")}
-    zoo, times = load("prune_zoo")["rows"].values(), load("prune_time")["rows"]
+    zoo, found = load("prune_zoo")["rows"].values(), load("prune_time")
+    times, stage = found["rows"], found["stage"]
     speeds = load("planning_speed")
     proved = sum(bool(row.get("proof")) and row.get("eval") is True for row in zoo)
     return f"""\
@@ -201,7 +202,8 @@ CIFAR-10. *raw*: right after the cut; *+BN*: with BatchNorm statistics re-estima
   {speed["resnet18"]["faster"]:.2f}, MobileNetV2 {speed["mobilenet_v2"]["faster"]:.2f}.
 * Coverage: {proved} of {len(zoo)} torchvision models (classification, segmentation, video, flow, detection) lose half of their MACs
   without a hint; each plan is proved and the pruned model runs. {source("prune_zoo")}
-* Planning and proving: {", ".join(f"{name} {mean(row['seconds']):.1f} s" for name, row in times.items())}. {source("prune_time")}
+* Planning and proving: {", ".join(f"{name} {mean(row['seconds']):.1f} s" for name, row in times.items())}; the whole stage for
+  a ResNet-20, which refits layers and estimates BatchNorm again by 3,072 images, {mean(stage):.1f} s. {source("prune_time")}
 * Beside version {speeds["about"]["base"]}, one thread: {", ".join(f"{case} {row['ratio']:.2f}" for case, row in speeds["rows"].items())}
   times its time. {source("planning_speed")}
 """
@@ -483,6 +485,7 @@ def runs() -> str:
     masters = ", ".join(
         f"{steps['step', policy]:.2f} ({policy})" for policy in ("MASTER_BF16", "SPLIT_BF16", "KAHAN_BF16", "SR_BF16")
     )
+    qat_peak = max(row["peak"] for row in load("training_speed")["rows"] if row["step"].startswith("QAT"))
     taught = {step: ratio for (_, step), ratio in steps.items() if step.startswith(("teacher", "predictions"))}
     teachers = ", ".join(f"{ratio:.2f} ({step})" for step, ratio in taught.items())
     return f"""\
@@ -492,7 +495,8 @@ def runs() -> str:
 * Two processes on two cores take a step of ResNet-20 in {two / alone:.2f} of the time of one process on one core, and in {two / both:.2f} of one that has
   both; with `exact=True` in {exact / both:.2f}. {source("processes")}
 * A step of QAT takes {follow} times the CPU time of a float step of ResNet-20 (of MobileNetV2) while the ranges follow the batches, {held}
-  with ranges held. The optimizer's step without compilation, of a plain AdamW: {masters}. {source("training_speed")}
+  with ranges held; its tensors take at most {qat_peak:.2f} times the memory. The float step of ResNet-20 with
+  `Train(compile=True)` takes {steps["ResNet-20", "float, compiled"]:.2f} of it. The optimizer's step without compilation, of a plain AdamW: {masters}. {source("training_speed")}
 * A step of ResNet-20 under autocast with a ResNet-56 as its teacher, of the step without one: {teachers}. {source("training_speed")}
 """
 

@@ -7,9 +7,10 @@ the epoch began, and draws 70 batches without running the model on them.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,7 @@ from compresskit.base.errors import CompressError, DataError
 from compresskit.base.fingerprint import fingerprint
 
 _END = object()
+LONGEST_SIGNAL = 2.0  # seconds from the end of a worker to the signal of it, on a busy machine
 
 
 @runtime_checkable
@@ -117,6 +119,8 @@ class DataCursor:
         except CompressError:
             raise
         except Exception as error:
+            if isinstance(error, ConnectionError | EOFError):
+                _await_signal_of_death()
             raise _loader_error(f"epoch {self.epoch}, batch {self.batch + 1}", self.name, error) from error
 
     @contextmanager
@@ -167,6 +171,15 @@ def raise_if_worker_died(error: BaseException, where: str) -> None:
             raise before from error
         before = before.__context__
     raise _loader_error(where, "the training loader", error) from error
+
+
+def _await_signal_of_death() -> None:
+    """Wait for the signal that a worker died, where its pipe told so first.
+
+    torch's handler of that signal raises once, in whatever line runs then: here, and not in the user's code after the training.
+    """
+    with suppress(RuntimeError):
+        time.sleep(LONGEST_SIGNAL)
 
 
 def _loader_error(where: str, name: str, error: BaseException) -> DataError:

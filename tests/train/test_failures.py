@@ -138,3 +138,19 @@ def test_a_batch_of_another_shape_is_refused() -> None:
         ck.Train(epochs=1)(nn.Linear(4, 3), task)
     with pytest.raises(DataError, match=r"validation data: the model does not run on inputs of shape \[\(8, 5\)\]"):
         ck.evaluate(nn.Linear(4, 3), task)
+
+
+def test_a_death_that_the_pipe_tells_first_is_raised_where_it_is_waited_for(monkeypatch) -> None:
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        dies()
+
+    def reset() -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr("compresskit.train.cursor.time.sleep", sleep)
+    with pytest.raises(DataError, match="epoch 1, batch 4: the training loader gives no batch: ConnectionResetError"):
+        lose_a_sample(reset, 0)
+    assert len(waited) == 1
