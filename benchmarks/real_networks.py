@@ -16,7 +16,9 @@ resnet*    three draws of 512 training images; top-1 in % on the 10,000 test ima
 ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations), our efforts, and "measured": fast with
            choose="measure" for one thread
 latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, medians; torch is torch's own ONNX export of the float
-           network, ours the one of `export_onnx`
+           network, export the one of `export_onnx`
+bound      below which no placement of integers can come in this runtime: each layer by the faster of its kernels in export and
+           fast, without a single conversion between float and integers or between memory layouts
 
 Writes `real_networks.json` and `real_networks.md` beside this file; what is not measured again stays.
 """
@@ -50,6 +52,7 @@ from quantize_zoo import Reader  # noqa: E402
 from vision import cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
+from compresskit.export.check.layer_profile import profile_layers  # noqa: E402
 from compresskit.measure import latency, numpy_inputs, session  # noqa: E402
 
 WAYS = ("onnxruntime", "fast", "measured", "balanced", "best")
@@ -230,6 +233,19 @@ def times(name: str, network: Network, folder: Path, seconds: float) -> dict[str
     }
 
 
+def bound(name: str, network: Network, folder: Path, threads: int, seconds: float) -> float | None:
+    """Milliseconds of the faster kernel of each layer, in float or in integers; None where one of the files is missing."""
+    fast, export = (file_of(folder, name, way) for way in ("fast", "export"))
+    if not fast.exists():
+        return None
+    profile = profile_layers(fast, (network.example,), against=export, threads=threads, seconds=seconds)
+    assert profile.against_outside is not None
+    kernels = 0.0
+    for layer in profile.layers:
+        kernels += min(time.milliseconds - time.conversions for time in (layer.this, layer.other) if time is not None)
+    return kernels + min(profile.outside, profile.against_outside)
+
+
 def write(result: dict[str, Any]) -> None:
     result["versions"] = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -244,10 +260,11 @@ def write(result: dict[str, Any]) -> None:
                 f" | {some['seconds']:.0f} | {'' if way == 'onnxruntime' else 'yes' if some['verified'] else 'no'} |"
             )
     lines += ["", f"Milliseconds, a CPU with {result['cpu']}; in brackets as a fraction of torch's float file.", ""]
-    lines += ["| network, threads | torch | export | " + " | ".join(WAYS) + " |", "|---|" + "--:|" * (2 + len(WAYS))]
+    columns = ("torch", "export", *WAYS, "bound")
+    lines += ["| network, threads | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
     for name, row in result["networks"].items():
         for threads, ms in row.get("ms", {}).items():
-            cells = [f"{ms[w]:.2f} ({ms[w] / ms['torch']:.2f})" if w in ms else "" for w in ("torch", "export", *WAYS)]
+            cells = [f"{ms[w]:.2f} ({ms[w] / ms['torch']:.2f})" if w in ms else "" for w in columns]
             lines.append(f"| {name}, {threads} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -280,6 +297,9 @@ def main() -> None:
                 row["ways"] = {w: row["ways"][w] for w in WAYS if w in row["ways"]}
                 write(result)
         row["ms"] = times(name, network, args.folder, args.seconds)
+        for threads, ms in row["ms"].items():
+            least = bound(name, network, args.folder, int(threads), args.seconds)
+            ms |= {} if least is None else {"bound": least}
         write(result)
 
 
