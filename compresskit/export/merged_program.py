@@ -7,12 +7,14 @@ of it could be merged: networks whose layers have something else between them co
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from compresskit.base.errors import CompressError
 from compresskit.base.task import Inputs
 from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import Dynamic, graph_of, parameter_name, trace
@@ -24,6 +26,8 @@ from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import IDENTITIES, Node, aten, functional_form, is_inplace
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.reserved_names import rename_first, reserved_names
+
+log = logging.getLogger(__name__)
 
 _LAYERS = CONVS | TRANSPOSED_CONVS | {aten.linear.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding}
 _PLUS_AND_MINUS = frozenset({aten.add.Tensor, aten.sub.Tensor})
@@ -47,7 +51,16 @@ def merged_program(program: ExportedProgram, model: nn.Module, example: Inputs, 
     there = {rename_first(name, renamed): name for name in sorted(names)}
     transfer_masks_(model, module, {here: name for here, name in there.items() if here in own})
     fold_batchnorm_(module)
-    return trace(module.eval(), example, dynamic)[0] if merge_layers_(module) else program
+    if not merge_layers_(module):
+        return program
+    try:
+        merged = trace(module.eval(), example, dynamic)[0]
+    except CompressError as error:
+        log.warning(
+            "%s: its layers are not merged in the file, whose graph cannot be traced again: %s", type(model).__name__, error
+        )
+        return program
+    return merged if merged.graph_signature.user_inputs == program.graph_signature.user_inputs else program
 
 
 def _may_merge(program: ExportedProgram) -> bool:

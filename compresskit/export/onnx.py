@@ -48,7 +48,8 @@ def export_onnx(
 
     Args:
         model: a float module, a quantized one of this library, or a module with quantized submodules; weights are stored as they
-            are quantized. A bf16 model is written with bf16 weights and computes in fp32; an fp16 model stays fp16.
+            are quantized. A bf16 model is written with bf16 weights and computes in fp32; an fp16 model stays fp16. Layers of a
+            float model that compute one linear function are one in the file (`graph.layers.merge_layers`).
         path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
             `<path>.data`.
         example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import compresskit as ck
+from compresskit.base.errors import ModelError
+from compresskit.export import merged_program
 from compresskit.prune import plan_mask
 
 
@@ -91,3 +93,15 @@ def test_a_quantized_file_has_merged_layers(tmp_path, quantize) -> None:
     assert ck.verify_onnx(path, quantized, [x]).passed
     ck.save(quantized, tmp_path / "saved")
     assert torch.equal(ck.load(Network(), tmp_path / "saved")(x)["logits"], quantized(x)["logits"])
+
+
+def test_a_graph_that_cannot_be_traced_again_is_written_as_it_is(tmp_path, monkeypatch, caplog) -> None:
+    def refuse(*_):
+        raise ModelError("no")
+
+    monkeypatch.setattr(merged_program, "trace", refuse)
+    model, x = trained(), torch.rand(4, 3, 32, 32)
+    path = ck.export_onnx(model, tmp_path / "m.onnx", x)
+    assert "Network: its layers are not merged in the file, whose graph cannot be traced again: no" in caplog.text
+    assert ck.verify_onnx(path, model, [x]).passed
+    assert operators(path)["Conv"] == 3
