@@ -97,7 +97,7 @@ def _merged_summands(merging: Merging, summands: list[tuple[Node, int]]) -> dict
     ]
     for x, target in dict.fromkeys((node.args[0], node.target) for _, node in layers):
         own = [(i, node) for i, node in layers if node.args[0] is x and node.target is target and merging.is_alone(node)]
-        if not own:
+        if not own or sum(node is x or x in node.all_input_nodes for node in nodes) < 2:
             continue
         branches = {i: _of_layer(merging, node, summands[i][1]) for i, node in own}
         for i, (node, sign) in enumerate(summands):

@@ -114,7 +114,9 @@ class Merging:
 
     def has_levels(self, layer: Node) -> bool:
         """Whether the weights of a layer are zero or of one size, which one or two bits hold; scaled, they would not be."""
-        size = self.weight(layer).abs()
+        values = stored_value(self.module, layer.args[1])
+        assert values is not None
+        size = values.abs()
         return size.numel() >= FEWEST_WEIGHTS and bool(((size == size.max()) | (size == 0)).all())
 
     def is_alone(self, layer: Node) -> bool:
