@@ -38,10 +38,10 @@ def quick_exporter() -> Iterator[None]:
 def _holder(path: str, name: str) -> Any:
     """The module or class at `path` if this release of torch has it and it defines `name`, else None."""
     module, _, leaf = path.rpartition(".")
-    try:
+    holder: Any = None
+    with contextlib.suppress(ImportError):
         holder = vars(importlib.import_module(module)).get(leaf)
-    except ImportError:
-        return None
+        holder = importlib.import_module(path) if holder is None else holder  # a module that nothing has imported yet
     return holder if holder is not None and name in vars(holder) else None
 
 

@@ -20,6 +20,7 @@ from compresskit.base.task import Inputs, call
 from compresskit.base.version import __version__
 from compresskit.export.exporter_tables import quick_exporter
 from compresskit.export.files import KEY, write_model
+from compresskit.export.merged_program import merged_program
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
@@ -47,7 +48,8 @@ def export_onnx(
 
     Args:
         model: a float module, a quantized one of this library, or a module with quantized submodules; weights are stored as they
-            are quantized. A bf16 model is written with bf16 weights and computes in fp32; an fp16 model stays fp16.
+            are quantized. A bf16 model is written with bf16 weights and computes in fp32; an fp16 model stays fp16. Layers of a
+            float model that compute one linear function are one in the file (`graph.layers.merge_layers`).
         path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
             `<path>.data`.
         example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.
@@ -189,6 +191,7 @@ def to_program(
         module, example = widen_to_fp32(deployed(model), example)
         module.eval()
         program, example = trace(module, example, dynamic)
+        program = merged_program(program, model, example, dynamic)
         outputs = output_names(call(module, example))  # of the two rows of a trace, not of a whole batch
         refuse_weights_of_samples(program.graph)
     from compresskit.export.rewrite.palettes import write_palettes  # these load onnx_ir, which only exporting needs

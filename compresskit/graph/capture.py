@@ -101,14 +101,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         if inside is not None:
             model, example = inputs_inside(model, example, inside)
         program, example = trace(model, example, dynamic)
-        module = program.module()
-        fold_written_constants_(module)
-        if mutates_a_view(module.graph):
-            # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
-            module = program.run_decompositions({}).module()
-        module = fx.GraphModule(module, module.graph, type(model).__name__)
-        restore_recurrent_(module.graph)
-        normalize_(module)
+        module = graph_of(program, type(model).__name__)
         shapes = _node_shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
     varying = tuple(_varying(model, example, dynamic).values())
@@ -122,6 +115,19 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         shapes=shapes,
         renamed={there: here for here, there in reserved_names(model).items()},
     )
+
+
+def graph_of(program: torch.export.ExportedProgram, name: str) -> fx.GraphModule:
+    """Return what `trace` made of a model as a normalized graph, a module of the given name."""
+    module = program.module()
+    fold_written_constants_(module)
+    if mutates_a_view(module.graph):
+        # In-place writes into views (x[:, :4] = ...) need torch's own functionalization, which costs seconds.
+        module = program.run_decompositions({}).module()
+    module = fx.GraphModule(module, module.graph, name)
+    restore_recurrent_(module.graph)
+    normalize_(module)
+    return module
 
 
 def check_runs(model: nn.Module, example: Inputs) -> None:

@@ -5,7 +5,7 @@ float model -> prepare_graph -> smooth_tensors_ -> place_quantizers -> insert_qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,12 +14,14 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, parameter_name
+from compresskit.graph.layers.merging import Merge
+from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths
+from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, named_modules
 from compresskit.quant.numerics.observers import Observer
-from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, OPERATOR_KINDS
+from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.insert import insert_quantizers_
@@ -48,6 +50,7 @@ def build_quantized(
     bits: BitWidths = TARGET_BITS,
     smooth: Inputs | None = None,
     adjust: Callable[[Captured], object] | None = None,
+    merges: Sequence[Merge] | None = None,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
 
@@ -61,11 +64,12 @@ def build_quantized(
             (`_sensitive_ends`). None leaves the weights as they are.
         adjust: changes weights of the captured graph in place, such that it still computes the same, before quantizers are
             placed.
+        merges: see `prepare_graph`.
 
     Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could
     not.
     """
-    captured, origin, folds = prepare_graph(model, example, target, skip, dynamic)
+    captured, origin, folds = prepare_graph(model, example, target, skip, dynamic, named=named_modules(bits), merges=merges)
     if smooth is not None:
         origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth], bits=bits))
         floating = {**_sensitive_ends(captured.module.graph), **(floating or {})}

@@ -21,13 +21,13 @@ from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.packing import attribute_state, set_attribute_state_
 from compresskit.base.task import Inputs, batch_size, call_checked, shapes_of
 from compresskit.graph.capture import Captured
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
 from compresskit.graph.surgery import get_tensor, mode
 from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
 from compresskit.quant.passes.lower_to_onnx import deploy
 from compresskit.quant.passes.placement import Placement
 from compresskit.quant.passes.prepare_graph import Origin

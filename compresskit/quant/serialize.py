@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic
+from compresskit.graph.layers.merging import Merge
 from compresskit.graph.surgery import restructure_
 from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.build import build_quantized
@@ -64,19 +65,30 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         how = origin.get("dynamically")
         skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
         bits = bits_from_record(origin["bits"]) if "bits" in origin else TARGET_BITS
+        merges = tuple(Merge(*map(str, merge)) for merge in origin.get("merges", ()))
     except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     quantized: Quantized
     if "mixed" in origin:
-        quantized = rebuild_mixed(model, example, origin, target, skip=skip, dynamic=dynamic)
+        quantized = rebuild_mixed(model, example, origin, target, skip=skip, dynamic=dynamic, merges=merges)
     elif "plan" in saved:
-        quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic)
+        quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic, merges=merges)
     elif how is None:
-        quantized = build_quantized(model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic, bits=bits)
+        quantized = build_quantized(
+            model, example, target, MinMax, skip=skip, floating=floating, dynamic=dynamic, bits=bits, merges=merges
+        )
     else:
         operators, weights = tuple(map(str, how["operators"])), how["weights"] and Scheme(**how["weights"])
         quantized = build_dynamic(
-            model, example, target, weights=weights, operators=operators, skip=skip, floating=floating, dynamic=dynamic
+            model,
+            example,
+            target,
+            weights=weights,
+            operators=operators,
+            skip=skip,
+            floating=floating,
+            dynamic=dynamic,
+            merges=merges,
         )
     try:
         remedies = tuple(Remedy(**remedy) for remedy in origin.get("remedies", ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import checkout
 import pytest
 import torch
 from onnxscript.rewriter import _rewrite_rule
@@ -67,3 +68,13 @@ def test_a_release_without_these_internals_exports_as_before(monkeypatch) -> Non
     monkeypatch.delattr(REGISTRY, "from_torchlib")
     with quick_exporter():
         assert "from_torchlib" not in vars(REGISTRY)
+
+
+def test_the_first_export_of_a_process_is_as_quick_as_the_next() -> None:
+    """Its parts of torch are not imported yet then."""
+    code = (
+        "import sys; from compresskit.export.exporter_tables import quick_exporter;"
+        "name = 'torch.onnx._internal.exporter._fx_passes'; assert name not in sys.modules;"
+        "exec('with quick_exporter():\\n    print(sys.modules[name].decompose_with_registry.__module__)')"
+    )
+    assert checkout.python("-c", code).stdout.strip() == "compresskit.export.decompositions"

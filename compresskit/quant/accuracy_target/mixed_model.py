@@ -15,6 +15,7 @@ from compresskit.export.ops.blocks import rounded_blocks
 from compresskit.export.ops.quantize import round_dynamically
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
+from compresskit.graph.layers.merging import Merge
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, DynamicOrigin, insert_dynamic_quantizers_
@@ -137,16 +138,18 @@ def build_mixed(
     operators: tuple[str, ...] = DEFAULT_OPERATORS,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
+    merges: Sequence[Merge] | None = None,
 ) -> MixedQuantized:
     """Return a quantized copy of a float model with the given precision for each product.
 
     Args:
         precisions: node of a product, in the graph of the model -> its precision.
         operators: kinds of the other operators that are quantized dynamically, as in `quantize_dynamic`.
+        merges: see `prepare_graph`.
 
     Raises CheckpointError where a name is not a product by a constant in the graph.
     """
-    captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
+    captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic, merges=merges)
     origin = MixedOrigin(**vars(plain), operators=tuple(operators), precisions=dict(precisions))
     body = captured.module
     nodes = {node.name: node for node in body.graph.nodes}
@@ -174,7 +177,14 @@ def build_mixed(
 
 
 def rebuild_mixed(
-    model: nn.Module, example: Inputs, saved: dict[str, Any], target: Target, *, skip: tuple[str, ...], dynamic: Dynamic
+    model: nn.Module,
+    example: Inputs,
+    saved: dict[str, Any],
+    target: Target,
+    *,
+    skip: tuple[str, ...],
+    dynamic: Dynamic,
+    merges: Sequence[Merge],
 ) -> MixedQuantized:
     """Rebuild a model of mixed precision from a float model of the same class; its tensors still have to be loaded.
 
@@ -188,4 +198,4 @@ def rebuild_mixed(
         operators = tuple(str(kind) for kind in saved["dynamically"]["operators"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"not the record of a mixed model: {type(error).__name__} {error}") from None
-    return build_mixed(model, example, target, precisions, operators=operators, skip=skip, dynamic=dynamic)
+    return build_mixed(model, example, target, precisions, operators=operators, skip=skip, dynamic=dynamic, merges=merges)

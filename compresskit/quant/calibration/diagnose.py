@@ -138,7 +138,9 @@ def diagnose(quantized: Quantized, batches: Batches, *, model: nn.Module | None 
     if model is not None and quantized.origin.smoothed:
         log.warning("diagnose: smoothing moved weights of this model; the comparison is with its own weights, unrounded")
     elif model is not None:
-        captured, _, _ = prepare_graph(model, quantized.example, quantized.prepared_for, quantized.origin.skip)
+        captured, _, _ = prepare_graph(
+            model, quantized.example, quantized.prepared_for, quantized.origin.skip, merges=quantized.origin.merges
+        )
         float_weights = {name: value.detach() for name, value in captured.module.named_parameters()}
     meter = _NoiseMeter(quantized)
     with mode(quantized, training=False):

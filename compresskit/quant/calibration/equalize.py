@@ -10,10 +10,10 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.graph.capture import capture, parameter_name
+from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model, get_tensor
-from compresskit.quant.numerics.operators import CONVS
 from compresskit.quant.numerics.scheme import channelwise
 
 #: Operators f with f(s x) = s f(x) for s > 0 and each channel.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError, ModelError
 from compresskit.base.task import Inputs, shapes_of
 from compresskit.graph.capture import Captured, Dynamic, parameter_name
+from compresskit.graph.layers.merging import Merge
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
@@ -90,17 +91,19 @@ def build_dynamic(
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
     dynamic: Dynamic = (0,),
+    merges: Sequence[Merge] | None = None,
 ) -> DynamicallyQuantized:
     """Capture a float model, decide what is quantized, and insert the quantizers.
 
     Args:
         example: inputs that capture the model.
         floating: nodes of the graph that stay float, each with its reason.
+        merges: see `prepare_graph`.
         The others: as in `quantize_dynamic`.
 
     Raises ModelError where nothing of the model can be quantized; the message gives the reason for each operator.
     """
-    captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic)
+    captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic, merges=merges)
     fields = vars(plain) | {"floating": dict(floating or {})}
     origin = DynamicOrigin(**fields, weights=weights, operators=tuple(operators))
     placement = place_dynamic(captured.module, target, operators=operators, skip=skip, floating=floating)

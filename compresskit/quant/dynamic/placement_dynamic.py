@@ -20,10 +20,11 @@ from torch import fx
 
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.recurrent import OPERATORS
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import CONVS, OPERATOR_KINDS, is_float_tensor
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_float_tensor
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.placement import Placement, QuantizationPoint

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.interpreter import run_graph
+from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import CONVS
 from compresskit.quant.numerics.scheme import channelwise
 
 #: Operators f on each channel with f(s x) = s f(x) for s > 0. A PReLU has a slope for each channel, or one for all.

@@ -31,6 +31,7 @@ from compresskit.measure import latency, session
 from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.bit_widths import named_modules
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.operators import is_depthwise
 from compresskit.quant.passes.insert import insert_quantizers_
@@ -71,7 +72,7 @@ def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSetti
         return MeasuredChoice({})
     began = time.perf_counter()
     target, skip, deployment = settings.target, settings.skip, settings.deployment
-    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic)
+    captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, named=named_modules(settings.bits))
     placement = place_quantizers(captured.module.graph, target, skip=skip)
     if not placement.integer:
         return MeasuredChoice({})

@@ -66,6 +66,11 @@ def bits_of_layer(bits: BitWidths, path: str) -> Bits:
     return found
 
 
+def named_modules(bits: BitWidths) -> tuple[str, ...]:
+    """The dotted names of modules that have bit widths of their own."""
+    return () if isinstance(bits, Bits) else tuple(name for name in bits if name)
+
+
 def check_bit_names(bits: BitWidths, paths: Iterable[str]) -> None:
     """Raise SettingError for a name in `bits` that no layer lies in. paths: dotted names of the layers with weights."""
     layers = sorted(set(paths))

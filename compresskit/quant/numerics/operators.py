@@ -12,14 +12,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
+from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.recurrent import OPERATORS
 from compresskit.graph.surgery import get_tensor
 
-CONVS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
-#: Number of dimensions of a convolution's input -> the operator.
-CONV_OF_RANK = {3: aten.conv1d.default, 4: aten.conv2d.default, 5: aten.conv3d.default}
-TRANSPOSED_CONVS = frozenset({aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input})
 #: Operators that enlarge by repeating values.
 NEAREST = frozenset({aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec})
 #: Matrix products by a constant: operator -> (position of its input, position of its weight, dimension of inputs of the weight).
@@ -29,11 +26,6 @@ PRODUCTS = {
     aten.mm.default: (0, 1, 0),
     aten.addmm.default: (1, 2, 0),
 }
-#: Operators that change the layout of one tensor. Of kind "move" are more: some that make several tensors, pad or pool.
-LAYOUT_OPERATORS = frozenset(
-    {aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.permute.default, aten.transpose.int}
-    | {aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.expand.default}
-)
 #: Kinds that multiply and add: the layers that coverage counts.
 LAYER_KINDS = frozenset({"conv", "conv_transpose", "linear", "matmul", "addmm", "recurrent"})
 

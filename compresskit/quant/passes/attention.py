@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from compresskit.graph.capture import Captured, parameter_name
 from compresskit.graph.interpreter import run_graph
+from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
-from compresskit.quant.numerics.operators import LAYOUT_OPERATORS
 
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from compresskit.graph.capture import parameter_name
+from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
-from compresskit.quant.numerics.operators import LAYOUT_OPERATORS, PRODUCTS
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.scheme import channelwise
 
 #: Operators that may keep the last dimension as it is; `_keeps_channels` says whether one does.

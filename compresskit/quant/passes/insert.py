@@ -11,12 +11,13 @@ from torch import fx
 
 from compresskit.base.errors import SettingError
 from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, bits_of_layer, check_bit_names, check_target_takes
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation
 from compresskit.quant.numerics.observers import HistogramMSE, KnownRange, MinMax, Observer
-from compresskit.quant.numerics.operators import CONVS, KNOWN_RANGES, moved_input, moved_inputs
+from compresskit.quant.numerics.operators import KNOWN_RANGES, moved_input, moved_inputs
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, WeightQuantizer
 from compresskit.quant.numerics.saturation import PairPacking, can_overflow, conv_packing
 from compresskit.quant.numerics.scheme import Scheme

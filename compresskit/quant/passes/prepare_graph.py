@@ -5,8 +5,8 @@ prepare_graph(model, example, target, skip) -> (captured graph, what it was made
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -14,6 +14,9 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
+from compresskit.graph.layers.merge_layers import merge_layers_
+from compresskit.graph.layers.merging import Merge, MergeRules
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
@@ -21,8 +24,8 @@ from compresskit.graph.stored_products import rewrite_stored_products_
 from compresskit.graph.surgery import copy_model, not_fp32, structure
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
-from compresskit.quant.passes.fold_parametrizations import fold_frozen_norms_, fold_parametrizations_
+from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
+from compresskit.quant.passes.input_grids import rounds_as_well
 from compresskit.quant.passes.rewrite import rewrite_
 
 
@@ -87,6 +90,7 @@ class Origin:
     skip: modules that the user left float. floating: nodes of the graph that were left float, each with the reason.
     smoothed: how many values `smooth_` and the balancing of channels changed on the way.
     bits: of weights and activations, where they are other than the target's.
+    merges: nodes of the graph that were merged into others, see `graph.layers.merge_layers`.
     remedies: what the effort level of static quantization tried. measured: what `choose="measure"` found.
     """
 
@@ -96,6 +100,7 @@ class Origin:
     floating: Mapping[str, str] = field(default_factory=dict)
     smoothed: int = 0
     bits: BitWidths = TARGET_BITS
+    merges: tuple[Merge, ...] = field(default=(), repr=False)
     remedies: tuple[Remedy, ...] = ()
     measured: MeasuredPlacement | None = None
 
@@ -111,16 +116,31 @@ class Origin:
             "structure": dict(self.structure),
             "skip": list(self.skip),
             "floating": dict(self.floating),
+            "merges": [list(merge) for merge in self.merges],
             "smoothed": self.smoothed,
         }
 
 
 def prepare_graph(
-    model: nn.Module, example: Inputs, target: Target, skip: tuple[str, ...] = (), dynamic: Dynamic = (0,)
+    model: nn.Module,
+    example: Inputs,
+    target: Target,
+    skip: tuple[str, ...] = (),
+    dynamic: Dynamic = (0,),
+    *,
+    apart: Collection[str] = (),
+    named: Collection[str] = (),
+    merges: Sequence[Merge] | None = None,
 ) -> tuple[Captured, Origin, list[FoldedBatchNorm]]:
     """Capture a copy of a float model and bring its graph into the form that quantizers are inserted into.
 
     The model itself is not changed. Masks are carried over to the graph.
+
+    Args:
+        model, example, target, skip, dynamic: of the quantization.
+        apart: names of modules that are rounded in another way than others, and are not merged with them.
+        named: names of modules for which something was chosen; what is merged into their layers takes it.
+        merges: `Origin.merges` of a model that is built again; None merges what can be merged.
 
     Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
     Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32.
@@ -137,9 +157,16 @@ def prepare_graph(
     transfer_masks_(model, captured.module, {captured.name_in_model(name): name for name in sorted(names)})
     rewrite_stored_products_(captured.module, transpose="linear" in target.operators)
     fold_parametrizations_(captured.module)
-    fold_frozen_norms_(captured.module)
     folds: list[FoldedBatchNorm] = []
     fold_batchnorm_(captured.module, folds)
+    rules = MergeRules(
+        skip=(*skip, *apart),
+        named=tuple(named),
+        lone_identities=False,
+        rounds=rounds_as_well(captured),
+        recorded=None if merges is None else frozenset(merges),
+    )
+    origin = replace(origin, merges=tuple(merge_layers_(captured.module, rules, folds)))
     rewrite_(captured.module, target)
     left = set(captured.module.graph.nodes)
     return captured, origin, [fold for fold in folds if fold.layer in left]

@@ -13,12 +13,12 @@ import torch
 from torch import fx, nn
 
 from compresskit.graph.capture import parameter_name
+from compresskit.graph.layers.stored import CONV_OF_RANK, drop_unused_
 from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import free_name, get_tensor, owner
-from compresskit.quant.numerics.operators import CONV_OF_RANK, OPERATOR_KINDS, is_depthwise
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
 from compresskit.quant.numerics.targets import Target
-from compresskit.quant.passes.fold_batchnorm import drop_unused_
 from compresskit.quant.passes.transposed_to_conv import rewrite_transposed_
 
 _GATED_ACTIVATIONS = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from compresskit.graph.capture import parameter_name
+from compresskit.graph.layers.stored import CONV_OF_RANK, TRANSPOSED_CONVS
+from compresskit.graph.layers.transposed_convolution import ConvolutionForm, convolution_form
 from compresskit.graph.masks import map_mask_
 from compresskit.graph.normalize import Node, aten, insert_call
 from compresskit.graph.surgery import get_tensor, owner
-from compresskit.graph.transposed_convolution import ConvolutionForm, convolution_form
-from compresskit.quant.numerics.operators import CONV_OF_RANK, TRANSPOSED_CONVS
 
 #: Fewest input channels that each output reads. Below, as in the depthwise layers that enlarge bilinearly, integer convolutions
 #: run group by group and lose more than they gain.

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.distributed import joins_rows, sync_batch_norm
 from compresskit.graph.capture import parameter_name
+from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
-from compresskit.quant.passes.fold_batchnorm import FoldedBatchNorm
 from compresskit.quant.passes.quantizer_names import QuantizerHolder
 
 CONSTANT = 0.01  # fraction of eps below which a variance is that of a channel that is constant

@@ -20,6 +20,7 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task
 from compresskit.graph.capture import Dynamic
+from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
@@ -32,7 +33,7 @@ from compresskit.quant.numerics.block_grid import (
     WeightMatrix,
     round_to_nearest,
 )
-from compresskit.quant.numerics.operators import CONVS, PRODUCTS
+from compresskit.quant.numerics.operators import PRODUCTS
 from compresskit.quant.numerics.palette import Palette, PaletteQuantizer, WeightScheme
 from compresskit.quant.passes.channel_scaling import ScalingLink, base_of, divide_, links_of
 from compresskit.quant.weight_only.awq import MAX_RUNTIME_ERROR, awq_scaling
@@ -91,7 +92,7 @@ def quantize_weights(
     captured, is quantized already, holds nan, or has no weight to round; SettingError for settings that do not fit it.
     """
     example, stream = first_and_all(batches, "quantize_weights")
-    captured, origin = capture_for_weights(model, example, skip, dynamic)
+    captured, origin = capture_for_weights(model, example, skip, dynamic, overridden=overrides or ())
     weights = weights_of(captured.module)
     formats = _number_formats(weights, scheme, embeddings, convolutions, overrides or {}, skip)
     _refuse_float(type(model).__name__, weights, formats, strict=strict)

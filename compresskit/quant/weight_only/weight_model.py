@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from compresskit.base.errors import CheckpointError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic
+from compresskit.graph.layers.merging import Merge
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
@@ -79,9 +80,21 @@ class WeightQuantized(Quantized):
         return deploy_weights(self.body, self.storage)
 
 
-def capture_for_weights(model: nn.Module, example: Inputs, skip: tuple[str, ...], dynamic: Dynamic) -> tuple[Captured, Origin]:
-    """Capture a float model as the graph whose weights are rounded."""
-    captured, origin, _ = prepare_graph(model, example, WEIGHT_ONLY, skip, dynamic)
+def capture_for_weights(
+    model: nn.Module,
+    example: Inputs,
+    skip: tuple[str, ...],
+    dynamic: Dynamic,
+    *,
+    overridden: Collection[str] = (),
+    merges: Sequence[Merge] | None = None,
+) -> tuple[Captured, Origin]:
+    """Capture a float model as the graph whose weights are rounded.
+
+    overridden: names of the weights that have a number format of their own. merges: see `prepare_graph`.
+    """
+    apart = [name.rpartition(".")[0] for name in overridden]
+    captured, origin, _ = prepare_graph(model, example, WEIGHT_ONLY, skip, dynamic, apart=apart, merges=merges)
     return captured, origin
 
 
@@ -134,7 +147,14 @@ def _scheme_of(record: Mapping[str, Any]) -> WeightScheme:
 
 
 def rebuild_weights(
-    model: nn.Module, example: Inputs, saved: dict[str, Any], plan: Any, *, skip: tuple[str, ...], dynamic: Dynamic
+    model: nn.Module,
+    example: Inputs,
+    saved: dict[str, Any],
+    plan: Any,
+    *,
+    skip: tuple[str, ...],
+    dynamic: Dynamic,
+    merges: Sequence[Merge],
 ) -> WeightQuantized:
     """Rebuild a weight-only model from a float model of the same class; its tensors still have to be loaded.
 
@@ -144,7 +164,7 @@ def rebuild_weights(
 
     Raises CheckpointError where the record is of another model.
     """
-    captured, origin = capture_for_weights(model, example, skip, dynamic)
+    captured, origin = capture_for_weights(model, example, skip, dynamic, merges=merges)
     try:
         schemes = {str(name): _scheme_of(fields) for name, fields in saved["weights"].items()}
         storage, scaled = WeightStorage(**saved["storage"]), tuple(str(name) for name in saved["scaled"])

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from compresskit.graph.capture import module_path, parameter_name
+from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.metrics import decibels
-from compresskit.quant.numerics.operators import CONVS, PRODUCTS
+from compresskit.quant.numerics.operators import PRODUCTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def timed(monkeypatch):
 
 
 def test_each_precision_of_each_shape_is_timed() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).eval()
     example = (torch.randn(2, 8),)
     captured, _, _ = prepare_graph(model, example, replace(X86, operators={}))
     search = _PrecisionSearch(captured, [example], X86, ())

@@ -11,8 +11,7 @@ from torch.nn.utils import parametrizations
 
 import compresskit as ck
 from compresskit.graph.capture import capture
-from compresskit.graph.normalize import aten
-from compresskit.quant.passes.fold_parametrizations import fold_frozen_norms_, fold_parametrizations_
+from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
 
 
 class Standardised(nn.Conv2d):
@@ -87,37 +86,3 @@ def test_layers_with_parametrizations_run_in_integers(tmp_path) -> None:
     trained = ck.quant.prepare_qat(model, [x])
     trained(*x).sum().backward()
     assert trained.body.get_parameter("a.weight").grad is not None
-
-
-class FrozenNorm(nn.Module):
-    """As torchvision's `FrozenBatchNorm2d`, whose scale and shift are computed in every forward pass."""
-
-    def __init__(self, channels: int, learned: bool = False) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(channels))
-        self.register_buffer("var", torch.rand(channels) + 0.5)
-        self.shift = nn.Parameter(torch.ones(channels)) if learned else None
-
-    def forward(self, x):
-        scale = (self.var + 1e-5).rsqrt().reshape(1, -1, 1, 1)
-        y = x * scale - self.mean.reshape(1, -1, 1, 1) * scale
-        return y if self.shift is None else y + (2 * self.shift).reshape(1, -1, 1, 1)
-
-
-def test_frozen_norms_are_folded_into_the_layer_before_them() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), FrozenNorm(8), nn.ReLU(), nn.Conv2d(8, 4, 1), FrozenNorm(4)).eval()
-    x = image(4)
-    module = capture(model, x).module
-    assert fold_frozen_norms_(module) == 4
-    assert {n.target for n in module.graph.nodes if n.op == "call_function"} == {aten.conv2d.default, aten.relu.default}
-    torch.testing.assert_close(module(*x), model(*x))
-    quantized = ck.quant.quantize_static(model, [x])
-    assert list(quantized.placement.integer.values()) == ["conv", "conv"]
-
-
-def test_norms_that_learn_or_follow_no_layer_are_not_folded() -> None:
-    x = image(4)
-    learned = capture(nn.Sequential(nn.Conv2d(3, 8, 1), FrozenNorm(8, learned=True)).eval(), x).module
-    assert fold_frozen_norms_(learned) == 2  # the shift by a parameter stays
-    assert fold_frozen_norms_(capture(nn.Sequential(nn.ReLU(), FrozenNorm(3)).eval(), x).module) == 0

@@ -8,9 +8,9 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.graph.capture import capture
+from compresskit.graph.layers.stored import CONVS
 from compresskit.quant import BlockScheme, quantize_weights
 from compresskit.quant.calibration.activation_statistics import patch_moments
-from compresskit.quant.numerics.operators import CONVS
 from compresskit.quant.weight_only import gptq
 
 torch.manual_seed(0)

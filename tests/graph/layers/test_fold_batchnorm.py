@@ -14,8 +14,8 @@ from networks import build, image
 from torch import nn
 
 from compresskit.graph.capture import capture
+from compresskit.graph.layers.fold_batchnorm import fold_batchnorm_
 from compresskit.graph.normalize import aten
-from compresskit.quant.passes.fold_batchnorm import fold_batchnorm_
 
 
 def test_folded_weights_equal_numpys() -> None:
