@@ -1,9 +1,15 @@
-"""Shortcuts for tests: less time for what most of a tiny run's time goes to, and no test is about."""
+"""Shortcuts for tests: less time for what most of a tiny run's time goes to, and no test is about.
+
+`python quick.py SCRIPT ARGUMENTS` runs a script with them, as `python SCRIPT ARGUMENTS` does without.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import runpy
+import sys
+from pathlib import Path
 
 import torch
 from torch.onnx._internal._lazy_import import onnxscript_apis
@@ -40,3 +46,10 @@ def _py_impl(self, key):
         return function
 
     return register
+
+
+if __name__ == "__main__":
+    make_quick()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
