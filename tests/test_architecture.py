@@ -266,9 +266,12 @@ def test_import_is_light() -> None:
     checkout.python(
         "-m", "compileall", "-q", PACKAGE
     )  # torch is compiled when it is installed; a user's second import finds both so
-    runs = [checkout.python("-c", code).stdout for _ in range(3)]
-    assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
-    assert min(float(run.split()[0]) for run in runs) < 0.28  # of the time that torch takes, whatever the machine
+    shares = []
+    while len(shares) < 3 and not (shares and min(shares) < 0.28):  # of the time that torch takes, whatever the machine
+        share, heavy = checkout.python("-c", code).stdout.split(maxsplit=1)
+        assert heavy.strip() == "[]"
+        shares.append(float(share))
+    assert min(shares) < 0.28
 
 
 def test_oracles_share_no_code() -> None:
