@@ -2,9 +2,8 @@
 
 Every call of `torch.onnx.export` parses the source of the 500 translations of onnxscript again, and looks up every composite
 operator of torch once for each namespace. Neither depends on the model. It traces every program a second time, which few need;
-see `decompositions`. It runs every program once more to promote types, which few need either; see `type_promotion`. It tries
-every rewrite rule at every node, and a rule of several outputs lists the whole graph each time. All are internals of torch and
-onnxscript, so a release that has them elsewhere is left as it is: slower, same result.
+see `decompositions`. It tries every rewrite rule at every node, and a rule of several outputs lists the whole graph each time.
+All are internals of torch and onnxscript, so a release that has them elsewhere is left as it is: slower, same result.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from compresskit.export.decompositions import replace_or
-from compresskit.export.type_promotion import insert_where_promoted
 
 
 @contextlib.contextmanager
@@ -32,19 +30,9 @@ def quick_exporter() -> Iterator[None]:
             stack.enter_context(_patched(operators, "_materialize_cpp_cia_ops", once))
         if passes := _holder("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry"):
             stack.enter_context(_patched(passes, "decompose_with_registry", replace_or(passes.decompose_with_registry)))
-        if passes and "insert_type_promotion_nodes" in vars(passes) and (table := _promotion_table()):
-            insert = insert_where_promoted(passes.insert_type_promotion_nodes, table)
-            stack.enter_context(_patched(passes, "insert_type_promotion_nodes", insert))
         if rule := _holder("onnxscript.rewriter._rewrite_rule.RewriteRule", "try_rewrite"):
             stack.enter_context(_patched(rule, "try_rewrite", _tried_where_it_fits(rule.try_rewrite)))
         yield
-
-
-@functools.cache
-def _promotion_table() -> Any:
-    """Rules by which torch promotes types, or None in a release that has them elsewhere."""
-    holder = _holder("torch.onnx._internal.fx.passes.type_promotion.TypePromotionTable", "get_rule")
-    return None if holder is None else holder()
 
 
 def _holder(path: str, name: str) -> Any:
