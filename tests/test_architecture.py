@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ import compresskit
 PACKAGE = ROOT / "compresskit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES})
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 #: A package imports only from those on the lines above its own. `mixed` is a leaf: of the library it knows only the errors.
 LAYERS = [
@@ -54,6 +54,12 @@ MOST_LOOK_UPS = 25  # getattr and hasattr with a literal name
 MOST_SHARED_NAMES = 10  # top-level names that are defined in more than one file
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of each file; parsed by a process that runs one of these tests, not by one that only collects them."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
 def short(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
@@ -66,14 +72,14 @@ def module_file(dotted: str) -> Path | None:
     """The file of `compresskit.a.b`, where there is one."""
     base = ROOT.joinpath(*dotted.split("."))
     for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path in TREES:
+        if path in trees():
             return path
     return None
 
 
 def imported_files(path: Path) -> Iterator[Path]:
     """The files of the package that a file imports, wherever in it: functions and TYPE_CHECKING blocks count."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "compresskit":
             for alias in node.names:
                 found = module_file(f"{node.module}.{alias.name}") or module_file(str(node.module))
@@ -123,7 +129,7 @@ def test_folders_can_be_read_at_a_glance(folder: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=short)
 def test_ceilings(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST_FILE
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < LONGEST_FUNCTION, f"{node.name} is too long"
         assert not (isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names)), "star import"
@@ -150,7 +156,7 @@ def top_level_names(tree: ast.Module) -> Iterator[str]:
 def test_a_name_is_defined_in_one_file() -> None:
     """Private helpers count: a reader who greps for a name should land in one place."""
     where = defaultdict(set)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for name in top_level_names(tree):
             if name not in ("__all__", "log"):
                 where[name].add(short(path))
@@ -162,7 +168,7 @@ def test_string_look_ups_are_few() -> None:
     """`getattr(x, "name")` is a contract that no type checker sees."""
     found = [
         f"{short(path)}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -194,10 +200,10 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 
 def test_no_module_reads_private_names_of_another() -> None:
-    defined = {path: defined_names(tree) for path, tree in TREES.items()}
+    defined = {path: defined_names(tree) for path, tree in trees().items()}
     everywhere = set().union(*defined.values())
     found = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("compresskit"):
                 found += [f"{short(path)} imports {a.name}" for a in node.names if is_private(a.name)]
@@ -212,7 +218,7 @@ def is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=short)
 def test_public_names_have_docstrings(path: Path) -> None:
-    tree = TREES[path]
+    tree = trees()[path]
     assert ast.get_docstring(tree) is not None
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not is_overload(node):
@@ -246,7 +252,7 @@ def test_nothing_unfinished_and_nothing_of_torch_ao() -> None:
 
 
 def test_no_prints_from_the_library() -> None:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
         assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"], path
 
@@ -260,9 +266,12 @@ def test_import_is_light() -> None:
     checkout.python(
         "-m", "compileall", "-q", PACKAGE
     )  # torch is compiled when it is installed; a user's second import finds both so
-    runs = [checkout.python("-c", code).stdout for _ in range(3)]
-    assert all(run.split(maxsplit=1)[1].strip() == "[]" for run in runs)
-    assert min(float(run.split()[0]) for run in runs) < 0.28  # of the time that torch takes, whatever the machine
+    shares = []
+    while len(shares) < 3 and not (shares and min(shares) < 0.28):  # of the time that torch takes, whatever the machine
+        share, heavy = checkout.python("-c", code).stdout.split(maxsplit=1)
+        assert heavy.strip() == "[]"
+        shares.append(float(share))
+    assert min(shares) < 0.28
 
 
 def test_oracles_share_no_code() -> None:

@@ -5,6 +5,7 @@ float model -> prepare_graph -> smooth_tensors_ -> place_quantizers -> insert_qu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -26,7 +27,7 @@ from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import layer_costs
 from compresskit.quant.passes.insert import insert_quantizers_
 from compresskit.quant.passes.placement import Placement, place_quantizers
-from compresskit.quant.passes.prepare_graph import prepare_graph
+from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 
 MAX_FRACTION = 0.01  # of the MACs, for each of the two layers of a transformer that stay float
 #: Products that no rule knows.
@@ -51,6 +52,7 @@ def build_quantized(
     smooth: Inputs | None = None,
     adjust: Callable[[Captured], object] | None = None,
     merges: Sequence[Merge] | None = None,
+    prepared: tuple[Captured, Origin] | None = None,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.
 
@@ -65,11 +67,16 @@ def build_quantized(
         adjust: changes weights of the captured graph in place, such that it still computes the same, before quantizers are
             placed.
         merges: see `prepare_graph`.
+        prepared: the graph that `prepare_graph` made of the same model with the same settings, which is copied instead of
+            capturing the model once more; without `trainable`.
 
     Raises ModelError where nothing of the model runs in integers on the target or, with `strict`, a layer or an operator could
     not.
     """
-    captured, origin, folds = prepare_graph(model, example, target, skip, dynamic, named=named_modules(bits), merges=merges)
+    if prepared is None:
+        captured, origin, folds = prepare_graph(model, example, target, skip, dynamic, named=named_modules(bits), merges=merges)
+    else:
+        captured, origin, folds = copy.deepcopy(prepared[0]), prepared[1], []
     if smooth is not None:
         origin = replace(origin, smoothed=smooth_tensors_(captured.module, captured, [smooth], bits=bits))
         floating = {**_sensitive_ends(captured.module.graph), **(floating or {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Unpack, overload
@@ -29,8 +30,9 @@ from compresskit.quant.effort.improve import Effort, quantize_with_effort
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
-from compresskit.quant.numerics.bit_widths import BitWidths, refuse_one_bit
+from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
 from compresskit.quant.numerics.observers import Observer
+from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
 FLOAT_MACS = {"fast": 0.0, "balanced": 0.15, "best": 0.35}  # share that an effort level may leave float by default
@@ -130,9 +132,16 @@ def quantize_static(
     return _quantize(model, batches, settings, "quantize_static")
 
 
-def builder(module: nn.Module, example: Inputs, settings: StaticSettings) -> Build:
-    """Return what builds the quantized model of some settings, with other ones for a trial; placed by time if they say so."""
+def builder(module: nn.Module, example: Inputs, settings: StaticSettings, *, trials: bool = False) -> Build:
+    """Return what builds the quantized model of some settings, with other ones for a trial; placed by time if they say so.
+
+    trials: it is called many times, and keeps the captured graph for that.
+    """
     choice = measured_choice(module, example, settings)
+
+    @functools.cache
+    def prepared(named: tuple[str, ...]) -> tuple[Captured, Origin]:
+        return prepare_graph(module, example, settings.target, settings.skip, settings.dynamic, named=named)[:2]
 
     def build(
         *,
@@ -141,6 +150,7 @@ def builder(module: nn.Module, example: Inputs, settings: StaticSettings) -> Bui
         floating: Mapping[str, str] | None = None,
         bits: BitWidths | None = None,
     ) -> Quantized:
+        bits = settings.bits if bits is None else bits
         built = build_quantized(
             module,
             example,
@@ -150,9 +160,10 @@ def builder(module: nn.Module, example: Inputs, settings: StaticSettings) -> Bui
             floating={**choice.floating, **(floating or {})},
             dynamic=settings.dynamic,
             strict=settings.strict,
-            bits=settings.bits if bits is None else bits,
+            bits=bits,
             smooth=example if settings.smooth else None,
             adjust=adjust,
+            prepared=prepared(named_modules(bits)) if trials else None,
         )
         built.origin = replace(built.origin, measured=choice.record)
         return built
@@ -162,7 +173,7 @@ def builder(module: nn.Module, example: Inputs, settings: StaticSettings) -> Bui
 
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
-    build = builder(module, example, settings)
+    build = builder(module, example, settings, trials=settings.effort != "fast")
     if settings.effort == "fast":
         quantized = build()
         result = calibrate_inside(model, quantized, data, settings.inside)

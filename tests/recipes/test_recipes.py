@@ -55,7 +55,7 @@ def test_every_option_has_help(name, start) -> None:
 
 def test_digits_in_its_own_process(tmp_path) -> None:
     out = tmp_path / "run"
-    process = checkout.python(checkout.ROOT / "recipes" / "digits.py", "--epochs", 1, "--out", out)
+    process = checkout.python(checkout.SUPPORT / "quick.py", checkout.ROOT / "recipes" / "digits.py", "--epochs", 1, "--out", out)
     check_run(process.stdout, out, 4)
     assert "%|" not in process.stderr  # no progress bars where there is no terminal
 

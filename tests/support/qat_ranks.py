@@ -1,8 +1,7 @@
-"""One of two ranks (gloo): `two_ranks.py RANK FOLDER`. Leaves what it found in the folder, for the test to compare."""
+"""What two ranks (gloo) do in `test_qat.py`: each leaves what it found in a folder, for the test to compare."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import networks
@@ -47,14 +46,9 @@ def trained(rank: int) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in quantized.state_dict().items()}
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    save_file(observed(rank), folder / f"observed{rank}.safetensors")
-    save_file(trained(rank), folder / f"trained{rank}.safetensors")
+    save_file(observed(rank), Path(folder) / f"observed{rank}.safetensors")
+    save_file(trained(rank), Path(folder) / f"trained{rank}.safetensors")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

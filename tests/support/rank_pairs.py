@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 
 import torch
 import torch.distributed as dist
 
 
+def start(main, folder) -> None:
+    """Run `main(rank, folder)` on each of two ranks; a mistake shows here with its process's traceback.
+
+    Both are forked from a process that has imported what takes them longest, and done nothing else; it serves later tests too.
+    """
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "compresskit.quant", "compresskit.prune"])
+    torch.multiprocessing.start_processes(main, args=(str(folder),), nprocs=2, start_method="forkserver")
+
+
 def both(main, folder):
-    """What `main(rank, folder)` left on each of two ranks; a mistake in a case shows here with its process's traceback."""
-    torch.multiprocessing.spawn(main, args=(str(folder),), nprocs=2)
+    """What `main(rank, folder)` left on each of two ranks."""
+    start(main, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

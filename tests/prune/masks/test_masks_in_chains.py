@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from functools import partial
 
-import checkout
+import mask_ranks
 import networks
 import numpy as np
 import onnx
 import pytest
+import rank_pairs
 import torch
 from networks import build, image, images_task
 from torch import nn
@@ -263,41 +263,8 @@ def test_masks_for_other_shapes_are_refused() -> None:
         ONE(model, task)
 
 
-WORKER = """
-import sys, torch, networks
-import torch.distributed as dist
-import compresskit as ck
-from compresskit.graph.masks import enforce_masks_
-from compresskit.prune import plan_mask, masks_of
-from compresskit.prune.criteria import random_scores, snip
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = networks.Residual()
-torch.manual_seed(rank)  # other data, other random numbers
-task = networks.images_task(ck, samples=32)
-for name, criterion in (("random", random_scores), ("snip", snip)):
-    masks = plan_mask(model, ck.remove(weights=0.7), criterion=criterion, task=task).masks
-    torch.save(dict(masks), f"{folder}/{name}{rank}")
-plan_mask(model, ck.remove(weights=0.9), criterion=snip, task=task).apply_(model)
-run = ck.mixed.prepare(model.train(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), ck.mixed.MASTER_BF16)
-release = enforce_masks_(model, run)
-run.model = torch.nn.parallel.DistributedDataParallel(run.model)
-for x, y in task.train:
-    run.backward(task.loss(run(x), y))
-    run.step()
-release()
-run.finish()
-torch.save((model.state_dict(), masks_of(model).masks, masks_of(model).violations(model)), f"{folder}/model{rank}")
-dist.destroy_process_group()
-"""
-
-
 def test_two_processes_agree(tmp_path) -> None:
-    started = [checkout.start("-c", WORKER, rank, tmp_path, stderr=subprocess.PIPE) for rank in (0, 1)]
-    for process in started:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()[-2000:]
+    rank_pairs.start(mask_ranks.main, tmp_path)
     for name in ("random", "snip"):
         a, b = (torch.load(tmp_path / f"{name}{rank}") for rank in (0, 1))
         assert all(torch.equal(a[n], b[n]) for n in a)

@@ -20,6 +20,7 @@ from compresskit.quant.accuracy_target.few_bits import widened_bits
 from compresskit.quant.accuracy_target.losses import MetricLoss, OutputLoss
 from compresskit.quant.effort import trials
 from compresskit.quant.effort.unusual import without_unusual
+from compresskit.quant.passes import prepare_graph
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +201,20 @@ def test_one_huge_sample_does_not_count_for_all() -> None:
 def test_the_time_allowed_leaves_slow_remedies_out() -> None:
     _, report = repair(scaled(build(networks.Residual)), [image(32)], drop=0.0, minutes=1e-6)
     assert report.remedies == ()
+
+
+@pytest.mark.parametrize("way", ["repair", "effort"])
+def test_the_model_is_captured_once(way, monkeypatch) -> None:
+    """Each remedy begins with a copy of the graph that was captured first."""
+    captures, real = [], prepare_graph.capture
+    monkeypatch.setattr(prepare_graph, "capture", lambda *given, **settings: captures.append(1) or real(*given, **settings))
+    model, x = build(networks.Chain), image(32)
+    if way == "repair":
+        _, report = repair(model, [x], drop=0.0, minutes=1e-6)
+        assert report.remedies == ()
+    else:
+        assert quantize_static(model, [x], effort="balanced", float_macs=0.0).origin.remedies
+    assert captures == [1]
 
 
 def test_a_part_of_a_model_is_repaired_in_its_place() -> None:

@@ -7,11 +7,12 @@ import math
 from dataclasses import replace
 from functools import partial
 
-import checkout
 import networks
 import onnx
 import oracles
 import pytest
+import qat_ranks
+import rank_pairs
 import torch
 from networks import NETWORKS, build, image, images_task
 from safetensors.torch import load_file
@@ -336,8 +337,7 @@ def test_every_policy_trains(policy) -> None:
 
 def test_two_ranks_agree_on_ranges_and_weights(tmp_path) -> None:
     """Ranges are those of all values together, and DistributedDataParallel leaves every rank with one model."""
-    ranks = [checkout.start(checkout.SUPPORT / "qat_ranks.py", rank, tmp_path) for rank in (0, 1)]
-    assert [process.wait(timeout=240) for process in ranks] == [0, 0]
+    rank_pairs.start(qat_ranks.main, tmp_path)
     first, second = (load_file(tmp_path / f"observed{rank}.safetensors") for rank in (0, 1))
     torch.manual_seed(1)
     values = torch.randn(2, 2, 4, 500) * torch.tensor([1.0, 5.0]).view(2, 1, 1, 1)
