@@ -111,7 +111,8 @@ def quantize_static(
             scales for 50 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
             the other half come closer to the float model's. In the end what was kept is made once more, from all of the data.
             "best" imitates for 300 steps, in networks of any size, and learns the rounding of weights of fewer than 8 bits block
-            by block. None of them needs labels; a line of the log for each, and `origin.remedies` of the result, say what it bought.
+            by block. None of them needs labels; a line of the log for each, and `origin.remedies` of the result, say what it
+            bought.
         float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.1; 0 for none. A value
             that an operator writes counts as one MAC. More than 0.35 is taken only where that halves the noise that is left.
             Default None: 0.25 and 0.6, or 0 with `strict`.

@@ -262,7 +262,7 @@ class Trials:
     def refit(self, batches: Sequence[Inputs]) -> None:
         """Make the model anew from all data, with every remedy that was kept; none of the data is left to judge the result.
 
-        Ranges that one half of the data shows clip large values of the other half; those of all of it clip fewer values of others.
+        Ranges that one half of the data shows clip large values of the other half; those of all of it clip fewer of new samples.
         """
         if not any(remedy.kept for remedy in self.remedies):
             return
