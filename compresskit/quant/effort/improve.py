@@ -20,7 +20,7 @@ from compresskit.quant.model import Quantized
 
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
-FLOAT_SHARES = (0.35,)  # of the work, that are tried before the largest that is allowed
+FIRST_SHARES = (0.35,)  # of the work, that are tried before the largest that is allowed
 LEAST_FURTHER = 3.0  # dB that a larger share must gain: half of the noise
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
@@ -70,7 +70,7 @@ def quantize_with_effort(
 
 def _try_float_layers(trials: Trials, most: float) -> None:
     """Leave layers float, in steps up to the largest share of the work; a further step must halve the noise."""
-    shares = [*(share for share in FLOAT_SHARES if share < most), most]
+    shares = [*(share for share in FIRST_SHARES if share < most), most]
     if trials.try_float_layers(shares[0]):
         for share in shares[1:]:
             if not trials.try_float_layers(share, least=LEAST_FURTHER):

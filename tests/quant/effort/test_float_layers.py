@@ -103,7 +103,7 @@ def test_a_share_without_an_effort_is_refused() -> None:
 
 def test_what_is_float_already_counts(monkeypatch) -> None:
     """Two steps keep to one bound, and the second is left where it does not halve the noise."""
-    monkeypatch.setattr(improve, "FLOAT_SHARES", (0.05,))
+    monkeypatch.setattr(improve, "FIRST_SHARES", (0.05,))
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     shares = []
     for least in (0.05, 100.0):
