@@ -35,7 +35,7 @@ from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 
-FLOAT_MACS = {"fast": 0.0, "balanced": 0.15, "best": 0.35}  # share that an effort level may leave float by default
+FLOAT_MACS = {"fast": 0.0, "balanced": 0.25, "best": 0.6}  # share that an effort level may leave float by default
 
 
 class StaticOptions(CalibratedOptions, total=False):
@@ -108,13 +108,16 @@ def quantize_static(
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.
         effort: "fast" (the default) takes the ranges that the observer finds. "balanced" tries remedies on one half of the
-            calibration data (even out channels, choose ranges activation by activation, leave layers float whose rounding makes
-            much noise for little work, correct biases, and in networks of up to 250 million MACs train weights, biases and
-            scales for 100 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
-            the other half come closer to the float model's. "best" imitates for 300 steps, in networks of any size. None of them
-            needs labels; a line of the log for each, and `origin.remedies` of the result, say what it bought.
-        float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.25; 0 for none. A value
-            that an operator writes counts as one MAC. Default None: 0.15 and 0.35, or 0 with `strict`.
+            calibration data (even out channels, leave layers float whose rounding makes much noise for little work, choose ranges
+            activation by activation, correct biases, and in networks of up to 250 million MACs train weights, biases and
+            scales for 50 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
+            the other half come closer to the float model's. In the end what was kept is made once more, from all of the data.
+            "best" imitates for 300 steps, in networks of any size, and learns the rounding of weights of fewer than 8 bits block
+            by block. None of them needs labels; a line of the log for each, and `origin.remedies` of the result, say what it
+            bought.
+        float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.1; 0 for none. A value
+            that an operator writes counts as one MAC. More than 0.35 is taken only where that halves the noise that is left.
+            Default None: 0.25 and 0.6, or 0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay

@@ -8,7 +8,7 @@ needs its operators). The lower the price, the larger the set, and each holds th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
 class FloatLayers:
     """Operators that should stay float, and what that is predicted to do.
 
-    names: of their nodes. work: their share of the work. noise: the share of the noise that is left.
+    names: of their nodes. work: their share of the work, with those that were float before. noise: the share of the noise that is
+    left, of what there was with these.
     """
 
     names: frozenset[str]
@@ -38,28 +39,31 @@ class FloatLayers:
     noise: float
 
 
-def choose_float_layers(quantized: Quantized, noise: Mapping[Node, float], most_work: float) -> FloatLayers:
+def choose_float_layers(
+    quantized: Quantized, noise: Mapping[Node, float], most_work: float, before: Collection[str] = ()
+) -> FloatLayers:
     """Choose the operators that should stay float.
 
     Args:
         quantized: a calibrated model.
         noise: of each rounding, see `rounding_noise`.
         most_work: the largest share of the work that may be float. A multiply-accumulate is one, and so is a value written.
+        before: names of operators that were chosen before, and are float; they count.
 
     Returns the largest choice within these bounds, which may be empty.
     """
     placement = quantized.placement
     needs = {node: _served(node, placement) for node in noise if noise[node] > 0}
-    work = {
-        name: float(_work(node, placement)) for node in quantized.body.graph.nodes if (name := node.name) in placement.integer
-    }
-    all_work, all_noise = sum(work.values()), sum(noise.values())
-    best = FloatLayers(frozenset(), 0.0, 1.0)
-    if not all_work or not 0 < all_noise < float("inf"):
+    nodes = {node.name: node for node in quantized.body.graph.nodes}
+    work = {name: float(_work(node, placement)) for name, node in nodes.items() if name in placement.integer}
+    spent = sum(float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work)
+    all_work, all_noise = sum(work.values()) + spent, sum(noise.values())
+    best = FloatLayers(frozenset(), spent / max(1.0, all_work), 1.0)
+    if not work or not 0 < all_noise < float("inf"):
         return best
     for price in PRICES:
         names = _worth(needs, noise, {name: price * all_noise / all_work * value for name, value in work.items()})
-        share = sum(work[name] for name in names) / all_work
+        share = (spent + sum(work[name] for name in names)) / all_work
         if share > most_work:
             break
         saved = sum(noise[node] for node, served in needs.items() if served <= names)

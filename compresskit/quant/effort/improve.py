@@ -1,8 +1,9 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> choose ranges -> keep the noisiest layers float -> reconstruct blocks -> correct biases -> imitate the float
+balance channels -> keep the noisiest layers float -> choose ranges -> reconstruct blocks -> correct biases -> imitate the float
     model; each made by `fit`, kept where the outputs on `judge` are closer to the float model's
+make what was kept once more, by all of the data
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from compresskit.quant.effort.trials import STRENGTHS, Build, Trials
 from compresskit.quant.model import Quantized
 
 Effort = Literal["fast", "balanced", "best"]
-TUNING_STEPS = {"balanced": 100, "best": 300}  # of imitation
+TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
+FIRST_SHARES = (0.35,)  # of the work, that are tried before the largest that is allowed
+LEAST_FURTHER = 3.0  # dB that a larger share must gain: half of the noise
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
 
@@ -51,14 +54,24 @@ def quantize_with_effort(
         if trials.try_balance(strength):
             break
     trials.try_norms()
-    if not own_observer:
-        trials.try_ranges()
     trains = trials.has_gradients()
     if trains and float_macs > 0:
-        trials.try_float_layers(float_macs)
-    if effort == "best":
+        _try_float_layers(trials, float_macs)
+    if not own_observer:
+        trials.try_ranges()  # of what is rounded: narrow ones make up for coarse steps where layers make most of the noise
+    if effort == "best" and trials.rounds_weights_to_few_bits:
         trials.try_reconstruction()  # before biases are corrected: its float model is what the model holds
     trials.try_biases()
     if trains and (effort == "best" or trials.macs <= MOST_TUNED_MACS):
         trials.try_imitation(TUNING_STEPS[effort])
+    trials.refit(batches)
     return trials.result(batches)
+
+
+def _try_float_layers(trials: Trials, most: float) -> None:
+    """Leave layers float, in steps up to the largest share of the work; a further step must halve the noise."""
+    shares = [*(share for share in FIRST_SHARES if share < most), most]
+    if trials.try_float_layers(shares[0]):
+        for share in shares[1:]:
+            if not trials.try_float_layers(share, least=LEAST_FURTHER):
+                return

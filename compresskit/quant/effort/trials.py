@@ -181,20 +181,26 @@ class Trials:
         self.chooses_ranges |= kept
         return kept
 
-    def try_float_layers(self, most_macs: float) -> bool:
+    def try_float_layers(self, most_macs: float, *, least: float = LEAST_DECIBELS) -> bool:
         """Try to leave the layers float whose rounding adds most noise to the outputs for the work that they are.
 
-        What was learned on the way is learned again. Returns whether that paid.
+        What was learned on the way is learned again. Layers that were left float before count as part of the work.
+
+        Args:
+            most_macs: the largest share of the work that may be float.
+            least: dB that it must gain.
+
+        Returns whether that paid.
         """
         began = time.perf_counter()
         noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
-        found = choose_float_layers(self.model, noise, most_macs)
+        found = choose_float_layers(self.model, noise, most_macs, self.floating)
         if found.noise > MOST_NOISE_LEFT:
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
         floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
         candidate = self._rebuilt(floating=floating)
-        kept = self.judged(f"float layers, {len(floating)} operators, {found.work:.1%} of the work", candidate, began)
+        kept = self.judged(f"float layers, {len(floating)} operators, {found.work:.1%} of the work", candidate, began, least)
         if kept:
             self.floating = floating
         return kept
@@ -247,10 +253,27 @@ class Trials:
 
     def try_imitation(self, steps: int) -> bool:
         """Try to train weights, biases and scales to imitate the float model; returns whether that paid."""
-        learn_from = self.error_on(self.fit)
-        return self.try_changed(
-            f"imitate the float model, {steps} steps", lambda q: minimise_error_(q, learn_from, steps=steps, batch=TUNING_ROWS)
-        )
+
+        def change(quantized: Quantized) -> None:
+            minimise_error_(quantized, self.error_on(self.fit), steps=steps, batch=TUNING_ROWS)
+
+        return self.try_changed(f"imitate the float model, {steps} steps", change)
+
+    def refit(self, batches: Sequence[Inputs]) -> None:
+        """Make the model anew from all data, with every remedy that was kept; none of the data is left to judge the result.
+
+        Ranges that one half of the data shows clip large values of the other half; those of all of it clip fewer of new samples.
+        """
+        if not any(remedy.kept for remedy in self.remedies):
+            return
+        began, self.fit = time.perf_counter(), list(batches)
+        self.model = self._rebuilt()
+        log.info("what was kept is made once more, from all data, not judged: %.1f s", time.perf_counter() - began)
+
+    @property
+    def rounds_weights_to_few_bits(self) -> bool:
+        """Whether some weights have fewer than 8 bits."""
+        return any(rounding.scheme.bits < 8 for rounding, _ in self.model.rounded_weights())
 
     @property
     def reconstruction_steps(self) -> int:
@@ -264,10 +287,10 @@ class Trials:
         if not steps:
             log.info("blocks are not reconstructed: %.2g MACs a sample would take too long", self.macs)
             return False
-        data = self._rows_that_fit(MOST_RECONSTRUCTION_BYTES)
         rate = RECONSTRUCTION_TRAVEL / steps
 
         def change(quantized: Quantized) -> None:
+            data = self._rows_that_fit(MOST_RECONSTRUCTION_BYTES)
             reconstruct_blocks_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
 
         return self.try_changed(f"reconstruct blocks, {steps} steps", change)
@@ -290,15 +313,15 @@ class Trials:
         self.model.origin = replace(origin, remedies=tuple(self.remedies), smoothed=origin.smoothed + self.moved)
         return self.model
 
-    def judged(self, name: str, candidate: Quantized, began: float) -> bool:
-        """Keep a candidate where it pays, and say what it bought."""
+    def judged(self, name: str, candidate: Quantized, began: float, least: float = LEAST_DECIBELS) -> bool:
+        """Keep a candidate where it pays, by `least` dB where the outputs judge, and say what it bought."""
         quality = self.error.decibels(candidate)
         drop = None if self.measure is None else self.measure(candidate)
         remedy = Remedy(
             name=name,
             before=self.quality,
             after=quality,
-            kept=self._pays(quality, drop),
+            kept=self._pays(quality, drop, least),
             seconds=time.perf_counter() - began,
             drop_before=self.drop,
             drop_after=drop,
@@ -309,8 +332,8 @@ class Trials:
             self.model, self.quality, self.drop = candidate, quality, drop
         return remedy.kept
 
-    def _pays(self, quality: float, drop: float | None) -> bool:
-        closer = quality > self.quality + LEAST_DECIBELS
+    def _pays(self, quality: float, drop: float | None, decibels: float) -> bool:
+        closer = quality > self.quality + decibels
         if drop is None or self.drop is None:
             return closer
         least = max(self.tolerance, LEAST_LOWERED * self.drop)

@@ -14,6 +14,7 @@ import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.quant import StaticQuant, quantize_static
 from compresskit.quant.calibration.rounding_noise import rounding_noise
+from compresskit.quant.effort import improve
 from compresskit.quant.effort.float_layers import LEAST_RATIO, _served, _work, choose_float_layers
 from compresskit.quant.effort.samples import OutputError
 
@@ -98,3 +99,30 @@ def test_a_share_that_is_none_is_refused(share) -> None:
 def test_a_share_without_an_effort_is_refused() -> None:
     with pytest.raises(SettingError, match=r'only the other effort levels measure the noise; write effort="balanced"'):
         StaticQuant(float_macs=0.1)
+
+
+def test_what_is_float_already_counts(monkeypatch) -> None:
+    """Two steps keep to one bound, and the second is left where it does not halve the noise."""
+    monkeypatch.setattr(improve, "FIRST_SHARES", (0.05,))
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    shares = []
+    for least in (0.05, 100.0):
+        monkeypatch.setattr(improve, "LEAST_FURTHER", least)
+        quantized = quantize_static(narrow(), [image(64)], effort="best", float_macs=0.5)
+        tried = [remedy for remedy in quantized.origin.remedies if remedy.name.startswith("float layers")]
+        assert len(tried) == 2
+        assert [remedy.kept for remedy in tried] == [True, least < 1]
+        shares.append(1 - quantized.placement.coverage.macs[0] / quantized.placement.coverage.macs[1])
+    assert shares[1] <= 0.05 < shares[0] <= 0.5
+
+
+def test_the_share_of_a_second_choice_contains_the_first() -> None:
+    x = image(16)
+    first = quantize_static(narrow(), [x])
+    found = choose_float_layers(first, rounding_noise(first, x), 0.1)
+    again = quantize_static(narrow(), [x], skip=sorted(found.names))
+    further = choose_float_layers(again, rounding_noise(again, x), 1.0, found.names)
+    nodes = {node.name: node for node in again.body.graph.nodes}
+    work = {name: _work(nodes[name], again.placement) for name in {*again.placement.integer, *found.names}}
+    assert not further.names & found.names
+    assert further.work == pytest.approx(sum(work[name] for name in further.names | found.names) / sum(work.values()))

@@ -98,7 +98,8 @@ def test_each_remedy_says_what_it_bought_and_none_makes_it_worse(effort, caplog,
     assert names[-1] == "imitate the float model"
     assert ("reconstruct blocks" in names) == (effort == "best")
     assert remedies[-1].name.endswith({"balanced": "5 steps", "best": "15 steps"}[effort])
-    assert [record.getMessage() for record in caplog.records] == [str(remedy) for remedy in remedies]
+    assert [record.getMessage() for record in caplog.records[:-1]] == [str(remedy) for remedy in remedies]
+    assert caplog.records[-1].getMessage().startswith("what was kept is made once more, from all data, not judged: ")
     for earlier, later in itertools.pairwise(remedies):
         assert later.before == (earlier.after if earlier.kept else earlier.before)
         assert not earlier.kept or earlier.after > earlier.before
@@ -145,7 +146,7 @@ def test_best_does_not_reconstruct_what_takes_too_long(monkeypatch, caplog) -> N
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     monkeypatch.setattr(trials, "MOST_RECONSTRUCTION_MACS", 1e6)
     with caplog.at_level(logging.INFO, logger="compresskit.quant.effort.trials"):
-        quantized = quantize_static(build(networks.Chain), [image(32)], effort="best")
+        quantized = quantize_static(build(networks.Chain), [image(32)], target=W3, effort="best")
     assert not any(remedy.name.startswith("reconstruct") for remedy in quantized.origin.remedies)
     assert any("blocks are not reconstructed: " in record.getMessage() for record in caplog.records)
 
@@ -155,8 +156,31 @@ def test_best_reconstructs_on_the_rows_that_fit_in_memory(monkeypatch) -> None:
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     monkeypatch.setattr(trials, "MOST_RECONSTRUCTION_BYTES", 12 * 4 * 32 * 16 * 16)
     monkeypatch.setattr(trials, "reconstruct_blocks_", lambda q, data, **_: rows.extend(len(x[0]) for x in data))
-    quantize_static(build(networks.Chain), [image(20), image(20)], effort="best")
-    assert rows == [10]
+    quantize_static(build(networks.Chain), [image(20), image(20)], target=W3, effort="best")
+    assert rows[0] == 10
+
+
+def test_best_does_not_reconstruct_eight_bits(monkeypatch) -> None:
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    quantized = quantize_static(build(networks.Chain), [image(32)], effort="best")
+    assert not any(remedy.name.startswith("reconstruct") for remedy in quantized.origin.remedies)
+
+
+def test_what_was_kept_is_made_from_all_data(monkeypatch) -> None:
+    """The largest input is in the half that judges; the range of the result holds it, and biases are corrected on both halves."""
+    seen = list[int]()
+    monkeypatch.setattr(trials, "PROBE_SAMPLES", 1000)
+    monkeypatch.setattr(trials, "correct_biases_", lambda q, x: seen.append(len(x[0])) or correct_biases_(q, x))
+    monkeypatch.setattr(trials.Trials, "try_ranges", lambda _: False)
+    monkeypatch.setattr(improve, "MOST_TUNED_MACS", 0)
+    x = image(64)
+    x[0][40] *= 1.5 * float(x[0].abs().max() / x[0][40].abs().max())
+    assert halves([x], "")[0][0][0].abs().max() < 0.9 * x[0].abs().max()
+    quantized = quantize_static(build(networks.Residual), [x], target=W3, effort="balanced", float_macs=0)
+    assert next(remedy for remedy in quantized.origin.remedies if remedy.name == "correct biases").kept
+    assert seen == [32, 64]
+    first = quantized.activation_quantizers()[0]
+    assert float(first.scale) * 255 == pytest.approx(float(x[0].max() - x[0].min()), rel=0.02)
 
 
 class Ids(nn.Module):
