@@ -15,8 +15,8 @@ resnet*    three draws of 512 training images; top-1 in % on the 10,000 test ima
 
 ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations), our efforts, and "measured": fast with
            choose="measure" for one thread
-latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, medians; torch is torch's own ONNX export of the float
-           network, export the one of `export_onnx`
+latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, in OpenVINO too where it is installed, medians; torch is
+           torch's own ONNX export of the float network, export the one of `export_onnx`
 bound      below which no placement of integers can come in this runtime: each layer by the faster of its kernels in export and
            fast, without a single conversion between float and integers or between memory layouts
 
@@ -53,7 +53,7 @@ from vision import cifar10  # noqa: E402
 
 import compresskit as ck  # noqa: E402
 from compresskit.export.check.layer_profile import profile_layers  # noqa: E402
-from compresskit.measure import latency, numpy_inputs, session  # noqa: E402
+from compresskit.measure import numpy_inputs, session  # noqa: E402
 
 WAYS = ("onnxruntime", "fast", "measured", "balanced", "best")
 DRAWS = 3
@@ -213,24 +213,19 @@ def file_of(folder: Path, name: str, way: str, draw: int = 0) -> Path:
     return folder / f"{name}.{way}.{draw}.onnx"
 
 
-def times(name: str, network: Network, folder: Path, seconds: float) -> dict[str, dict[str, float]]:
-    """Threads -> way -> milliseconds, in turn; float files are made where they are missing."""
+def times(name: str, network: Network, folder: Path, seconds: float) -> dict[str, dict[str, dict[str, float]]]:
+    """Runtime -> threads -> way -> milliseconds, all in turn; float files are made where they are missing."""
     plain, ours = (file_of(folder, name, way) for way in ("torch", "export"))
     if not plain.exists():
         torch.onnx.export(network.model, (network.example,), plain, dynamo=True, verbose=False)
     ck.export_onnx(network.model, ours, (network.example,))
     found = {way: file_of(folder, name, way) for way in ("torch", "export", *WAYS)}
-    found = {way: path for way, path in found.items() if path.exists()}
-    return {
-        str(threads): dict(
-            zip(
-                found,
-                latency(list(found.values()), (network.example,), threads=threads, seconds=seconds),
-                strict=True,
-            )
-        )
-        for threads in (1, 2)
-    }
+    ways = {str(path): way for way, path in found.items() if path.exists()}
+    measured: dict[str, dict[str, dict[str, float]]] = {}
+    for threads in (1, 2):
+        for row in ck.export.benchmark(list(ways), (network.example,), threads=threads, seconds=seconds):
+            measured.setdefault(row.runtime, {}).setdefault(str(threads), {})[ways[row.path]] = row.milliseconds
+    return measured
 
 
 def bound(name: str, network: Network, folder: Path, threads: int, seconds: float) -> float | None:
@@ -259,13 +254,20 @@ def write(result: dict[str, Any]) -> None:
                 f"| {name} | {way} | {some['quality']:.3f} | {some['db']:.2f} | {some['integer_macs']:.1%}"
                 f" | {some['seconds']:.0f} | {'' if way == 'onnxruntime' else 'yes' if some['verified'] else 'no'} |"
             )
-    lines += ["", f"Milliseconds, a CPU with {result['cpu']}; in brackets as a fraction of torch's float file.", ""]
+    lines += [
+        "",
+        f"Milliseconds, a CPU with {result['cpu']}; in brackets as a fraction of torch's float file in ONNX Runtime.",
+        "",
+    ]
     columns = ("torch", "export", *WAYS, "bound")
     lines += ["| network, threads | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
     for name, row in result["networks"].items():
         for threads, ms in row.get("ms", {}).items():
             cells = [f"{ms[w]:.2f} ({ms[w] / ms['torch']:.2f})" if w in ms else "" for w in columns]
             lines.append(f"| {name}, {threads} | {' | '.join(cells)} |")
+            if there := row.get("openvino", {}).get(threads):
+                cells = [f"{there[w]:.2f} ({there[w] / ms['torch']:.2f})" if w in there else "" for w in columns]
+                lines.append(f"| {name}, {threads}, in OpenVINO | {' | '.join(cells)} |")
     lines += [
         "",
         f"Quality: F1 in % (face), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws (resnet). {result['versions']}",
@@ -296,7 +298,8 @@ def main() -> None:
                 row["ways"][way] = measure(name, network, way, args.folder)
                 row["ways"] = {w: row["ways"][w] for w in WAYS if w in row["ways"]}
                 write(result)
-        row["ms"] = times(name, network, args.folder, args.seconds)
+        measured = times(name, network, args.folder, args.seconds)
+        row["ms"], row["openvino"] = measured["onnxruntime"], measured.get("openvino", row.get("openvino", {}))
         for threads, ms in row["ms"].items():
             least = bound(name, network, args.folder, int(threads), args.seconds)
             ms |= {} if least is None else {"bound": least}

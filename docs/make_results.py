@@ -230,6 +230,9 @@ def deployed() -> str:
         for threads, times in row.get("ms", {}).items():
             of = [f"{times[way] / times['torch']:.2f}" if way in times else "" for way in ("export", *ways, "bound")]
             rows.append((f"{label}, latency / torch's float file, {threads} thread{'s' if threads != '1' else ''}", *of))
+            if there := row.get("openvino", {}).get(threads):
+                of = [f"{there[way] / times['torch']:.2f}" if way in there else "" for way in ("export", *ways)]
+                rows.append((f"the same in OpenVINO, {threads} thread{'s' if threads != '1' else ''}", *of, ""))
     return f"""\
 ## Networks that people deploy
 

@@ -49,6 +49,7 @@ class MergeRules:
     named: names of modules for which the user chose something else; what one covers is not merged into a layer that it does not.
     lone_identities: whether x + conv(x), which saves an addition and no layer, is merged. In eight bits the ones that it adds to
         the weights would make the grid of all others coarse.
+    least_decibels: signal-to-noise ratio that the weights of merged branches must have in eight bits, in dB; None allows all.
     rounds: asked where a scale or shift before a layer would be folded, so that the layer reads other values; None allows all.
     recorded: what was merged before, which alone is merged again; None decides anew.
     """
@@ -56,6 +57,7 @@ class MergeRules:
     skip: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
     lone_identities: bool = True
+    least_decibels: float | None = None
     rounds: Rounds | None = None
     recorded: frozenset[Merge] | None = None
 

@@ -28,6 +28,8 @@ from compresskit.quant.passes.fold_parametrizations import fold_parametrizations
 from compresskit.quant.passes.input_grids import rounds_as_well
 from compresskit.quant.passes.rewrite import rewrite_
 
+LEAST_MERGED_DECIBELS = 30.0  # of merged weights in eight bits; those of one convolution have about 40, activations as many
+
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
@@ -163,6 +165,7 @@ def prepare_graph(
         skip=(*skip, *apart),
         named=tuple(named),
         lone_identities=False,
+        least_decibels=LEAST_MERGED_DECIBELS,
         rounds=rounds_as_well(captured),
         recorded=None if merges is None else frozenset(merges),
     )

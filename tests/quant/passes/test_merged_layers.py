@@ -67,6 +67,25 @@ def test_a_repvgg_is_a_chain_of_integer_convolutions(tmp_path, images) -> None:
     assert noise < 0.01
 
 
+def test_an_identity_that_would_make_the_grid_of_a_kernel_coarse_is_not_merged(monkeypatch, images) -> None:
+    model = trained(RepVGG(64), images)
+    with torch.no_grad():
+        for block in model.blocks:  # as trained ones: an identity that outweighs the kernels
+            block["dense"][1].weight.mul_(0.1)
+            block["point"][1].weight.mul_(0.1)
+
+    def noise_of(quantized: nn.Module) -> float:
+        return (quantized(images) - model(images)).square().mean().item()
+
+    apart = quantize_static(model, [images])
+    assert ("branch", "conv2d_1", "conv2d_2") in apart.origin.merges  # the two convolutions are one, the identity is not
+    assert list(apart.placement.integer.values()).count("conv") > 3
+    monkeypatch.setattr("compresskit.quant.passes.prepare_graph.LEAST_MERGED_DECIBELS", None)
+    merged = quantize_static(model, [images])
+    assert list(merged.placement.integer.values()).count("conv") == 3
+    assert noise_of(merged) > 2 * noise_of(apart)
+
+
 def test_a_merged_model_is_saved_and_loaded(tmp_path, images) -> None:
     model = trained(RepVGG(), images)
     model.blocks[1]["point"].requires_grad_(False)  # what is frozen is not in the file; what was merged is
