@@ -87,7 +87,7 @@ class Fork(nn.Module):
 
     def forward(self, x):
         x = self.a(x).relu()
-        return self.b(x) + self.c(x)
+        return self.b(x).relu() + self.c(x)  # a plain sum of layers of one value would be one layer
 
 
 def test_a_value_that_two_layers_read_takes_the_wider_format() -> None:
