@@ -185,8 +185,8 @@ def channels() -> str:
         setting = setting.replace("macs=0.5", "budget=keep(macs=0.5)")  # the name that it had when it was measured
         rows.append((network, tool, setting, len(seeds), f"{mean(r['macs'] for r in seeds) / 1e6:.1f} M", *cells))
     speed = {key.split(" | ")[1]: row for key, row in found.items() if key.startswith("speed")}
-    zoo, found = load("prune_zoo")["rows"].values(), load("prune_time")
-    times, stage = found["rows"], found["stage"]
+    zoo, timed = load("prune_zoo")["rows"].values(), load("prune_time")
+    times, stage = timed["rows"], timed["stage"]
     speeds = load("planning_speed")
     proved = sum(bool(row.get("proof")) and row.get("eval") is True for row in zoo)
     return f"""\

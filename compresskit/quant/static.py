@@ -116,8 +116,9 @@ def quantize_static(
             by block. None of them needs labels; a line of the log for each, and `origin.remedies` of the result, say what it
             bought.
         float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.1; 0 for none. A value
-            that an operator writes counts as one MAC. More than 0.35 is taken only where that halves the noise that is left.
-            Default None: 0.25 and 0.6, or 0 with `strict`.
+            that an operator writes counts as one MAC. "balanced" takes none where the outputs are within 32 dB of the float
+            model's; "best" takes more than 0.35 only where that halves the noise that is left. Default None: 0.25 and 0.6, or
+            0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay

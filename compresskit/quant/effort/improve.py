@@ -15,13 +15,14 @@ from torch import nn
 
 from compresskit.base.task import Inputs
 from compresskit.quant.effort.samples import halves
-from compresskit.quant.effort.trials import STRENGTHS, Build, Trials
+from compresskit.quant.effort.trials import LEAST_DECIBELS, STRENGTHS, Build, Trials
 from compresskit.quant.model import Quantized
 
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
-FIRST_SHARES = (0.35,)  # of the work, that are tried before the largest that is allowed
-LEAST_FURTHER = 3.0  # dB that a larger share must gain: half of the noise
+FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
+ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
+LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
 
@@ -56,7 +57,7 @@ def quantize_with_effort(
     trials.try_norms()
     trains = trials.has_gradients()
     if trains and float_macs > 0:
-        _try_float_layers(trials, float_macs)
+        _try_float_layers(trials, float_macs, effort)
     if not own_observer:
         trials.try_ranges()  # of what is rounded: narrow ones make up for coarse steps where layers make most of the noise
     if effort == "best" and trials.rounds_weights_to_few_bits:
@@ -68,10 +69,15 @@ def quantize_with_effort(
     return trials.result(batches)
 
 
-def _try_float_layers(trials: Trials, most: float) -> None:
-    """Leave layers float, in steps up to the largest share of the work; a further step must halve the noise."""
-    shares = [*(share for share in FIRST_SHARES if share < most), most]
-    if trials.try_float_layers(shares[0]):
-        for share in shares[1:]:
-            if not trials.try_float_layers(share, least=LEAST_FURTHER):
-                return
+def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
+    """Leave layers float, in steps up to the largest share of the work, since float costs latency.
+
+    In "balanced" only until the outputs are close enough, in "best" a further step must halve the noise.
+    """
+    first = FIRST_SHARES[effort]
+    for share in [first, most] if first < most else [most]:
+        further = share > first
+        if effort == "balanced" and trials.quality >= ENOUGH:
+            return
+        if not trials.try_float_layers(share, least=LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS):
+            return

@@ -58,7 +58,8 @@ def test_no_set_of_operators_is_a_better_bargain(kind) -> None:
     assert bargain(found.names) == pytest.approx(max(map(bargain, every)), abs=1e-9)
 
 
-def test_the_narrow_layers_stay_float_and_the_outputs_gain(tmp_path) -> None:
+def test_the_narrow_layers_stay_float_and_the_outputs_gain(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(improve, "ENOUGH", 100.0)
     model, x = narrow(), image(64)
     none, some = (quantize_static(model, [x], effort="balanced", float_macs=share) for share in (0.0, 0.1))
     tried = next(remedy for remedy in some.origin.remedies if remedy.name.startswith("float layers"))
@@ -103,7 +104,7 @@ def test_a_share_without_an_effort_is_refused() -> None:
 
 def test_what_is_float_already_counts(monkeypatch) -> None:
     """Two steps keep to one bound, and the second is left where it does not halve the noise."""
-    monkeypatch.setattr(improve, "FIRST_SHARES", (0.05,))
+    monkeypatch.setattr(improve, "FIRST_SHARES", {"best": 0.05})
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     shares = []
     for least in (0.05, 100.0):
@@ -114,6 +115,16 @@ def test_what_is_float_already_counts(monkeypatch) -> None:
         assert [remedy.kept for remedy in tried] == [True, least < 1]
         shares.append(1 - quantized.placement.coverage.macs[0] / quantized.placement.coverage.macs[1])
     assert shares[1] <= 0.05 < shares[0] <= 0.5
+
+
+@pytest.mark.parametrize(("enough", "steps"), [(-100.0, 0), (100.0, 2)])
+def test_balanced_leaves_layers_float_only_while_the_outputs_are_far(monkeypatch, enough, steps) -> None:
+    monkeypatch.setattr(improve, "FIRST_SHARES", {"balanced": 0.05})
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 1})
+    monkeypatch.setattr(improve, "ENOUGH", enough)
+    quantized = quantize_static(narrow(), [image(64)], effort="balanced", float_macs=0.5)
+    assert len([remedy for remedy in quantized.origin.remedies if remedy.name.startswith("float layers")]) == steps
+    assert bool(quantized.origin.floating) == bool(steps)
 
 
 def test_the_share_of_a_second_choice_contains_the_first() -> None:
