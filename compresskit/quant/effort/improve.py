@@ -1,8 +1,8 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> keep the noisiest layers float -> choose ranges -> keep more float -> reconstruct blocks -> correct biases ->
-    imitate the float model; each made by `fit`, kept where the outputs on `judge` are closer to the float model's
+balance channels -> keep the noisiest layers float -> choose ranges -> reconstruct blocks -> correct biases -> imitate the float
+    model; each made by `fit`, kept where the outputs on `judge` are closer to the float model's
 make what was kept once more, by all of the data
 """
 
@@ -56,12 +56,10 @@ def quantize_with_effort(
             break
     trials.try_norms()
     trains = trials.has_gradients()
-    shares = _float_shares(float_macs, effort) if trains else []
-    kept = _try_float_layers(trials, shares[:1], effort, LEAST_DECIBELS)
+    if trains and float_macs > 0:
+        _try_float_layers(trials, float_macs, effort)
     if not own_observer:
         trials.try_ranges()  # of what is rounded: narrow ones make up for coarse steps where layers make most of the noise
-    if kept:
-        _try_float_layers(trials, shares[1:], effort, LEAST_FURTHER if effort == "best" else LEAST_DECIBELS)
     if effort == "best" and trials.rounds_weights_to_few_bits:
         trials.try_reconstruction()  # before biases are corrected: its float model is what the model holds
     trials.try_biases()
@@ -71,13 +69,15 @@ def quantize_with_effort(
     return trials.result(batches)
 
 
-def _float_shares(most: float, effort: Effort) -> list[float]:
-    """The shares of the work that are tried, one after the other, since float costs latency."""
+def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
+    """Leave layers float, in steps up to the largest share of the work, since float costs latency.
+
+    In "balanced" only until the outputs are close enough, in "best" a further step must halve the noise.
+    """
     first = FIRST_SHARES[effort]
-    return [] if most == 0 else [first, most] if first < most else [most]
-
-
-def _try_float_layers(trials: Trials, shares: Sequence[float], effort: Effort, least: float) -> bool:
-    """Leave layers float where that gains enough, in "balanced" only while the outputs are far; returns whether it paid."""
-    far = effort == "best" or trials.quality < ENOUGH
-    return far and any(trials.try_float_layers(share, least=least) for share in shares)
+    for share in [first, most] if first < most else [most]:
+        further = share > first
+        if effort == "balanced" and trials.quality >= ENOUGH:
+            return
+        if not trials.try_float_layers(share, least=LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS):
+            return
