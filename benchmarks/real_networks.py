@@ -18,7 +18,7 @@ ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activat
 latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, in OpenVINO too where it is installed, medians; torch is
            torch's own ONNX export of the float network, export the one of `export_onnx`
 bound      below which no placement of integers can come in this runtime: each layer by the faster of its kernels in export and
-           fast, without a single conversion between float and integers or between memory layouts
+           fast, without a single conversion between float and integers or between memory layouts; on one thread
 
 Writes `real_networks.json` and `real_networks.md` beside this file; what is not measured again stays.
 """
@@ -228,17 +228,18 @@ def times(name: str, network: Network, folder: Path, seconds: float) -> dict[str
     return measured
 
 
-def bound(name: str, network: Network, folder: Path, threads: int, seconds: float) -> float | None:
-    """Milliseconds of the faster kernel of each layer, in float or in integers; None where one of the files is missing."""
+def bound(name: str, network: Network, folder: Path, seconds: float) -> float | None:
+    """The faster kernel of each layer, in float or in integers, as a share of the file `export`; None where a file is missing."""
     fast, export = (file_of(folder, name, way) for way in ("fast", "export"))
     if not fast.exists():
         return None
-    profile = profile_layers(fast, (network.example,), against=export, threads=threads, seconds=seconds)
+    profile = profile_layers(fast, (network.example,), against=export, threads=1, seconds=seconds)
     assert profile.against_outside is not None
+    assert profile.against_milliseconds is not None
     kernels = 0.0
     for layer in profile.layers:
         kernels += min(time.milliseconds - time.conversions for time in (layer.this, layer.other) if time is not None)
-    return kernels + min(profile.outside, profile.against_outside)
+    return (kernels + min(profile.outside, profile.against_outside)) / profile.against_milliseconds
 
 
 def write(result: dict[str, Any]) -> None:
@@ -300,9 +301,8 @@ def main() -> None:
                 write(result)
         measured = times(name, network, args.folder, args.seconds)
         row["ms"], row["openvino"] = measured["onnxruntime"], measured.get("openvino", row.get("openvino", {}))
-        for threads, ms in row["ms"].items():
-            least = bound(name, network, args.folder, int(threads), args.seconds)
-            ms |= {} if least is None else {"bound": least}
+        least = bound(name, network, args.folder, args.seconds)
+        row["ms"]["1"] |= {} if least is None else {"bound": least * row["ms"]["1"]["export"]}
         write(result)
 
 
