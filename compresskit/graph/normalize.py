@@ -188,7 +188,7 @@ def fold_written_constants_(module: fx.GraphModule) -> None:
 
 
 def _written_numbers(module: fx.GraphModule) -> dict[Node, torch.Tensor]:
-    """Numbers in the code that torch before 2.15 keeps as tensors, `mask[:3] = 1` as `fill_(mask[:3], tensor(1))`, and copies."""
+    """Numbers in the code that torch 2.14 keeps as tensors, `mask[:3] = 1` as `fill_(mask[:3], tensor(1))`, and copies."""
     state, numbers = module.state_dict(keep_vars=True), dict[Node, torch.Tensor]()
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.target not in state:

@@ -28,7 +28,7 @@ from compresskit.quant.passes.fold_parametrizations import fold_parametrizations
 from compresskit.quant.passes.input_grids import rounds_as_well
 from compresskit.quant.passes.rewrite import rewrite_
 
-LEAST_MERGED_DECIBELS = 30.0  # of merged weights in eight bits; those of one convolution have about 40, activations as many
+LEAST_MERGED_DECIBELS = 30.0  # of merged weights in eight bits; normally distributed ones of one convolution have about 40
 
 
 @dataclass(frozen=True, kw_only=True)
