@@ -28,6 +28,7 @@ from compresskit.quant.calibrated import (
 from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.effort.improve import Effort, quantize_with_effort
 from compresskit.quant.effort.trials import Build
+from compresskit.quant.measured_placement.beside_float import beside_float
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
@@ -102,7 +103,8 @@ def quantize_static(
             that what reads them stays float, too.
         choose: "rules" (the default) runs in integers what the target's rules say; "measure" then takes back to float what is
             faster so on this machine, timed in ONNX Runtime; each part that is tried takes an export and some seconds. A line of
-            the log and `origin.measured` of the result say what it chose and what that took.
+            the log and `origin.measured` of the result say what it chose and what that took. With an effort, more layers are
+            left float for accuracy only while the file stays faster than the float model's.
         deployment: threads and batch that "measure" times for; default `Deployment(threads=1, batch=1)`.
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
@@ -194,6 +196,7 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
             own_observer=own,
             float_macs=settings.most_float,
             where=f'{where}(effort="{settings.effort}")',
+            timed=beside_float(module, example, settings),
         )
         warn_of_constants(quantized, where)
         result = in_place_of(model, quantized, settings.inside)

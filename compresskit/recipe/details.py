@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from compresskit.base.errors import CompressError
-from compresskit.base.task import Inputs, Task
+from compresskit.base.task import Inputs, Task, first_rows
 from compresskit.export.check.layer_profile import profile_layers
 from compresskit.quant import Quantized, diagnose
 from compresskit.recipe.outcomes import Outcomes
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 DETAILS = "details.json"  # in the folder of a stage
 PROFILED_RUNS = 200  # of a file at most: reading the profiler's record of more takes longer than the runs
-NOISE_BATCHES = 1  # of the validation data: noise by layer is for looking at
+NOISE_SAMPLES = 128  # of the validation data's first batch at most: noise by layer is for looking at
 
 
 def stage_details(model: nn.Module, task: Task, outcomes: Outcomes) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str
 def _noise(model: nn.Module, task: Task) -> dict[str, Any] | None:
     if not isinstance(model, Quantized):
         return None
-    batches = [task.split(batch)[0] for batch, _ in zip(task.batches("val"), range(NOISE_BATCHES), strict=False)]
+    batches = [first_rows(task.split(batch)[0], NOISE_SAMPLES) for batch in itertools.islice(task.batches("val"), 1)]
     try:
         with torch.no_grad():
             found = diagnose(model, batches)

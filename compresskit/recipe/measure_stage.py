@@ -64,7 +64,7 @@ def measure_stage(
         if not verification.passed:
             path.replace(folder / "model.rejected.onnx")
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {verification}")
-        run = _like_model(session(path), model, task.example())
+        run = _like_model(session(path, threads=torch.get_num_threads()), model, task.example())
     outcomes = measure_outcomes(run, task)
     metric = outcomes.metric
     write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes)})
@@ -77,7 +77,7 @@ def measure_stage(
         metric=metric,
         parameters=count_parameters(model),
         nonzero=count_nonzero(model),
-        macs=count_macs(model, task.example()),
+        macs=count_macs(model, first_rows(task.example(), 2)),
         seconds=round(seconds, 2),
         bytes=file_bytes(path) if export else None,
         executed=export,

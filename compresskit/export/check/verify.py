@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from compresskit.measure import numpy_inputs, run_session, session
 FLOAT_STEPS, QUANTIZED_AGREEMENT, QUANTIZED_WITHIN, QUANTIZED_NOISE, QUANTIZED_EXCESS = 0.1, 0.98, 0.97, 0.7, 1.1
 WEIGHT_ONLY_WITHIN = 0.9  # fraction within two steps where only weights are rounded: the quantization error is not known
 RANDOM = "; the model draws random numbers, of which a file draws its own"
+UNROUNDED_SAMPLES = 1000  # that show the quantization error: a ratio of norms of all their outputs
 QUANTIZED_STEPS = 16  # largest error: a single wrong output among many is an error, not a rounding
 
 
@@ -64,6 +65,7 @@ class Agreement:
         within_one, within_two: fraction of output values that are at most one or two steps off.
         largest: largest error, in steps.
         noise: root mean square error, as a fraction of the quantization error; None where that is unknown, as for a float model.
+            Both are of the first batches, of 1,000 samples at least where there are as many.
         excess: root mean square distance of the file from the unrounded model, as a fraction of the simulation's distance; None
             where `noise` is.
         flips: fraction of samples with another largest class that are no ties: in the reference, the two classes lie more than
@@ -156,7 +158,7 @@ def verify_onnx(
     read_proto(path)  # refuses weights outside its folder
     others = MachineCheck(path, machines_named(machines))
     total, batches = len(batches) if isinstance(batches, Sized) else None, each_inputs(batches, "verify_onnx")
-    sessions = [session(path, optimize=False), session(path)]
+    sessions = [session(path, optimize=optimize, threads=torch.get_num_threads()) for optimize in (False, True)]
     if inside:
         model, batches = _batches_inside(model, batches, inside)
     parts = quantized_parts(model).values()
@@ -173,7 +175,7 @@ def verify_onnx(
             outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
             random = random or any(not torch.equal(*pair) for pair in zip(drawn, _rng_states(), strict=False))
             first = inputs if first is None else first
-            if parts and not weight_only:
+            if parts and not weight_only and samples < UNROUNDED_SAMPLES:
                 unrounded.append(_unrounded(model, inputs))
             for store, run in zip(outputs[1:], sessions, strict=False):
                 store.append(_run(run, inputs, path))
@@ -201,11 +203,18 @@ def _agreements(
     outputs: list[list[list[np.ndarray]]], unrounded: list[list[np.ndarray]], other: OtherRuntime | None
 ) -> dict[str, Agreement]:
     """How far each execution of a file agrees. outputs: of the model, the file as written, optimized, elsewhere."""
-    wanted, written, fast, foreign = map(_concatenated_outputs, outputs)
+    names = ["model", "as written", "optimized", *([f"in {other.record.name}"] if other and outputs[3] else [])]
+    runs = dict(zip(names, outputs, strict=False))
+    wanted, *executed = map(_concatenated_outputs, runs.values())
     heads = len({batch[0].shape[1:] for batch in outputs[0]})
-    exact = usable_reference(wanted, _concatenated_outputs(unrounded)) if unrounded else None
-    executed = {"as written": written, "optimized": fast} | ({f"in {other.record.name}": foreign} if other and foreign else {})
-    return {name: compare(wanted, got, exact, heads=heads) for name, got in executed.items()}
+    levels = {name: compare(wanted, got, heads=heads) for name, got in zip(names[1:], executed, strict=True)}
+    if not unrounded:
+        return levels
+    few = {name: _concatenated_outputs(batches[: len(unrounded)]) for name, batches in runs.items()}
+    exact = usable_reference(few["model"], _concatenated_outputs(unrounded))
+    if exact is None:
+        return levels
+    return {name: beside_unrounded(level, few["model"], few[name], exact) for name, level in levels.items()}
 
 
 def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
@@ -282,12 +291,18 @@ def _unrounded(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:
             part.enable_(True)
 
 
-def compare(
-    reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray] | None = None, *, heads: int = 1
+def beside_unrounded(
+    level: Agreement, reference: list[np.ndarray], outputs: list[np.ndarray], exact: list[np.ndarray]
 ) -> Agreement:
+    """The agreement with its distances from the unrounded model. exact: outputs of a quantized model without rounding."""
+    error = max(_error_norm(reference, exact), 1e-30)
+    return replace(level, noise=_error_norm(reference, outputs) / error, excess=_error_norm(outputs, exact) / error)
+
+
+def compare(reference: list[np.ndarray], outputs: list[np.ndarray], *, heads: int = 1) -> Agreement:
     """Compare outputs with reference outputs, over all samples at once.
 
-    exact: outputs of a quantized model without rounding. heads: how many of the arrays, from the first, are predictions.
+    heads: how many of the arrays, from the first, are predictions.
     """
     steps = []
     shapes = [[v.shape for v in values] for values in (reference, outputs)]
@@ -310,8 +325,6 @@ def compare(
         within_one=float((errors <= 1).mean()),
         within_two=float((errors <= 2).mean()),
         largest=float(errors.max()),
-        noise=None if exact is None else _error_norm(reference, outputs) / max(_error_norm(reference, exact), 1e-30),
-        excess=None if exact is None else _error_norm(outputs, exact) / max(_error_norm(reference, exact), 1e-30),
     )
 
 

@@ -8,7 +8,7 @@ make what was kept once more, by all of the data
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import nn
@@ -16,11 +16,13 @@ from torch import nn
 from compresskit.base.task import Inputs
 from compresskit.quant.effort.samples import halves
 from compresskit.quant.effort.trials import LEAST_DECIBELS, STRENGTHS, Build, Trials
+from compresskit.quant.measured_placement.beside_float import BesideFloat
 from compresskit.quant.model import Quantized
 
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
 FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
+TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
 LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
 MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
@@ -35,6 +37,7 @@ def quantize_with_effort(
     own_observer: bool,
     float_macs: float,
     where: str,
+    timed: Callable[[Quantized], BesideFloat] | None = None,
 ) -> Quantized:
     """Return the best model that the remedies of an effort level reach, calibrated.
 
@@ -45,11 +48,12 @@ def quantize_with_effort(
         own_observer: whether the user chose the observer; ranges are then not chosen.
         float_macs: the largest share of the MACs that may stay float where rounding costs most.
         where: what messages begin with.
+        timed: times a model beside the float one. Layers are then left float only while the model is faster.
 
     Raises DataError where half of the calibration data is too little.
     """
     fit, judge = halves(batches, where)
-    trials = Trials(module, fit, judge, build)
+    trials = Trials(module, fit, judge, build, timed=timed)
     trials.start()
     for strength in STRENGTHS:
         if trials.try_balance(strength):
@@ -72,10 +76,12 @@ def quantize_with_effort(
 def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
-    In "balanced" only until the outputs are close enough, in "best" a further step must halve the noise.
+    In "balanced" only until the outputs are close enough, in "best" a further step must halve the noise. Where the model must
+    stay faster than the float one, a smaller step is the first.
     """
     first = FIRST_SHARES[effort]
-    for share in [first, most] if first < most else [most]:
+    steps = [TIMED_SHARE * first, first] if trials.timed is not None else [first]
+    for share in [*(step for step in steps if step < most), most]:
         further = share > first
         if effort == "balanced" and trials.quality >= ENOUGH:
             return

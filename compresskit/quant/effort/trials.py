@@ -24,6 +24,7 @@ from compresskit.quant.effort.float_layers import choose_float_layers
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, joined_samples
 from compresskit.quant.effort.tuning import minimise_error_
+from compresskit.quant.measured_placement.beside_float import BesideFloat
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths
 from compresskit.quant.passes.prepare_graph import Remedy
@@ -79,6 +80,7 @@ class Trials:
         *,
         measure: Callable[[Quantized], float] | None = None,
         tolerance: float = 0.0,
+        timed: Callable[[Quantized], BesideFloat] | None = None,
     ) -> None:
         """Set up the trials of one model; `start` begins them.
 
@@ -86,9 +88,10 @@ class Trials:
             module: the float model. fit, judge: inputs that remedies are made by, and that they are judged on.
             build: makes the quantized model.
             measure: a second measure of a model, lower is better. tolerance: how much of it is chance.
+            timed: times a model beside the float one. Layers are then left float only while the model is faster.
         """
         self.module, self.fit, self.judge, self.build = module, fit, judge, build
-        self.measure, self.tolerance = measure, tolerance
+        self.measure, self.tolerance, self.timed = measure, tolerance, timed
         self.drop: float | None = None
         self.remedies: list[Remedy] = []
         self.adjust: Callable[[Captured], object] | None = None
@@ -200,7 +203,8 @@ class Trials:
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
         floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
         candidate = self._rebuilt(floating=floating)
-        kept = self.judged(f"float layers, {len(floating)} operators, {found.work:.1%} of the work", candidate, began, least)
+        name = f"float layers, {len(floating)} operators, {found.work:.1%} of the work"
+        kept = self.judged(name, candidate, began, least, timed=self.timed)
         if kept:
             self.floating = floating
         return kept
@@ -313,18 +317,33 @@ class Trials:
         self.model.origin = replace(origin, remedies=tuple(self.remedies), smoothed=origin.smoothed + self.moved)
         return self.model
 
-    def judged(self, name: str, candidate: Quantized, began: float, least: float = LEAST_DECIBELS) -> bool:
-        """Keep a candidate where it pays, by `least` dB where the outputs judge, and say what it bought."""
+    def judged(
+        self,
+        name: str,
+        candidate: Quantized,
+        began: float,
+        least: float = LEAST_DECIBELS,
+        *,
+        timed: Callable[[Quantized], BesideFloat] | None = None,
+    ) -> bool:
+        """Keep a candidate where it pays, by `least` dB where the outputs judge, and say what it bought.
+
+        timed: given for a candidate that costs latency, which is kept only where it is still faster than the float model.
+        """
         quality = self.error.decibels(candidate)
         drop = None if self.measure is None else self.measure(candidate)
+        pays = self._pays(quality, drop, least)
+        times = timed(candidate) if timed is not None and pays else None
         remedy = Remedy(
             name=name,
             before=self.quality,
             after=quality,
-            kept=self._pays(quality, drop, least),
+            kept=pays and (times is None or times.faster),
             seconds=time.perf_counter() - began,
             drop_before=self.drop,
             drop_after=drop,
+            milliseconds=None if times is None else times.milliseconds,
+            float_milliseconds=None if times is None else times.float_milliseconds,
         )
         self.remedies.append(remedy)
         log.info("%s", remedy)

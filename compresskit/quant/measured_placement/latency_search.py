@@ -16,19 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from compresskit.base.errors import SettingError
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, batch_size
+from compresskit.base.task import Inputs
 from compresskit.export import export_onnx
 from compresskit.export.check.layer_profile import profile_layers
 from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
-from compresskit.measure import latency, session
+from compresskit.measure import latency
 from compresskit.quant.calibrated import CalibratedSettings
+from compresskit.quant.measured_placement.beside_float import MIN_GAIN, rows_of_batch
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import named_modules
@@ -39,8 +38,6 @@ from compresskit.quant.passes.placement import Placement, place_quantizers
 from compresskit.quant.passes.prepare_graph import MeasuredPlacement, Origin, prepare_graph
 
 log = logging.getLogger(__name__)
-
-MIN_GAIN = 0.98  # a part goes back to float only if the latency falls below this fraction, more than measurement noise
 
 Floating = Mapping[str, str]  # node that stays float -> the reason
 Measure = Callable[[Sequence[Floating]], list[float]]  # milliseconds of the variants with these nodes in float, timed in turn
@@ -152,27 +149,7 @@ class _Variants:
         self.folder, self.seconds, self.deployment = folder, seconds, settings.deployment
         self.files: dict[frozenset[str], Path] = {}
         self.float_file = export_onnx(captured.module, folder / "float.onnx", captured.example)
-        self.rows = self._rows()
-
-    def _rows(self) -> Inputs:
-        """Inputs of the batch that the deployment wants, repeated from the example where it has fewer."""
-        batch, held = self.deployment.batch, batch_size(self.captured.example)
-        fixed = session(self._file({})).get_inputs()[0].shape[0]
-        if isinstance(fixed, int) and fixed != batch:
-            raise SettingError(
-                f"Deployment(batch={batch}): {self.origin.float_class} takes {fixed} samples at a time, since dynamic= leaves the"
-                f" batch fixed; write batch={fixed}, or let the batch vary"
-            )
-
-        def repeated(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != held:
-                return value
-            return value.repeat(-(-batch // held), *[1] * (value.ndim - 1))[:batch]
-
-        example = self.captured.example
-        if isinstance(example, dict):
-            return {name: repeated(value) for name, value in example.items()}
-        return tuple(repeated(value) for value in example)
+        self.rows = rows_of_batch(captured.example, self.deployment, self._file({}), origin.float_class)
 
     def measure(self, variants: Sequence[Floating], *, beside_float: bool = False) -> list[float]:
         """Milliseconds of the variants whose given nodes stay float; those of the float model last, where it is asked for."""

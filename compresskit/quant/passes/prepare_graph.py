@@ -38,6 +38,7 @@ class Remedy:
     name: of the remedy. before, after: mean signal-to-noise ratio of the outputs, in dB, on calibration data that it did not see.
     kept: whether it paid. seconds: that it took.
     drop_before, drop_after: what the model loses, in percent, where that was measured, too; see `repair`.
+    milliseconds, float_milliseconds: of its file and of the float model's, where `choose="measure"` asks for the faster one.
     """
 
     name: str
@@ -47,9 +48,13 @@ class Remedy:
     seconds: float
     drop_before: float | None = None
     drop_after: float | None = None
+    milliseconds: float | None = None
+    float_milliseconds: float | None = None
 
     def __str__(self) -> str:
         verdict = "kept" if self.kept else "not kept"
+        if self.milliseconds is not None:
+            verdict = f"{self.milliseconds:.3f} ms where float takes {self.float_milliseconds:.3f}, {verdict}"
         drops = "" if self.drop_after is None else f", loss {self.drop_before:.3f} -> {self.drop_after:.3f} %"
         quality = f"{self.after - self.before:+.1f} dB ({self.before:.2f} -> {self.after:.2f} dB at the outputs{drops})"
         return f"{self.name}: {quality}, {verdict}, {self.seconds:.1f} s"

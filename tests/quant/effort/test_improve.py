@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.quant import X86, Quantized, correct_bias_, quantize_static
+from compresskit.quant import X86, Quantized, correct_bias_, quantize_static, static
 from compresskit.quant.build import build_quantized
 from compresskit.quant.effort import improve, trials
 from compresskit.quant.effort.biases import correct_biases_
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, halves, joined_samples
 from compresskit.quant.effort.tuning import minimise_error_
+from compresskit.quant.measured_placement import beside_float
+from compresskit.quant.measured_placement.latency_search import MeasuredChoice
+from compresskit.quant.numerics.targets import Deployment
 
 W3 = replace(X86, name="W3", weights=replace(X86.weights, bits=3))
 
@@ -215,3 +218,29 @@ def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, 
     names = {remedy.name for remedy in quantized.origin.remedies}
     assert {"choose ranges", "correct biases"} <= names
     assert not any(name.startswith(("float layers", "imitate")) for name in names)
+
+
+@pytest.mark.parametrize(("milliseconds", "kept"), [([1.0, 2.0], True), ([1.99, 2.0], False)])
+def test_layers_stay_float_only_while_the_file_is_faster_than_the_float_one(milliseconds, kept, monkeypatch, tmp_path) -> None:
+    timed = list[tuple[int, int]]()
+
+    def made_up(files, inputs, *, threads, seconds):
+        timed.append((threads, len(inputs[0])))
+        assert [ck.audit(file).integer_fraction > 0 for file in files] == [True, False]
+        return milliseconds
+
+    monkeypatch.setattr(static, "measured_choice", lambda *_: MeasuredChoice({}))
+    monkeypatch.setattr(beside_float, "latency", made_up)
+    monkeypatch.setattr(improve, "ENOUGH", 200.0)
+    settings = {"choose": "measure", "deployment": Deployment(threads=2, batch=3)}
+    model, x = build(networks.Residual), image(32)
+    quantized = quantize_static(model, [x], effort="balanced", float_macs=0.9, **settings)
+    tried = [remedy for remedy in quantized.origin.remedies if remedy.name.startswith("float layers") and remedy.milliseconds]
+    assert [remedy.kept for remedy in tried] == [kept] * len(tried)
+    assert len(tried) == len(timed) > 0
+    assert kept or len(tried) == 1
+    assert set(timed) == {(2, 3)}
+    assert f"{milliseconds[0]:.3f} ms where float takes 2.000, {'kept' if kept else 'not kept'}" in str(tried[0])
+    assert any(name.startswith("conv") for name in quantized.origin.floating) == kept
+    ck.save(quantized, tmp_path / "saved")
+    assert ck.load(build(networks.Residual), tmp_path / "saved").origin.remedies == quantized.origin.remedies
