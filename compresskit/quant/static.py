@@ -188,16 +188,17 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
         quantized.balance_weights_()
     else:
         own, inputs = settings.observer is not None, inputs_to_quantize(model, data, settings.inside)
-        quantized = quantize_with_effort(
-            module,
-            inputs,
-            build,
-            effort=settings.effort,
-            own_observer=own,
-            float_macs=settings.most_float,
-            where=f'{where}(effort="{settings.effort}")',
-            timed=beside_float(module, example, settings),
-        )
+        with beside_float(module, example, settings) as timed:
+            quantized = quantize_with_effort(
+                module,
+                inputs,
+                build,
+                effort=settings.effort,
+                own_observer=own,
+                float_macs=settings.most_float,
+                where=f'{where}(effort="{settings.effort}")',
+                timed=timed,
+            )
         warn_of_constants(quantized, where)
         result = in_place_of(model, quantized, settings.inside)
     quantized.keep_masked_()

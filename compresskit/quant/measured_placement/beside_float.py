@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,31 +35,29 @@ class BesideFloat:
         return self.milliseconds < MIN_GAIN * self.float_milliseconds
 
 
+@contextmanager
 def beside_float(
     module: nn.Module, example: Inputs, settings: CalibratedSettings, *, seconds: float = 1.0
-) -> Callable[[Quantized], BesideFloat] | None:
-    """Return what times a quantized model of the module beside it; None where the settings measure nothing.
+) -> Iterator[Callable[[Quantized], BesideFloat] | None]:
+    """Give what times a quantized model of the module beside it; None where the settings measure nothing.
 
-    The file of the float model is written at the first call, and kept in a temporary folder as long as the function is.
+    Inside the block the files lie in a temporary folder; that of the float model is written at the first call.
     """
     if settings.choose == "rules":
-        return None
-    return _Timer(module, example, settings, seconds)
+        yield None
+        return
+    threads, name = settings.deployment.threads, type(module).__name__
+    with tempfile.TemporaryDirectory() as folder:
+        floating, rounded = (Path(folder) / f"{kind}.onnx" for kind in ("float", "rounded"))
 
+        def timed(quantized: Quantized) -> BesideFloat:
+            if not floating.exists():
+                export_onnx(module, floating, example, dynamic=settings.dynamic)
+            export_onnx(quantized, rounded, example)
+            rows = rows_of_batch(example, settings.deployment, floating, name)
+            return BesideFloat(*latency([rounded, floating], rows, threads=threads, seconds=seconds))
 
-class _Timer:
-    def __init__(self, module: nn.Module, example: Inputs, settings: CalibratedSettings, seconds: float) -> None:
-        self.module, self.example, self.deployment, self.seconds = module, example, settings.deployment, seconds
-        self.dynamic = settings.dynamic
-        self.folder = tempfile.TemporaryDirectory()
-
-    def __call__(self, quantized: Quantized) -> BesideFloat:
-        floating, rounded = (Path(self.folder.name) / name for name in ("float.onnx", "rounded.onnx"))
-        if not floating.exists():
-            export_onnx(self.module, floating, self.example, dynamic=self.dynamic)
-        export_onnx(quantized, rounded, self.example)
-        rows = rows_of_batch(self.example, self.deployment, floating, type(self.module).__name__)
-        return BesideFloat(*latency([rounded, floating], rows, threads=self.deployment.threads, seconds=self.seconds))
+        yield timed
 
 
 def rows_of_batch(example: Inputs, deployment: Deployment, file: Path, name: str) -> Inputs:
