@@ -111,7 +111,7 @@ def quantize_static(
             norms. Default True.
         effort: "fast" (the default) takes the ranges that the observer finds. "balanced" tries remedies on one half of the
             calibration data (even out channels, leave layers float whose rounding makes much noise for little work, choose ranges
-            activation by activation, correct biases, and in networks of up to 250 million MACs train weights, biases and
+            activation by activation, correct biases, and in networks of up to 500 million MACs train weights, biases and
             scales for 50 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
             the other half come closer to the float model's. In the end what was kept is made once more, from all of the data.
             "best" imitates for 300 steps, in networks of any size, and learns the rounding of weights of fewer than 8 bits block

@@ -34,7 +34,7 @@ from compresskit.quant.calibration.diagnose import Finding, diagnose
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.ranges import set_range_
 from compresskit.quant.effort.samples import halves, joined_samples
-from compresskit.quant.effort.trials import PROBE_SAMPLES, RECONSTRUCTION_ROWS, STRENGTHS, TUNING_ROWS, Trials
+from compresskit.quant.effort.trials import PROBE_SAMPLES, RECONSTRUCTION_ROWS, STRENGTHS, Trials
 from compresskit.quant.effort.unusual import without_unusual
 from compresskit.quant.numerics.quantizers import WeightQuantizer
 from compresskit.quant.passes.prepare_graph import Remedy
@@ -298,7 +298,7 @@ class _Repairing:
         learning = self.row_seconds * SECONDS_PER_STEP
         self._add("reconstruct blocks", trials.try_reconstruction, learning * steps * RECONSTRUCTION_ROWS,
                   skipped="" if steps else "the network is too large")  # fmt: skip
-        imitating = learning * IMITATION_STEPS * TUNING_ROWS
+        imitating = learning * IMITATION_STEPS * trials.tuning_rows
         self._add("imitate the float model", partial(trials.try_imitation, IMITATION_STEPS), imitating, skipped=no_gradient)
         for share in WIDENED_SHARES if few else ():
             attempt = partial(self._try_widening, share)

@@ -25,7 +25,7 @@ FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried be
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
 LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
-MOST_TUNED_MACS = 250e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
+MOST_TUNED_MACS = 500e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
 
 def quantize_with_effort(

@@ -38,7 +38,8 @@ PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
 NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
 MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this are not tried
-TUNING_ROWS = 8
+TUNING_ROWS = (2, 8)  # of a step of imitation, at least and at most
+TUNING_MACS = 1e9  # of a step's forward pass, where more than the fewest rows allow that
 RECONSTRUCTION_STEPS, RECONSTRUCTION_ROWS = 300, 16  # for each block, at most; rows of a step
 LEAST_RECONSTRUCTION_STEPS = 50
 MOST_RECONSTRUCTION_MACS = 6e12  # of all steps of all blocks, forward and backward: some minutes
@@ -255,11 +256,17 @@ class Trials:
         """Try to correct biases; returns whether that paid."""
         return self.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(self.fit, PROBE_SAMPLES)))
 
+    @property
+    def tuning_rows(self) -> int:
+        """Rows of a step of imitation: fewer in a larger network, so that it takes as long as in a smaller one."""
+        fewest, most = TUNING_ROWS
+        return max(fewest, min(most, int(TUNING_MACS / max(1, self.macs))))
+
     def try_imitation(self, steps: int) -> bool:
         """Try to train weights, biases and scales to imitate the float model; returns whether that paid."""
 
         def change(quantized: Quantized) -> None:
-            minimise_error_(quantized, self.error_on(self.fit), steps=steps, batch=TUNING_ROWS)
+            minimise_error_(quantized, self.error_on(self.fit), steps=steps, batch=self.tuning_rows)
 
         return self.try_changed(f"imitate the float model, {steps} steps", change)
 

@@ -244,3 +244,9 @@ def test_layers_stay_float_only_while_the_file_is_faster_than_the_float_one(mill
     assert any(name.startswith("conv") for name in quantized.origin.floating) == kept
     ck.save(quantized, tmp_path / "saved")
     assert ck.load(build(networks.Residual), tmp_path / "saved").origin.remedies == quantized.origin.remedies
+
+
+@pytest.mark.parametrize(("macs", "rows"), [(1e6, 8), (125e6, 8), (300e6, 3), (4e9, 2)])
+def test_steps_of_larger_networks_have_fewer_rows(macs, rows, monkeypatch) -> None:
+    monkeypatch.setattr(trials.Trials, "macs", macs)
+    assert trials.Trials(build(networks.Chain), [], [], lambda **_: None).tuning_rows == rows
