@@ -4,11 +4,16 @@ The noise of the outputs is the sum of what each rounding adds (`rounding_noise`
 all operators that it serves are float, so whole regions must be weighed, not single layers. For a price of work, the set of
 operators that saves most noise for its price is a minimum cut (the "project selection" problem: each rounding is a project that
 needs its operators). The lower the price, the larger the set, and each holds the ones before.
+
+The price is for the work, or for time: of the work, of which depthwise convolutions take little more in float, and of the
+conversions where float and integers meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +22,14 @@ from torch import Tensor, fx
 from compresskit.graph.normalize import Node
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.minimum_cut import minimum_cut
-from compresskit.quant.numerics.operators import OPERATOR_KINDS
+from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
 from compresskit.quant.passes.coverage import element_count, example_rows
 from compresskit.quant.passes.placement import Placement
 
 #: A set is worth its price where its share of the noise is at least this many times its share of the work.
 LEAST_RATIO = 1.0
+#: Multiply-accumulates in float that take as long as converting a value from float to integers or back, on AVX512-VNNI.
+CONVERSION = 20
 PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
 
 
@@ -40,7 +47,12 @@ class FloatLayers:
 
 
 def choose_float_layers(
-    quantized: Quantized, noise: Mapping[Node, float], most_work: float, before: Collection[str] = ()
+    quantized: Quantized,
+    noise: Mapping[Node, float],
+    most_work: float,
+    before: Collection[str] = (),
+    *,
+    by_time: bool = False,
 ) -> FloatLayers:
     """Choose the operators that should stay float.
 
@@ -49,6 +61,7 @@ def choose_float_layers(
         noise: of each rounding, see `rounding_noise`.
         most_work: the largest share of the work that may be float. A multiply-accumulate is one, and so is a value written.
         before: names of operators that were chosen before, and are float; they count.
+        by_time: weigh noise against time, conversions included, and not against the work alone.
 
     Returns the largest choice within these bounds, which may be empty.
     """
@@ -56,13 +69,14 @@ def choose_float_layers(
     needs = {node: _served(node, placement) for node in noise if noise[node] > 0}
     nodes = {node.name: node for node in quantized.body.graph.nodes}
     work = {name: float(_work(node, placement)) for name, node in nodes.items() if name in placement.integer}
+    conversions, times = (_conversions(noise, placement), _times(quantized, work, noise)) if by_time else ({}, work)
     spent = sum(float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work)
     all_work, all_noise = sum(work.values()) + spent, sum(noise.values())
     best = FloatLayers(frozenset(), spent / max(1.0, all_work), 1.0)
     if not work or not 0 < all_noise < float("inf"):
         return best
     for price in PRICES:
-        names = _worth(needs, noise, {name: price * all_noise / all_work * value for name, value in work.items()})
+        names = _worth(needs, noise, price * all_noise / all_work, times, conversions)
         share = (spent + sum(work[name] for name in names)) / all_work
         if share > most_work:
             break
@@ -71,19 +85,64 @@ def choose_float_layers(
     return best
 
 
-def _worth(needs: Mapping[Node, frozenset[str]], noise: Mapping[Node, float], price: Mapping[str, float]) -> frozenset[str]:
-    """The operators whose roundings save more noise than they cost, by a minimum cut."""
+def _worth(
+    needs: Mapping[Node, frozenset[str]],
+    noise: Mapping[Node, float],
+    price: float,
+    times: Mapping[str, float],
+    conversions: Mapping[tuple[str, str], float],
+) -> frozenset[str]:
+    """The operators whose roundings save more noise than they cost, by a minimum cut. price: noise for a unit of time."""
     edges: dict[tuple[Any, Any], float] = {("saved", node): noise[node] for node in needs}
     edges |= {(node, name): float("inf") for node, served in needs.items() for name in served}
-    edges |= {(name, "paid"): value for name, value in price.items()}
-    return frozenset(name for name in minimum_cut(edges, "saved", "paid") if name in price)
+    edges |= {(name, "paid"): price * value for name, value in times.items()}
+    edges |= {pair: price * value for pair, value in conversions.items()}
+    return frozenset(name for name in minimum_cut(edges, "saved", "paid") if name in times)
+
+
+def _conversions(roundings: Iterable[Node], placement: Placement) -> dict[tuple[str, str], float]:
+    """What it takes that one of two operators is float and the other is not, for pairs of which one reads the other."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for node in roundings:
+        makers, readers = _sides(node, placement)
+        for pair in itertools.product(makers, readers):
+            for way in (pair, pair[::-1]):
+                found[way] += CONVERSION * _written(node)
+    return dict(found)
+
+
+def _times(quantized: Quantized, work: Mapping[str, float], roundings: Iterable[Node]) -> dict[str, float]:
+    """What it takes that an operator is float: its work, without multiplying channel by channel, less conversions that it saves.
+
+    Those are of inputs that it reads and of outputs that it makes.
+    """
+    placement, module = quantized.placement, quantized.body
+    nodes = {node.name: node for node in module.graph.nodes}
+    times = dict(work)
+    for name in work:
+        if placement.integer[name] == "conv" and is_depthwise(module, nodes[name]):
+            times[name] = float(_written(nodes[name]))
+    for node in roundings:
+        makers, readers = _sides(node, placement)
+        if not makers or not readers:
+            for name in makers or readers:
+                times[name] = max(0.0, times[name] - CONVERSION * _written(node))
+    return times
 
 
 def _served(node: Node, placement: Placement) -> frozenset[str]:
     """The integer operators that a rounding serves: the layer of a weight; those that make or read an activation."""
     if node.op != "call_module":
         return frozenset({node.name})
-    found: set[str] = set()
+    makers, readers = _sides(node, placement)
+    return makers | readers
+
+
+def _sides(node: Node, placement: Placement) -> tuple[frozenset[str], frozenset[str]]:
+    """The integer operators that make a rounded activation, and those that read it; none of either for a weight."""
+    if node.op != "call_module":
+        return frozenset(), frozenset()
+    found: tuple[set[str], set[str]] = (set(), set())
     pending, seen = [(node.args[0], True), *((user, False) for user in node.users)], set[Node]()
     while pending:
         here, back = pending.pop()
@@ -91,15 +150,21 @@ def _served(node: Node, placement: Placement) -> frozenset[str]:
             continue
         seen.add(here)
         if here.name in placement.integer:
-            found.add(here.name)
+            found[0 if back else 1].add(here.name)
         elif here.name in placement.carried or (back and OPERATOR_KINDS.get(here.target) == "clamp"):
             further = here.all_input_nodes if back else here.users
             pending += [(other, back) for other in further if isinstance(other, fx.Node)]
-    return frozenset(found)
+    return frozenset(found[0]), frozenset(found[1])
 
 
 def _work(node: Node, placement: Placement) -> int:
     """Multiply-accumulates of an operator for one sample, and the values that it writes."""
-    cost, value, rows = placement.costs.get(node.name), node.meta["val"], example_rows(node.graph)
+    cost = placement.costs.get(node.name)
+    return (0 if cost is None else cost.macs) + _written(node)
+
+
+def _written(node: Node) -> int:
+    """Values that an operator writes for one sample."""
+    value, rows = node.meta["val"], example_rows(node.graph)
     written = [element_count(v, rows) for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, Tensor)]
-    return (0 if cost is None else cost.macs) + sum(written) // rows
+    return sum(written) // rows

@@ -76,7 +76,8 @@ def quantize_with_effort(
 def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
-    In "balanced" only until the outputs are close enough, in "best" a further step must halve the noise. Where the model must
+    In "balanced" only until the outputs are close enough, and noise is weighed against time; in "best" a further step must halve
+    the noise. Where the model must
     stay faster than the float one, a smaller step is the first.
     """
     first = FIRST_SHARES[effort]
@@ -85,5 +86,6 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
         further = share > first
         if effort == "balanced" and trials.quality >= ENOUGH:
             return
-        if not trials.try_float_layers(share, least=LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS):
+        least = LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS
+        if not trials.try_float_layers(share, least=least, by_time=effort == "balanced"):
             return

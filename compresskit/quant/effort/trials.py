@@ -185,7 +185,7 @@ class Trials:
         self.chooses_ranges |= kept
         return kept
 
-    def try_float_layers(self, most_macs: float, *, least: float = LEAST_DECIBELS) -> bool:
+    def try_float_layers(self, most_macs: float, *, least: float = LEAST_DECIBELS, by_time: bool = False) -> bool:
         """Try to leave the layers float whose rounding adds most noise to the outputs for the work that they are.
 
         What was learned on the way is learned again. Layers that were left float before count as part of the work.
@@ -193,12 +193,13 @@ class Trials:
         Args:
             most_macs: the largest share of the work that may be float.
             least: dB that it must gain.
+            by_time: weigh the noise against time, and not against the work alone.
 
         Returns whether that paid.
         """
         began = time.perf_counter()
         noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
-        found = choose_float_layers(self.model, noise, most_macs, self.floating)
+        found = choose_float_layers(self.model, noise, most_macs, self.floating, by_time=by_time)
         if found.noise > MOST_NOISE_LEFT:
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"

@@ -15,7 +15,7 @@ from compresskit.base.errors import SettingError
 from compresskit.quant import StaticQuant, quantize_static
 from compresskit.quant.calibration.rounding_noise import rounding_noise
 from compresskit.quant.effort import improve
-from compresskit.quant.effort.float_layers import LEAST_RATIO, _served, _work, choose_float_layers
+from compresskit.quant.effort.float_layers import LEAST_RATIO, _conversions, _served, _times, _work, choose_float_layers
 from compresskit.quant.effort.samples import OutputError
 
 
@@ -39,21 +39,24 @@ def narrow() -> nn.Module:
     return Narrow().eval()
 
 
-@pytest.mark.parametrize("kind", [networks.Chain, networks.Residual])
-def test_no_set_of_operators_is_a_better_bargain(kind) -> None:
+@pytest.mark.parametrize("kind", [networks.Chain, networks.Residual, networks.Depthwise])
+@pytest.mark.parametrize("by_time", [False, True])
+def test_no_set_of_operators_is_a_better_bargain(kind, by_time) -> None:
     """Against every set of operators, at the price of the least ratio."""
     x = image(16)
     quantized = quantize_static(build(kind), [x])
     noise, placement = rounding_noise(quantized, x), quantized.placement
-    found = choose_float_layers(quantized, noise, 1.0)
+    found = choose_float_layers(quantized, noise, 1.0, by_time=by_time)
     work = {n.name: _work(n, placement) for n in quantized.body.graph.nodes if n.name in placement.integer}
     needs = {node: _served(node, placement) for node in noise}
     all_work, all_noise = sum(work.values()), sum(noise.values())
 
     def bargain(names) -> float:
         saved = sum(noise[node] for node, served in needs.items() if served <= set(names))
-        return saved / all_noise - LEAST_RATIO * sum(work[name] for name in names) / all_work
+        between = sum(value for (a, b), value in conversions.items() if a in names and b not in names)
+        return saved / all_noise - LEAST_RATIO * (sum(times[name] for name in names) + between) / all_work
 
+    times, conversions = (_times(quantized, work, noise), _conversions(noise, placement)) if by_time else (work, {})
     every = itertools.chain.from_iterable(itertools.combinations(work, k) for k in range(len(work) + 1))
     assert bargain(found.names) == pytest.approx(max(map(bargain, every)), abs=1e-9)
 
@@ -137,3 +140,31 @@ def test_the_share_of_a_second_choice_contains_the_first() -> None:
     work = {name: _work(nodes[name], again.placement) for name in {*again.placement.integer, *found.names}}
     assert not further.names & found.names
     assert further.work == pytest.approx(sum(work[name] for name in further.names | found.names) / sum(work.values()))
+
+
+class Alternating(nn.Module):
+    """Pointwise and depthwise convolutions in turn, on maps that are large for their few channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 8, 1), *(nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(3))])
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.last(x)
+
+
+def test_time_counts_conversions_and_cheap_depthwise_layers() -> None:
+    """A float layer among integers costs a conversion on each side; the first and the last save one; depthwise ones cost little."""
+    x = image(16)
+    quantized = quantize_static(build(Alternating), [x])
+    placement = quantized.placement
+    names = [n.name for n in quantized.body.graph.nodes if placement.integer.get(n.name) == "conv"]
+    conversions = _conversions(rounding_noise(quantized, x), placement)
+    assert set(conversions) == {pair for a, b in itertools.pairwise(names) for pair in ((a, b), (b, a))}
+    work = {n.name: float(_work(n, placement)) for n in quantized.body.graph.nodes if n.name in placement.integer}
+    times = _times(quantized, work, rounding_noise(quantized, x))
+    assert times[names[0]] == times[names[-1]] == 0
+    assert times[names[2]] < work[names[2]] / 9
