@@ -19,10 +19,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
+from compresskit.graph.surgery import get_tensor
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.minimum_cut import minimum_cut
-from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_depthwise
+from compresskit.quant.numerics.operators import OPERATOR_KINDS
 from compresskit.quant.passes.coverage import element_count, example_rows
 from compresskit.quant.passes.placement import Placement
 
@@ -116,11 +118,11 @@ def _times(quantized: Quantized, work: Mapping[str, float], roundings: Iterable[
 
     Those are of inputs that it reads and of outputs that it makes.
     """
-    placement, module = quantized.placement, quantized.body
-    nodes = {node.name: node for node in module.graph.nodes}
+    placement = quantized.placement
+    nodes = {node.name: node for node in quantized.body.graph.nodes}
     times = dict(work)
     for name in work:
-        if placement.integer[name] == "conv" and is_depthwise(module, nodes[name]):
+        if placement.integer[name] == "conv" and _is_depthwise(quantized.body, nodes[name]):
             times[name] = float(_written(nodes[name]))
     for node in roundings:
         makers, readers = _sides(node, placement)
@@ -128,6 +130,13 @@ def _times(quantized: Quantized, work: Mapping[str, float], roundings: Iterable[
             for name in makers or readers:
                 times[name] = max(0.0, times[name] - CONVERSION * _written(node))
     return times
+
+
+def _is_depthwise(body: fx.GraphModule, conv: Node) -> bool:
+    """Whether each filter of a convolution, whose weight is rounded or not, reads one channel."""
+    weight = conv.args[1]
+    name = parameter_name(weight.args[0] if weight.op == "call_module" else weight)
+    return name is not None and get_tensor(body, name).shape[1] == 1
 
 
 def _served(node: Node, placement: Placement) -> frozenset[str]:

@@ -157,7 +157,7 @@ class Alternating(nn.Module):
 
 
 def test_time_counts_conversions_and_cheap_depthwise_layers() -> None:
-    """A float layer among integers costs a conversion on each side; the first and the last save one; depthwise ones cost little."""
+    """A float layer among integers costs conversions; the first and the last save one; depthwise ones cost little else."""
     x = image(16)
     quantized = quantize_static(build(Alternating), [x])
     placement = quantized.placement
