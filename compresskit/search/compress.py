@@ -20,17 +20,18 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy
 from compresskit.graph.surgery import copy_model
-from compresskit.recipe.folder import locked
 from compresskit.recipe.preflight import preflight_check
 from compresskit.search.candidate import UNCOMPRESSED
 from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, MEASURED, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.finalists import RUNGS, Finals
+from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
 from compresskit.search.source import as_script
 from compresskit.search.study import import_optuna
+from compresskit.search.workers import Worker
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ def compress(
     _check_request(model, task, budget)
     import_optuna()
     preflight_check(model, task, [settings.train] if settings.train is not None else [])
-    with locked(Path(out) / "lock"):
+    worker = Worker(Path(out))
+    with worker.at_work():
         workshop = Workshop(
             model=copy_model(model).to(task.device).eval(),
             task=task,
@@ -93,29 +95,33 @@ def compress(
             seed=settings.seed,
             target=settings.target,
         )
-        return _search_and_run(workshop, budget, settings)
+        return _search_and_run(workshop, worker, budget, settings)
 
 
-def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettings) -> Search:
+def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settings: SearchSettings) -> Search:
     """Explore, run the finalists, and write the recipe."""
     begin, out = time.perf_counter(), workshop.out
-    workshop.prepare()
-    dense = workshop.dense()
-    stopwatch = workshop.stopwatch(strict=budget.latency is not None)
-    dense = replace(dense, latency=stopwatch.milliseconds)
-    ceilings = budget.absolute(dense)
-    minimise, order = free_quantity(ceilings), workshop.block_order()
-    train = training_within(workshop, settings, budget)
+    with worker.alone("setup"):  # the first process measures what all of them need
+        workshop.prepare()
+        dense = workshop.dense()
+        stopwatch = workshop.stopwatch(strict=budget.latency is not None)
+        dense = replace(dense, latency=stopwatch.milliseconds)
+        ceilings = budget.absolute(dense)
+        minimise, order = free_quantity(ceilings), workshop.block_order()
+        train = training_within(workshop, settings, budget)
     name = _study_name(budget, train)
+    slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     explorer = Explorer(
         workshop=workshop,
         stopwatch=stopwatch,
+        worker=worker,
         dense=dense,
         order=order,
         ceilings=ceilings,
         judged=tuple(quantity for quantity in ceilings if quantity != "drop" or train is None),
         trials=settings.trials,
         name=name,
+        filter=slow,
     )
     tried = explorer.explore()
     _refuse_unreachable(tried, budget, ceilings, train is not None, out)
@@ -127,10 +133,12 @@ def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettin
         ceilings=ceilings,
         minimise=minimise,
         train=train,
+        worker=worker,
     )
     if (chosen := finals.run(tried, settings.finalists)) is None:
         raise _none_within(tried, budget, ceilings, out)
-    result, recipe = finals.results[chosen.candidate.name], finals.recipes[chosen.candidate.name]
+    with worker.alone("result"):
+        recipe, result = finals.finished_run(chosen.candidate)
     title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
     with atomic(out / SCRIPT) as file:
         file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
@@ -146,6 +154,7 @@ def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettin
         noise=stopwatch.noise,
         ceilings=ceilings,
         seconds=time.perf_counter() - begin,
+        latency_error=None if slow is None else slow.error(),
     )
 
 
