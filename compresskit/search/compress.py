@@ -14,6 +14,7 @@ from typing import Unpack
 
 from torch import nn
 
+from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.files import atomic, read_json, write_json
 from compresskit.base.fingerprint import describe
@@ -54,7 +55,7 @@ def compress(
     Candidates remove channels, residual blocks and precision, and factor layers. Each is first made without training and
     judged by its exported file, on held-out data; Optuna proposes which. Those that promise most are then run as recipes on all
     data, one after another, and given up early where they fall behind. Called again, a search that was interrupted goes on where
-    it was; another budget in the same folder takes over what was measured.
+    it was; another budget in the same folder takes over what was measured. Processes that make the same call share the search.
 
     Args:
         model: a trained float model; it is not changed.
@@ -162,6 +163,11 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
     """Raise SettingError where it is plain that the search cannot work."""
     if not isinstance(model, nn.Module):
         raise SettingError(f"compress(model): wanted a trained module, got {type(model).__name__}")
+    if world_size() > 1:
+        raise SettingError(
+            f"compress: wanted a process of its own, got one of {world_size()} that train together; start processes one by one"
+            " with the same out=, and they share the search"
+        )
     if not isinstance(budget, Ceilings):
         raise SettingError(f'compress(budget): wanted a budget such as ck.at_most(latency="5ms"), got {budget!r}')
     if task.prefers_higher is None:
