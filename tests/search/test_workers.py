@@ -158,7 +158,7 @@ def test_trials_are_shared_out(tmp_path) -> None:
 
 
 def test_processes_that_train_together_are_refused(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("compresskit.search.compress.world_size", lambda: 2)
+    monkeypatch.setattr(sys.modules["compresskit.search.compress"], "world_size", lambda: 2)
     model, task = networks.build(networks.WideChain), networks.images_task(ck)
     with pytest.raises(ck.SettingError, match="got one of 2 that train together; start processes one by one with the same out="):
         ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s")
