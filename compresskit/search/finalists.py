@@ -169,7 +169,7 @@ class Finals:
                 raise GivenUp
 
         try:
-            result = self.recipe(candidate, watch).run(self.workshop.model, self.workshop.task, self.folder(candidate))
+            result = self._run(candidate, self.recipe(candidate, watch))
         except GivenUp:
             trial.set_user_attr("stopped", rung_reached / RUNGS)
             trial.set_user_attr("seconds", time.perf_counter() - begin)
@@ -182,7 +182,12 @@ class Finals:
     def finished_run(self, candidate: Candidate) -> tuple[Recipe, Result]:
         """The recipe and the result of a candidate that was run, here or elsewhere, read from its folder."""
         recipe = self.recipe(candidate)
-        return recipe, recipe.run(self.workshop.model, self.workshop.task, self.folder(candidate))
+        return recipe, self._run(candidate, recipe)
+
+    def _run(self, candidate: Candidate, recipe: Recipe) -> Result:
+        out = self.folder(candidate)
+        with self.worker.alone(out.name):  # a search with another budget may run it now
+            return recipe.run(self.workshop.model, self.workshop.task, out)
 
     def recipe(self, candidate: Candidate, watch: OnStep | None = None) -> Recipe:
         """The recipe of a candidate; its trainings call `watch`."""

@@ -169,24 +169,16 @@ def plan_ranks(
             f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {left / total:.1%} can be reached"
             f" by low rank; whole layers: {'; '.join(some) or 'none'}; ask for less, or remove channels with Prune"
         )
-    lines = []
-    for name, option in chosen.items():
-        layer, shape = layers[name]
-        before = _cost(layer, shape, None, "macs")
-        after = _cost(layer, shape, option.ranks, "macs")
-        lines.append(
-            RankLine(
-                layer=name,
-                ranks=option.ranks,
-                full=_full_ranks(layer, option.ranks),
-                lost=option.lost,
-                macs=after,
-                macs_before=before,
-            )
-        )
+    lines = [_line(name, *layers[name], option) for name, option in chosen.items()]
     saved = sum(line.macs_before - line.macs for line in lines)
     sizes = {line.layer: tuple(_layer(model, line.layer).weight.shape) for line in lines}
     return RankPlan(lines=tuple(lines), sizes=sizes, macs=whole - saved, macs_before=whole, locked=locked)
+
+
+def _line(name: str, layer: FactorableLayer, positions: _Positions, option: _Option) -> RankLine:
+    before, after = (_cost(layer, positions, ranks, "macs") for ranks in (None, option.ranks))
+    full = _full_ranks(layer, option.ranks)
+    return RankLine(layer=name, ranks=option.ranks, full=full, lost=option.lost, macs=after, macs_before=before)
 
 
 def _full_ranks(layer: FactorableLayer, ranks: tuple[int, ...]) -> tuple[int, ...]:

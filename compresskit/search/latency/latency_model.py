@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,10 +151,17 @@ class _Kind:
         """(operators, measured) how much a measured operator says of another, in [0, 1]."""
         mine, measured = (np.log1p(_work_of(some)[:, 1:]) for some in (operators, self.operators))
         squares = ((mine[:, None] - measured[None]) ** 2).sum(-1) / LIKENESS**2
-        other = np.array([[a.form != b.form for b in self.operators] for a in operators])
-        aligned = np.array([[a.alignment != b.alignment for b in self.operators] for a in operators])
-        found: np.ndarray = np.exp(-(squares + OTHER_FORM**2 * other + OTHER_ALIGNMENT**2 * aligned) / 2)
+        forms = _differ([o.form for o in operators], [o.form for o in self.operators])
+        alignments = _differ([o.alignment for o in operators], [o.alignment for o in self.operators])
+        found: np.ndarray = np.exp(-(squares + OTHER_FORM**2 * forms + OTHER_ALIGNMENT**2 * alignments) / 2)
         return found
+
+
+def _differ(some: Sequence[Hashable], others: Sequence[Hashable]) -> np.ndarray:
+    """(some, others) whether each of some is another than each of others."""
+    mine, theirs = (np.array([hash(value) for value in values]) for values in (some, others))
+    different: np.ndarray = mine[:, None] != theirs
+    return different
 
 
 def _work_of(operators: Sequence[Operator]) -> np.ndarray:
