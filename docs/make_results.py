@@ -682,6 +682,30 @@ def old_runtimes() -> str:
 """
 
 
+def predicted_latencies() -> str:
+    """The latency model of a search, on candidates that it was not made of."""
+    networks = load("latency_model")["networks"]
+    named = [
+        (name, kind, [r for r in found["rows"] if r["precision"] == kind])
+        for name, found in networks.items()
+        for kind in ("fp32", "int8")
+    ]
+    named.append(("all", "both", [row for found in networks.values() for row in found["rows"]]))
+    rows = []
+    for name, kind, some in named:
+        errors = {column: sorted(abs(r[column] / r["milliseconds"] - 1) for r in some) for column in ("predicted", "by_macs")}
+        cells = [f"{found[len(found) // 2]:.1%} ({found[int(0.9 * (len(found) - 1))]:.1%})" for found in errors.values()]
+        rows.append((name, kind, len(some), *cells))
+    return f"""\
+## Latencies that are predicted
+
+Files of pruned networks that were not run, predicted from the operators of twelve others of the same network: the middle relative error, and in brackets
+the one that nine of ten do not exceed; beside it, a line through the MACs of the same twelve files. {source("latency_model")}
+
+{table(("network", "precision", "files", "predicted", "by MACs"), rows)}
+"""
+
+
 SECTIONS: tuple[Callable[[], str], ...] = (
     chain,
     chain_cifar,
@@ -705,6 +729,8 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     old_runtimes,
     recipes,
 )
+if (BENCHMARKS / "latency_model.json").exists():  # measured on a machine that does nothing else
+    SECTIONS += (predicted_latencies,)
 
 
 def page() -> str:

@@ -7,7 +7,7 @@ in a new model of the same class.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeGuard, get_args
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from compresskit.base.errors import CheckpointError, ModelError
 
 MOST_OUTPUTS = 64  # of the tuple that a block returns
+CP_LAYERS = 4  # of a factored convolution
 MOST_ROWS = 2**16  # in a dimension of an output
 
 _WHERE = torch.ops.aten.where.Scalar
@@ -58,10 +59,11 @@ class Place(TypedDict):
 
 
 class Factored(nn.Sequential):
-    """Two or three layers in the place of a linear layer or a convolution: a product of low rank.
+    """Two to four layers in the place of a linear layer or a convolution: a product of low rank.
 
     Of a linear layer, and of a convolution of size 1x1: inputs to rank, rank to outputs. Of another convolution, Tucker-2: 1x1 to
-    the first rank, the convolution from the first rank to the second, 1x1 to the outputs. The last one has the bias.
+    the first rank, the convolution from the first rank to the second, 1x1 to the outputs; or CP, with one rank: 1x1 to the rank,
+    a column of the window and a row of it for each channel alone, 1x1 to the outputs. The last one has the bias.
     """
 
     @staticmethod
@@ -70,7 +72,7 @@ class Factored(nn.Sequential):
 
         Args:
             layer: linear, or a convolution of one group.
-            ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1.
+            ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1, for which (rank,) is CP.
         """
         bias, place = layer.bias is not None, Place(device=layer.weight.device, dtype=layer.weight.dtype)
         outputs, inputs = layer.weight.shape[:2]
@@ -82,11 +84,31 @@ class Factored(nn.Sequential):
         if math.prod(layer.kernel_size) == 1:
             return Factored(nn.Conv2d(inputs, ranks[0], *moves, **place), last)
         first = nn.Conv2d(inputs, ranks[0], 1, bias=False, **place)
+        if len(ranks) == 1:
+            return Factored(first, *(_along_axis(conv, ranks[0], axis, place) for axis in (0, 1)), last)
         return Factored(first, nn.Conv2d(ranks[0], ranks[1], *moves, **place), last)
 
     def record(self) -> dict[str, Any]:
         """The present ranks as plain data."""
-        return {"kind": "factored", "ranks": [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]}
+        ranks = [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]
+        return {"kind": "factored", "ranks": ranks[:1] if len(self) == CP_LAYERS else ranks}
+
+
+def _along_axis(conv: Any, rank: int, axis: int, place: Place) -> nn.Conv2d:
+    """What a convolution does along one axis of its window (0 columns, 1 rows), for each of `rank` channels alone."""
+    size, stride, dilation = (
+        tuple(value[i] if i == axis else 1 for i in (0, 1)) for value in (conv.kernel_size, conv.stride, conv.dilation)
+    )
+    padding = conv.padding
+    if not isinstance(padding, str):
+        padding = tuple(padding[i] if i == axis else 0 for i in (0, 1))
+    moves: Any = (size, stride, padding, dilation, rank, False, conv.padding_mode)
+    return nn.Conv2d(rank, rank, *moves, **place)
+
+
+def most_cp_rank(shape: Sequence[int]) -> int:
+    """The rank of CP at which any weight (out, in, y, x) of a shape can be written; 0 where a side of its window is 1."""
+    return math.prod(shape) // max(shape) if len(shape) == 4 and min(shape[2:]) > 1 else 0
 
 
 class Signed(nn.Module):
@@ -265,6 +287,8 @@ def _factor_(model: nn.Module, path: str, here: nn.Module, ranks: Any) -> None:
     outputs, inputs = here.weight.shape[:2]
     tucker = isinstance(here, nn.Conv2d) and math.prod(here.kernel_size) > 1
     most = (inputs, outputs) if tucker else (min(inputs, outputs),)
+    if tucker and isinstance(ranks, list) and len(ranks) == 1:
+        most = (most_cp_rank(here.weight.shape),)
     fits = isinstance(ranks, list) and len(ranks) == len(most)
     if not fits or not all(_is_count(r) and 1 <= r <= m for r, m in zip(ranks, most, strict=True)):
         raise CheckpointError(f"{path}: wanted a rank up to each of {most}, got {ranks!r}; delete the folder")

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,17 +27,11 @@ from compresskit.base.fingerprint import fingerprint
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.recipe.dependencies import structure_hash
+from compresskit.recipe.locks import lock_open_file
 from compresskit.train.snapshots import SNAPSHOTS
-
-try:
-    import fcntl
-except ImportError:  # there is none on Windows, and so no lock
-    fcntl = None  # type: ignore[assignment]
-
 
 ROW, PROGRESS, LOCK = "row.json", "progress", ".lock"
 READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})  # errors of a place that may only be read
-_LOCK_FILES: set[Any] = set()  # that this process has open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,28 +72,19 @@ def locked(out: Path) -> Iterator[None]:
     if file is None:
         yield
         return
-    with file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                owner = file.read(32).strip() or "unknown"
-                raise CheckpointError(
-                    f"{out}: in use by another process ({owner}); wait for it, end it, or choose another out="
-                ) from None
+    with file, lock_open_file(file, wait=False) as taken:
+        if not taken:
+            file.seek(0)
+            owner = file.read(32).strip() or "unknown"
+            raise CheckpointError(f"{out}: in use by another process ({owner}); wait for it, end it, or choose another out=")
         if file.writable():
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
-        _LOCK_FILES.add(file)
         for part in out.glob(".*.part"):  # of a process that was killed while it wrote
             with suppress(OSError):  # where the folder can only be read
                 part.unlink(missing_ok=True)
-        try:
-            yield
-        finally:
-            _LOCK_FILES.discard(file)
+        yield
 
 
 def _open_lock(out: Path) -> Any:
@@ -116,17 +100,6 @@ def _open_lock(out: Path) -> Any:
         return lock.open()
     except OSError:
         return None
-
-
-def _release_in_child() -> None:
-    # A worker of a loader inherits the open file, and with it the lock, and would keep it when its parent is dead.
-    for file in _LOCK_FILES:
-        file.close()
-    _LOCK_FILES.clear()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_release_in_child)
 
 
 def read_finished_stage(folder: Path, step: RunStep) -> dict[str, Any] | None:

@@ -14,23 +14,25 @@ from typing import Unpack
 
 from torch import nn
 
+from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.files import atomic, read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy
 from compresskit.graph.surgery import copy_model
-from compresskit.recipe.folder import locked
 from compresskit.recipe.preflight import preflight_check
 from compresskit.search.candidate import UNCOMPRESSED
 from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, MEASURED, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.finalists import RUNGS, Finals
+from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
 from compresskit.search.source import as_script
 from compresskit.search.study import import_optuna
+from compresskit.search.workers import Worker
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def compress(
     Candidates remove channels, residual blocks and precision, and factor layers. Each is first made without training and
     judged by its exported file, on held-out data; Optuna proposes which. Those that promise most are then run as recipes on all
     data, one after another, and given up early where they fall behind. Called again, a search that was interrupted goes on where
-    it was; another budget in the same folder takes over what was measured.
+    it was; another budget in the same folder takes over what was measured. Processes that make the same call share the search.
 
     Args:
         model: a trained float model; it is not changed.
@@ -80,7 +82,8 @@ def compress(
     _check_request(model, task, budget)
     import_optuna()
     preflight_check(model, task, [settings.train] if settings.train is not None else [])
-    with locked(Path(out) / "lock"):
+    worker = Worker(Path(out))
+    with worker.at_work():
         workshop = Workshop(
             model=copy_model(model).to(task.device).eval(),
             task=task,
@@ -93,29 +96,33 @@ def compress(
             seed=settings.seed,
             target=settings.target,
         )
-        return _search_and_run(workshop, budget, settings)
+        return _search_and_run(workshop, worker, budget, settings)
 
 
-def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettings) -> Search:
+def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settings: SearchSettings) -> Search:
     """Explore, run the finalists, and write the recipe."""
     begin, out = time.perf_counter(), workshop.out
-    workshop.prepare()
-    dense = workshop.dense()
-    stopwatch = workshop.stopwatch(strict=budget.latency is not None)
-    dense = replace(dense, latency=stopwatch.milliseconds)
-    ceilings = budget.absolute(dense)
-    minimise, order = free_quantity(ceilings), workshop.block_order()
-    train = training_within(workshop, settings, budget)
+    with worker.alone("setup"):  # the first process measures what all of them need
+        workshop.prepare()
+        dense = workshop.dense()
+        stopwatch = workshop.stopwatch(strict=budget.latency is not None)
+        dense = replace(dense, latency=stopwatch.milliseconds)
+        ceilings = budget.absolute(dense)
+        minimise, order = free_quantity(ceilings), workshop.block_order()
+        train = training_within(workshop, settings, budget)
     name = _study_name(budget, train)
+    slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     explorer = Explorer(
         workshop=workshop,
         stopwatch=stopwatch,
+        worker=worker,
         dense=dense,
         order=order,
         ceilings=ceilings,
         judged=tuple(quantity for quantity in ceilings if quantity != "drop" or train is None),
         trials=settings.trials,
         name=name,
+        filter=slow,
     )
     tried = explorer.explore()
     _refuse_unreachable(tried, budget, ceilings, train is not None, out)
@@ -127,13 +134,15 @@ def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettin
         ceilings=ceilings,
         minimise=minimise,
         train=train,
+        worker=worker,
     )
     if (chosen := finals.run(tried, settings.finalists)) is None:
         raise _none_within(tried, budget, ceilings, out)
-    result, recipe = finals.results[chosen.candidate.name], finals.recipes[chosen.candidate.name]
-    title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
-    with atomic(out / SCRIPT) as file:
-        file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
+    with worker.alone("result"):
+        recipe, result = finals.finished_run(chosen.candidate)
+        title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
+        with atomic(out / SCRIPT) as file:
+            file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
     return Search(
         budget=budget,
         dense=dense,
@@ -146,6 +155,7 @@ def _search_and_run(workshop: Workshop, budget: Ceilings, settings: SearchSettin
         noise=stopwatch.noise,
         ceilings=ceilings,
         seconds=time.perf_counter() - begin,
+        latency_error=None if slow is None else slow.error(),
     )
 
 
@@ -153,6 +163,11 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
     """Raise SettingError where it is plain that the search cannot work."""
     if not isinstance(model, nn.Module):
         raise SettingError(f"compress(model): wanted a trained module, got {type(model).__name__}")
+    if world_size() > 1:
+        raise SettingError(
+            f"compress: wanted a process of its own, got one of {world_size()} that train together; start processes one by one"
+            " with the same out=, and they share the search"
+        )
     if not isinstance(budget, Ceilings):
         raise SettingError(f'compress(budget): wanted a budget such as ck.at_most(latency="5ms"), got {budget!r}')
     if task.prefers_higher is None:

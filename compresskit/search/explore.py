@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compresskit.base.progress import announce
-from compresskit.search.candidate import UNCOMPRESSED
+from compresskit.search.candidate import UNCOMPRESSED, Candidate
 from compresskit.search.figures import Figures
+from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
 from compresskit.search.stopwatch import Stopwatch
 from compresskit.search.study import CandidateStudy, first_candidates
+from compresskit.search.workers import PAUSE, Worker
 
 log = logging.getLogger(__name__)
 
@@ -25,38 +29,55 @@ class Explorer:
     """Measures candidates without training.
 
     Attributes:
-        workshop: makes them. stopwatch: measures their files.
+        workshop: makes them. stopwatch: measures their files. worker: this process.
         dense: figures of the uncompressed model.
         order: of residual blocks, first to go first.
         ceilings: of the budget. judged: those that the study keeps to.
         trials: how many candidates are measured.
         name: of the study in the journal.
+        filter: tells candidates that would be too slow before they are made; None makes all.
     """
 
     workshop: Workshop
     stopwatch: Stopwatch
+    worker: Worker
     dense: Figures
     order: tuple[str, ...]
     ceilings: dict[str, float]
     judged: tuple[str, ...]
     trials: int
     name: str
+    filter: LatencyFilter | None = None
 
     def explore(self) -> list[Tried]:
-        """All candidates that were tried, in their order; those that could not be made with the reason."""
+        """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
         blocks = math.floor(MOST_BLOCKS * len(self.order))
         objectives = ["drop", *(quantity for quantity in ("latency", "bytes") if quantity not in self.ceilings)]
         study = CandidateStudy(
             self.workshop.out,
             self.name,
+            self.worker,
             objectives=len(objectives),
             blocks=blocks,
             first=first_candidates(blocks),
             seed=self.workshop.seed,
         )
-        tried = {candidate: self._tried(Tried(candidate=candidate)) for candidate in study.finished()[: self.trials]}
-        while len(tried) < self.trials and study.told < ASKED * self.trials:
-            trial, candidate = study.ask()
+        tried: dict[Candidate, Tried] = {}
+        skipped: dict[Candidate, Tried] = {}
+        while True:
+            tried |= {c: self._tried(Tried(candidate=c)) for c in study.finished()[: self.trials] if c not in tried}
+            skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
+            if len(tried) >= self.trials or study.told >= ASKED * self.trials:
+                break
+            if (asked := study.ask(self.trials)) is None:
+                time.sleep(PAUSE)  # others work on the last of them
+                continue
+            trial, candidate = asked
+            if (slow := self._skipped(candidate, tried, skipped)) is not None:
+                skipped[candidate] = Tried(candidate=candidate, predicted=slow)
+                announce(log, "compress: %s", skipped[candidate])
+                study.skip(trial, slow, slow / self.ceilings["latency"] - 1)
+                continue
             if candidate not in tried:
                 tried[candidate] = self._tried(Tried(candidate=candidate))
                 announce(log, "compress: %d of %d: %s", len(tried), self.trials, tried[candidate])
@@ -65,7 +86,20 @@ class Explorer:
                 continue
             over = [figures.excesses({quantity: self.ceilings[quantity]}).get(quantity, 0.0) for quantity in self.judged]
             study.tell(trial, [figures.get(quantity) for quantity in objectives], over)
-        return list(tried.values())
+        return [*tried.values(), *skipped.values()]
+
+    def _skipped(
+        self, candidate: Candidate, tried: Mapping[Candidate, Tried], skipped: Mapping[Candidate, Tried]
+    ) -> float | None:
+        """Predicted milliseconds of a candidate that need not be made; None of one that must be."""
+        if candidate in skipped:
+            return skipped[candidate].predicted
+        if self.filter is None or candidate in tried:
+            return None
+        latencies = {c: t.figures.latency for c, t in tried.items() if t.figures is not None}
+        self.filter.learn(latencies, self.dense.latency)
+        ceiling = self.ceilings["latency"]
+        return self.filter.too_slow(candidate, [c for c, milliseconds in latencies.items() if milliseconds <= ceiling])
 
     def _tried(self, entry: Tried) -> Tried:
         """The entry with the figures of its candidate, or with the reason why there are none."""

@@ -1,4 +1,7 @@
-"""Train the candidates that promise most, one after another, and give up early those that fall behind (successive halving)."""
+"""Train the candidates that promise most, and give up early those that fall behind (successive halving).
+
+One process trains them one after another; several share them out.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
@@ -17,7 +21,8 @@ from compresskit.search.figures import Figures
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
 from compresskit.search.stopwatch import Stopwatch
-from compresskit.search.study import import_optuna, journal
+from compresskit.search.study import TURN, WORKER, import_optuna, journal
+from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport
 from compresskit.train.train import Train
 
@@ -40,7 +45,7 @@ class Finals:
         order: of residual blocks.
         ceilings: that a file must keep. minimise: quantity that is minimised among those that keep them.
         train: of each candidate, in all its stages; None trains nothing.
-        results, recipes: of finished runs, by the candidate's name.
+        worker: this process.
         remaining: the part of the drop without training that the last training left.
     """
 
@@ -51,44 +56,76 @@ class Finals:
     ceilings: dict[str, float]
     minimise: str
     train: Train | None
-    results: dict[str, Result] = field(default_factory=dict)
-    recipes: dict[str, Recipe] = field(default_factory=dict)
+    worker: Worker
     remaining: float = RECOVERED
 
     def __post_init__(self) -> None:
         self.optuna = import_optuna()
         self.states = self.optuna.trial.TrialState
-        self.study = self.optuna.create_study(
-            study_name=self.name,
-            storage=journal(self.optuna, self.workshop.out),
-            direction="maximize" if self.workshop.task.prefers_higher else "minimize",
-            pruner=self.optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
-            load_if_exists=True,
-        )
-        for trial in self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,)):
-            self.study.tell(trial.number, state=self.states.FAIL)  # of a process that was killed; its folder resumes
+        with self.worker.alone(TURN):
+            self.study = self.optuna.create_study(
+                study_name=self.name,
+                storage=journal(self.optuna, self.workshop.out),
+                direction="maximize" if self.workshop.task.prefers_higher else "minimize",
+                pruner=self.optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+                load_if_exists=True,
+            )
 
     def run(self, tried: Sequence[Tried], most: int) -> Tried | None:
-        """Run up to `most` finalists; the best that keeps all ceilings, or None.
+        """Run up to `most` finalists, together with other processes; the best that keeps all ceilings, or None.
 
         Args:
-            tried: candidates with figures; those that are run get `trained` or `stopped`.
-            most: number of runs.
+            tried: candidates with figures; those that are run, here or elsewhere, get `trained` or `stopped`.
+            most: number of runs, of all processes.
         """
-        best: Tried | None = None
-        for _ in range(most):
-            following = self.next_finalist(tried, best)
-            if following is None:
-                break
-            self.run_one(following)
-            figures = following.trained
-            if figures is None or figures.excesses(self.ceilings):
+        while True:
+            with self.worker.alone(TURN):
+                at_work = self._look_(tried)
+                best = self._best(tried)
+                done = sum(t.trained is not None or t.stopped is not None for t in tried)
+                # Without training the others were measured already, and are worse.
+                ended = best is not None and self.train is None and self.minimise == "drop"
+                following = trial = None
+                if not ended and done + len(at_work) < most:
+                    following = self.next_finalist([t for t in tried if self.folder(t.candidate).name not in at_work], best)
+                if following is not None:
+                    trial = self.study.ask()
+                    trial.set_user_attr("folder", self.folder(following.candidate).name)
+                    trial.set_user_attr(WORKER, self.worker.name)
+            if following is not None:
+                self.run_one(following, trial)
+            elif ended or not at_work:
+                return best
+            else:
+                time.sleep(PAUSE)
+
+    def _look_(self, tried: Sequence[Tried]) -> set[str]:
+        """Enter what is known of runs, and return the folders of those that living processes work on."""
+        of_folder = {self.folder(t.candidate).name: t for t in tried}
+        at_work = set()
+        for trial in self.study.get_trials(deepcopy=False):
+            about = trial.user_attrs
+            found = of_folder.get(about.get("folder"))
+            if trial.state == self.states.RUNNING:
+                if self.worker.lives(about.get(WORKER)):
+                    at_work.add(about["folder"])
+                else:  # its process was killed; the folder resumes
+                    self.study.tell(trial.number, state=self.states.FAIL)
+            elif found is None:
                 continue
-            if best is None or best.trained is None or figures.get(self.minimise) < best.trained.get(self.minimise):
-                best = following
-            if self.train is None and self.minimise == "drop":
-                break  # the others were measured already, and are worse
-        return best
+            elif trial.state == self.states.PRUNED:
+                found.stopped, found.training_seconds = about["stopped"], about["seconds"]
+            elif trial.state == self.states.COMPLETE:
+                found.trained = Figures(**about["figures"])
+                found.training_seconds = found.trained.seconds
+                if found.figures is not None and found.figures.drop > 0:
+                    self.remaining = max(found.trained.drop, 0.0) / found.figures.drop
+        return at_work
+
+    def _best(self, tried: Sequence[Tried]) -> Tried | None:
+        """The candidate with the least of what is minimised among those whose trained files keep all ceilings."""
+        within = [(t.trained, t) for t in tried if t.trained is not None and not t.trained.excesses(self.ceilings)]
+        return min(within, key=lambda pair: pair[0].get(self.minimise), default=(None, None))[1]
 
     def next_finalist(self, tried: Sequence[Tried], best: Tried | None) -> Tried | None:
         """The candidate to run next; None where none of those left is expected to be better than `best`.
@@ -117,41 +154,40 @@ class Finals:
             left = left if best is None else []
         return min(left, key=lambda pair: (pair[0].drop, pair[0].latency), default=(None, None))[1]
 
-    def run_one(self, tried: Tried) -> None:
-        """Run the recipe of a candidate on all data, or read what is finished of it."""
-        candidate = tried.candidate
-        out = self._folder(candidate)
-        for before in self.study.get_trials(deepcopy=False, states=(self.states.PRUNED,)):
-            if before.user_attrs["folder"] == out.name:
-                tried.stopped, tried.training_seconds = before.user_attrs["stopped"], before.user_attrs["seconds"]
-                return
-        begin, trial = time.perf_counter(), self.study.ask()
-        trial.set_user_attr("folder", out.name)
+    def run_one(self, tried: Tried, trial: Any) -> None:
+        """Run the recipe of a candidate on all data, or read what is finished of it, and tell its trial."""
+        begin, candidate = time.perf_counter(), tried.candidate
+        rung_reached = 0
 
         def watch(report: StepReport) -> None:
+            nonlocal rung_reached
             if report.metric is None:
                 return
-            rung = self._rung(candidate, report)
-            trial.report(report.metric, rung)
-            if rung < RUNGS and self.minimise == "drop" and trial.should_prune():
-                tried.stopped = rung / RUNGS
+            rung_reached = self._rung(candidate, report)
+            trial.report(report.metric, rung_reached)
+            if rung_reached < RUNGS and self.minimise == "drop" and trial.should_prune():
                 raise GivenUp
 
-        recipe = self.recipe(candidate, watch)
         try:
-            result = recipe.run(self.workshop.model, self.workshop.task, out)
+            result = self._run(candidate, self.recipe(candidate, watch))
         except GivenUp:
-            tried.training_seconds = time.perf_counter() - begin
-            trial.set_user_attr("stopped", tried.stopped)
-            trial.set_user_attr("seconds", tried.training_seconds)
+            trial.set_user_attr("stopped", rung_reached / RUNGS)
+            trial.set_user_attr("seconds", time.perf_counter() - begin)
             self.study.tell(trial, state=self.states.PRUNED)
             return
-        tried.training_seconds = time.perf_counter() - begin
-        self.results[candidate.name], self.recipes[candidate.name] = result, recipe
-        tried.trained = self._figures(result, tried.training_seconds)
-        self.study.tell(trial, tried.trained.metric)
-        if tried.figures is not None and tried.figures.drop > 0:
-            self.remaining = max(tried.trained.drop, 0.0) / tried.figures.drop
+        figures = self._figures(result, time.perf_counter() - begin)
+        trial.set_user_attr("figures", asdict(figures))
+        self.study.tell(trial, figures.metric)
+
+    def finished_run(self, candidate: Candidate) -> tuple[Recipe, Result]:
+        """The recipe and the result of a candidate that was run, here or elsewhere, read from its folder."""
+        recipe = self.recipe(candidate)
+        return recipe, self._run(candidate, recipe)
+
+    def _run(self, candidate: Candidate, recipe: Recipe) -> Result:
+        out = self.folder(candidate)
+        with self.worker.alone(out.name):  # a search with another budget may run it now
+            return recipe.run(self.workshop.model, self.workshop.task, out)
 
     def recipe(self, candidate: Candidate, watch: OnStep | None = None) -> Recipe:
         """The recipe of a candidate; its trainings call `watch`."""
@@ -159,7 +195,8 @@ class Finals:
         stages = candidate.stages(order=self.order, samples=shop.samples, train=self.train, target=shop.target)
         return Recipe(*stages, seed=shop.seed, export="last", on_step=watch)
 
-    def _folder(self, candidate: Candidate) -> Path:
+    def folder(self, candidate: Candidate) -> Path:
+        """Where a candidate is run."""
         settings = json.dumps(describe(self.train), sort_keys=True)
         return self.workshop.out / TRAINED / f"{candidate.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 

@@ -12,6 +12,7 @@ from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import Candidate
 from compresskit.search.ceilings import Ceilings
 from compresskit.search.figures import Figures, pareto
+from compresskit.search.latency.latency_model import PredictionError
 
 SEARCH_COLUMNS = ("candidate", "metric", "drop", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within")
 
@@ -27,6 +28,7 @@ class Tried:
         trained: figures of its file after training, on all validation data.
         stopped: fraction of the training after which it was given up.
         training_seconds: that its training took.
+        predicted: milliseconds for which it was not made, since they are far over the ceiling; None where it was made.
     """
 
     candidate: Candidate
@@ -35,6 +37,7 @@ class Tried:
     trained: Figures | None = None
     stopped: float | None = None
     training_seconds: float = 0.0
+    predicted: float | None = None
 
     @property
     def best(self) -> Figures | None:
@@ -42,6 +45,8 @@ class Tried:
         return self.trained or self.figures
 
     def __str__(self) -> str:
+        if self.predicted is not None:
+            return f"{self.candidate.name} is not made: {self.predicted:.3f} ms are predicted"
         if (figures := self.best) is None:
             return f"{self.candidate.name} cannot be made: {self.failure}"
         return f"{self.candidate.name}: metric {figures.metric:.4f}, {figures.latency:.3f} ms, {figures.bytes / 1000:.1f} kB"
@@ -62,6 +67,7 @@ class Search:
         noise: relative difference of two latencies of one file.
         ceilings: the budget in milliseconds, bytes, MACs and the unit of the metric.
         seconds: of this call; what an earlier one did is not in it.
+        latency_error: what latencies that were predicted are worth; None where none could be.
     """
 
     budget: Ceilings
@@ -75,6 +81,7 @@ class Search:
     noise: float
     ceilings: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    latency_error: PredictionError | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -101,7 +108,7 @@ class Search:
 
     def __str__(self) -> str:
         on_curve = {id(tried) for tried in self.curve()}
-        by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else float("inf"))
+        by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else t.predicted or float("inf"))
         lines = [SEARCH_COLUMNS, ("uncompressed", *_figure_cells(self.dense, self.dense, ""), "")]
         lines += [self._line(tried, on_curve=id(tried) in on_curve) for tried in by_latency]
         widths = [max(len(line[i]) for line in lines) for i in range(len(SEARCH_COLUMNS))]
@@ -125,14 +132,31 @@ class Search:
                 *failed,
                 f"cost: {measured} candidates measured without training in {proxies:.0f} s, {trained} run as a recipe in"
                 f" {training:.0f} s; latencies are known to {self.noise:.1%}",
+                *self._about_predictions(),
                 self.reason,
                 f"file: {self.onnx}",
                 f"recipe: {self.code}",
             ]
         )
 
+    def _about_predictions(self) -> list[str]:
+        if self.latency_error is None:
+            return []
+        skipped = sum(t.predicted is not None for t in self.tried)
+        return [
+            f"latency model: {self.latency_error}; {skipped} candidates were not made, since it predicts far over the ceiling"
+        ]
+
     def _line(self, tried: Tried, *, on_curve: bool) -> tuple[str, ...]:
         mark = "> " if tried is self.chosen else "* " if on_curve else "  "
+        if tried.predicted is not None:
+            cells = dict.fromkeys(SEARCH_COLUMNS, "-") | {
+                "candidate": mark + tried.candidate.name,
+                "latency": f"~{tried.predicted:.3f} ms",
+                "faster": f"~{self.dense.latency / tried.predicted:.2f}x",
+                "within": "no: latency, predicted",
+            }
+            return tuple(cells.values())
         if (figures := tried.best) is None:
             return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
         done = "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"

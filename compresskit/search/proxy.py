@@ -5,21 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from compresskit.base.errors import CheckpointError, CompressError
+from compresskit.base.errors import CheckpointError, CompressError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.randomness import seed_generators_
-from compresskit.base.task import Task, call_checked, first_rows
+from compresskit.base.stage import Stage
+from compresskit.base.task import Inputs, Task, call_checked, first_rows
+from compresskit.export.check.environment import environment
+from compresskit.export.onnx import export_onnx
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.costs import milliseconds
 from compresskit.prune.depth.find_blocks import find_blocks
@@ -28,17 +32,22 @@ from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go
 from compresskit.quant.numerics.targets import Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
 from compresskit.recipe.engine import run_stage
+from compresskit.recipe.folder import LOCK
+from compresskit.recipe.locks import exclusive
 from compresskit.recipe.measure_stage import measure_stage
 from compresskit.search.candidate import Candidate
 from compresskit.search.figures import Figures
 from compresskit.search.stopwatch import Stopwatch, start_stopwatch
+from compresskit.search.workers import LOCKS, timing_alone
 
 log = logging.getLogger(__name__)
 
-IDENTITY, FIGURES, ORDER = "search.json", "figures.json", "blocks.json"
-CANDIDATES, LOCKED = "candidates", "lock"
-DENSE = "uncompressed"
+IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "blocks.json", "latency.json"
+CANDIDATES, DENSE = "candidates", "uncompressed"
 SCORED_SAMPLES = 64  # that the importance of blocks reads
+SKETCH_SAMPLES = 16  # that the stages of a sketch read
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,7 @@ class Workshop:
         }
         mine = {name: _short_hash(part) for name, part in described.items()} | {"class": type(self.model).__name__}
         path = self.out / IDENTITY
-        if not path.exists() and any(entry.name != LOCKED for entry in self.out.iterdir()):
+        if not path.exists() and any(entry.name != LOCKS for entry in self.out.iterdir()):
             raise CheckpointError(f"{self.out}: not empty, and not the folder of a search; choose another out=")
         if path.exists():
             other = read_json(path, "whose search it is")
@@ -99,10 +108,28 @@ class Workshop:
         return figures
 
     def stopwatch(self, *, strict: bool) -> Stopwatch:
-        """Measures latencies beside that of the uncompressed file. strict: whether a noisy machine is an error."""
-        inputs = first_rows(self.task.example(), self.batch)
-        file = self.out / DENSE / "model.onnx"
-        return start_stopwatch(file, inputs, threads=self.threads, seconds=self.seconds, strict=strict)
+        """Measures latencies beside that of the uncompressed file, which the first process of a search measures for all others.
+
+        strict: whether a noisy machine is an error, and a processor of another kind than that of the other processes.
+        """
+        file, path = self.out / DENSE / "model.onnx", self.out / DENSE / LATENCY
+        with timing_alone():
+            watch = start_stopwatch(file, self.timed_inputs(), threads=self.threads, seconds=self.seconds, strict=strict)
+        processor = str(environment()["processor"])
+        if not path.exists():
+            write_json(path, {"milliseconds": watch.milliseconds, "processor": processor})
+            return watch
+        first = read_json(path, "the latency of the uncompressed file")
+        if strict and first["processor"] != processor:
+            raise SettingError(
+                f"at_most(latency=...): latencies in {self.out} are of the processor {first['processor']}, this machine has"
+                f" {processor}; use machines of one kind, or choose another out="
+            )
+        return replace(watch, milliseconds=float(first["milliseconds"]))
+
+    def timed_inputs(self) -> Inputs:
+        """What files are timed on."""
+        return first_rows(self.task.example(), self.batch)
 
     def block_order(self) -> tuple[str, ...]:
         """Dotted names of the residual blocks that can go, the one that is worth least for its time first.
@@ -146,34 +173,47 @@ class Workshop:
     def make(self, candidate: Candidate, order: Sequence[str], dense: Figures, stopwatch: Stopwatch) -> Figures | str:
         """The figures of a candidate without training, or why it cannot be made; from its folder where it was made before."""
         folder = self.out / CANDIDATES / candidate.name
-        if (folder / FIGURES).exists():
-            record = read_json(folder / FIGURES, "the figures of a candidate")
-            return str(record["failure"]) if "failure" in record else read_figures(folder / FIGURES)
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            figures = self._measured(candidate, order, folder, dense, stopwatch)
-        except CheckpointError:
-            raise  # of the disk or the folder, not of the candidate
-        except CompressError as error:
-            write_json(folder / FIGURES, {"failure": str(error)})
-            return str(error)
-        write_json(folder / FIGURES, asdict(figures))
-        return figures
+        with exclusive(folder / LOCK):  # another process may make it now
+            if (folder / FIGURES).exists():
+                record = read_json(folder / FIGURES, "the figures of a candidate")
+                return str(record["failure"]) if "failure" in record else read_figures(folder / FIGURES)
+            try:
+                figures = self._measured(candidate, order, folder, dense, stopwatch)
+            except CheckpointError:
+                raise  # of the disk or the folder, not of the candidate
+            except CompressError as error:
+                write_json(folder / FIGURES, {"failure": str(error)})
+                return str(error)
+            write_json(folder / FIGURES, asdict(figures))
+            return figures
 
     def _measured(
         self, candidate: Candidate, order: Sequence[str], folder: Path, dense: Figures, stopwatch: Stopwatch
     ) -> Figures:
         begin = time.perf_counter()
-        model, stages = (
-            copy_model(self.model),
-            candidate.stages(order=order, samples=self.samples, train=None, target=self.target),
-        )
-        for i, stage in enumerate(stages):
-            seed_generators_(self.seed + i, self.task.train, self.task.calibration)
-            model = run_stage(stage, model, self.task)
+        model, stages = self._compressed(candidate, order, self.samples)
         figures = self._export(model, folder, dense, settings=describe(stages))
         milliseconds_now = stopwatch.measure(folder / "model.onnx")
         return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
+
+    def _compressed(self, candidate: Candidate, order: Sequence[str], samples: int) -> tuple[nn.Module, tuple[Stage, ...]]:
+        """The model of a candidate without training, and the stages that made it."""
+        stages = candidate.stages(order=order, samples=samples, train=None, target=self.target)
+        model = copy_model(self.model)
+        for i, stage in enumerate(stages):
+            seed_generators_(self.seed + i, self.task.train, self.task.calibration)
+            model = run_stage(stage, model, self.task)
+        return model, stages
+
+    def sketch(self, candidate: Candidate, order: Sequence[str], read: Callable[[Path], Read]) -> Read:
+        """What `read` says of a file with the candidate's layers, whose values come from a few samples and are not checked.
+
+        Raises the errors of its stages.
+        """
+        model, _ = self._compressed(candidate, order, min(self.samples, SKETCH_SAMPLES))
+        with tempfile.TemporaryDirectory() as folder:
+            return read(export_onnx(model.eval(), Path(folder) / "model.onnx", self.task.example()))
 
     def _export(self, model: nn.Module, folder: Path, dense: Figures | None, settings: Any) -> Figures:
         """Write, verify and measure a file; all but its latency, which is 0."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Inputs
 from compresskit.measure import latency
+from compresskit.search.workers import timing_alone
 
 NOISIEST = 0.15  # difference of two measurements of one file up to which a latency says something
 ATTEMPTS = 3
@@ -36,7 +37,8 @@ class Stopwatch:
 
     def measure(self, file: Path) -> float:
         """Milliseconds of a file: its ratio to the uncompressed one, run in turn, times the latency of that one."""
-        before, after = latency([self.dense, file], self.inputs, threads=self.threads, seconds=self.seconds)
+        with timing_alone():
+            before, after = latency([self.dense, file], self.inputs, threads=self.threads, seconds=self.seconds)
         return self.milliseconds * after / before
 
 

@@ -1,6 +1,7 @@
 """Optuna's studies in the folder of a search: which candidate is tried next, and which training goes on.
 
-The journal is a file, so that a search that was killed goes on where it was. Samplers and pruners are Optuna's.
+The journal is a file, so that a search that was killed goes on where it was, and several processes, also of several machines,
+work on one study. Samplers and pruners are Optuna's.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 from compresskit.base.errors import SettingError
 from compresskit.search.candidate import Candidate
+from compresskit.search.workers import Worker
 
-JOURNAL = "study.log"
+JOURNAL, PREDICTED, WORKER = "study.log", "predicted", "worker"
+TURN = "study"  # lock of who looks at the trials and takes one
 #: What is tried before the sampler decides: from little to much, first alone and then together.
 LADDER = (
     Candidate(),
@@ -51,67 +54,91 @@ def first_candidates(blocks: int) -> list[Candidate]:
 
 
 class CandidateStudy:
-    """The study that proposes candidates: few objectives to minimise, within constraints.
+    """The study that proposes candidates: few objectives to minimise, within constraints. Several processes may work on it.
 
     Args:
         out: folder of the search.
         name: of the study in the journal.
+        worker: this process.
         objectives: how many values `tell` gets.
         blocks: how many residual blocks may go.
         first: candidates that are tried before the sampler decides.
         seed: of the sampler.
     """
 
-    def __init__(self, out: Path, name: str, *, objectives: int, blocks: int, first: Sequence[Candidate], seed: int) -> None:
-        self.optuna, self.blocks = import_optuna(), blocks
-        self.study = self.optuna.create_study(
-            study_name=name,
-            storage=journal(self.optuna, out),
-            directions=["minimize"] * objectives,
-            sampler=self.optuna.samplers.TPESampler(seed=seed, n_startup_trials=len(first)),
-            load_if_exists=True,
-        )
-        for trial in self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,)):
-            self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)  # of a process that was killed
-            self.study.enqueue_trial(trial.params)
-        if not self.study.get_trials(deepcopy=False):
-            for candidate in first:
-                self.study.enqueue_trial(self._parameters(candidate))
+    def __init__(
+        self, out: Path, name: str, worker: Worker, *, objectives: int, blocks: int, first: Sequence[Candidate], seed: int
+    ) -> None:
+        self.optuna, self.worker, self.blocks = import_optuna(), worker, blocks
+        self.states = self.optuna.trial.TrialState
+        with worker.alone(TURN):
+            self.study = self.optuna.create_study(
+                study_name=name,
+                storage=journal(self.optuna, out),
+                directions=["minimize"] * objectives,
+                # Each process draws of its own, or all would try the same.
+                sampler=self.optuna.samplers.TPESampler(seed=seed + worker.others(), n_startup_trials=len(first)),
+                load_if_exists=True,
+            )
+            if not self.study.get_trials(deepcopy=False):
+                for candidate in first:
+                    self.study.enqueue_trial(self._parameters(candidate))
 
     def _parameters(self, candidate: Candidate) -> dict[str, Any]:
         values = vars(candidate)
         return {name: values[name] for name in ("blocks", "macs", "rank", "bits") if name != "blocks" or self.blocks}
 
+    def _told(self) -> list[Any]:
+        """Trials with a result; those that a process left behind have none."""
+        states = (self.states.COMPLETE, self.states.PRUNED, self.states.FAIL)
+        return self.study.get_trials(deepcopy=False, states=states)  # type: ignore[no-any-return]
+
     def finished(self) -> list[Candidate]:
-        """The candidates that were told in earlier calls, each once."""
-        done = (self.optuna.trial.TrialState.COMPLETE, self.optuna.trial.TrialState.FAIL)
-        trials = [t.params for t in self.study.get_trials(deepcopy=False, states=done)]
-        return list(dict.fromkeys(candidate_of(p) for p in trials if "bits" in p))
+        """The candidates that were made, each once, or could not be."""
+        return list(dict.fromkeys(candidate_of(t.params) for t in self._told() if t.state != self.states.PRUNED))
+
+    def skipped(self) -> dict[Candidate, float]:
+        """Candidates that were skipped -> what was predicted for them."""
+        return {candidate_of(t.params): t.user_attrs[PREDICTED] for t in self._told() if t.state == self.states.PRUNED}
 
     @property
     def told(self) -> int:
         """How many trials were told."""
-        done = (self.optuna.trial.TrialState.COMPLETE, self.optuna.trial.TrialState.FAIL)
-        return len(self.study.get_trials(deepcopy=False, states=done))
+        return len(self._told())
 
-    def ask(self) -> tuple[Any, Candidate]:
-        """The next trial and its candidate."""
-        trial = self.study.ask()
-        if self.blocks:
-            trial.suggest_int("blocks", 0, self.blocks)
-        trial.suggest_float("macs", 0.1, 1.0, step=0.05)
-        trial.suggest_float("rank", 0.4, 1.0, step=0.1)
-        trial.suggest_categorical("bits", ["float", "int8", "int4"])
-        return trial, candidate_of(trial.params)
+    def ask(self, most: int) -> tuple[Any, Candidate] | None:
+        """The next trial and its candidate: one that a process left when it ended, or a new one.
+
+        None where `most` candidates were tried, or would be with those that living processes work on.
+        """
+        with self.worker.alone(TURN):
+            running = self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,))
+            left = [t for t in running if not self.worker.lives(t.user_attrs.get(WORKER))]
+            if len({*self.finished(), *(candidate_of(t.params) for t in running if t not in left)}) >= most:
+                return None
+            trial = self.optuna.trial.Trial(self.study, left[0]._trial_id) if left else self.study.ask()
+            trial.set_user_attr(WORKER, self.worker.name)
+            if self.blocks:
+                trial.suggest_int("blocks", 0, self.blocks)
+            trial.suggest_float("macs", 0.1, 1.0, step=0.05)
+            trial.suggest_float("rank", 0.4, 1.0, step=0.1)
+            trial.suggest_categorical("bits", ["float", "int8", "int4"])
+            return trial, candidate_of(trial.params)
 
     def tell(self, trial: Any, values: Sequence[float] | None, constraints: Sequence[float] = ()) -> None:
         """The result of a trial: what is minimised, and constraints that are met where <= 0; None where it could not be made."""
         if values is None:
-            self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+            self.study.tell(trial, state=self.states.FAIL)
             return
         for i, constraint in enumerate(constraints):
             trial.set_constraint(f"ceiling {i}", constraint)
         self.study.tell(trial, list(values))
+
+    def skip(self, trial: Any, predicted: float, over: float) -> None:
+        """The trial is not measured, since it is predicted to exceed a ceiling by a fraction `over`."""
+        trial.set_user_attr(PREDICTED, predicted)
+        trial.set_constraint("predicted", over)
+        self.study.tell(trial, state=self.states.PRUNED)
 
 
 def candidate_of(parameters: dict[str, Any]) -> Candidate:

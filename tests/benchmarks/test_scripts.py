@@ -20,6 +20,14 @@ def test_smoke(name) -> None:
 
 
 @pytest.mark.slow
+def test_latencies_are_predicted(tmp_path) -> None:
+    checkout.python(checkout.ROOT / "benchmarks" / "latency_model.py", "--quick", "--out", tmp_path)
+    (network,) = json.loads((tmp_path / "latency_model.json").read_text())["networks"].values()
+    assert [row["precision"] for row in network["rows"]] == ["fp32", "int8", "fp32"]
+    assert all(0.5 < row["predicted"] / row["milliseconds"] < 2 for row in network["rows"])
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     "COMPRESSKIT_WEB" not in os.environ or shutil.which("chromium") is None,
     reason="chromium, and COMPRESSKIT_WEB with onnxruntime-web, are not here",

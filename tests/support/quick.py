@@ -34,11 +34,11 @@ def make_quick() -> None:
 
 
 def _layer_times(path, inputs):
-    with mock.patch.object(layer_profile, "_profiler_cost", return_value=_profiler_cost()):
+    with mock.patch.object(layer_profile, "profiler_cost", return_value=_profiler_cost()):
         return layer_times(path, inputs, seconds=0.01)
 
 
-_measured_cost = layer_profile._profiler_cost
+_measured_cost = layer_profile.profiler_cost
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 A linear layer W that reads inputs of covariance C keeps the outputs' r main directions U: W ~ U (U' W), the matrix of rank r
 whose outputs are nearest (with C = 1, the truncated SVD). A convolution is factored in its output and in its input channels,
-Tucker-2 (Kim et al., 1511.06530): 1x1 to r_in channels, k x k to r_out, 1x1 to the outputs. One of size 1x1 counts as linear.
+Tucker-2 (Kim et al., 1511.06530): 1x1 to r_in channels, k x k to r_out, 1x1 to the outputs; or by CP, see `cp`. One of size 1x1
+counts as linear.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from compresskit.graph.replacements import Factored
 from compresskit.prune.channels.reconstruct import InputStatistics
+from compresskit.prune.low_rank.cp import CPFactors, cp_factors, weighted_energy
 
 DAMPING = 1e-5  # fraction of the mean variance of the inputs that is added to each
 
@@ -29,6 +31,7 @@ class Spectrum:
     outputs: (out, out) orthonormal columns. energy: (out,) fraction of the output's variance along each, which sum to 1.
     inputs, inverse: (in, in) V' C^-1/2 and C^1/2 V of a convolution of several positions, energy_in: (in,); None for all others.
     shift: (columns,) the mean of what the layer multiplies its weights with; None without a bias.
+    moment: (columns, columns) its covariance, of a convolution of several positions; None for 1, and for all others.
     """
 
     outputs: Tensor
@@ -37,6 +40,7 @@ class Spectrum:
     inverse: Tensor | None = None
     energy_in: Tensor | None = None
     shift: Tensor | None = None
+    moment: Tensor | None = None
 
     def lost(self, ranks: tuple[int, ...]) -> float:
         """Fraction of the output's variance that is lost at some ranks; of Tucker-2 an upper bound."""
@@ -47,6 +51,11 @@ class Spectrum:
 def is_tucker(layer: FactorableLayer) -> bool:
     """Whether a layer is a convolution of several positions, which is factored in inputs and outputs."""
     return isinstance(layer, nn.Conv2d) and math.prod(layer.kernel_size) > 1
+
+
+def is_cp(layer: FactorableLayer, ranks: tuple[int, ...]) -> bool:
+    """Whether ranks are of CP, which has one where Tucker-2 has two."""
+    return is_tucker(layer) and len(ranks) == 1
 
 
 def spectrum(layer: FactorableLayer, statistics: InputStatistics | None) -> Spectrum:
@@ -82,6 +91,7 @@ def spectrum(layer: FactorableLayer, statistics: InputStatistics | None) -> Spec
         inverse=root @ directions,
         energy_in=_fractions(energy_in),
         shift=mean,
+        moment=None if statistics is None else moment,
     )
 
 
@@ -100,6 +110,8 @@ def factored(layer: FactorableLayer, ranks: tuple[int, ...], directions: Spectru
     """The layers of these ranks in the place of one; its bias takes the mean of what is lost."""
     made = Factored.like(layer, ranks)
     weight = layer.weight.detach().double()
+    if is_cp(layer, ranks):
+        return _finished(made, layer, _set_cp_(made, layer, ranks[0], directions), directions)
     outputs = directions.outputs[:, : ranks[-1]]
     core = torch.einsum("or,oikl->rikl", outputs, weight) if weight.ndim == 4 else outputs.T @ weight
     first: Any = made[0]
@@ -115,10 +127,47 @@ def factored(layer: FactorableLayer, ranks: tuple[int, ...], directions: Spectru
         whole = torch.einsum("or,rskl,si->oikl", outputs, core, inputs)
     last: Any = made[-1]
     last.weight.copy_(outputs.view(last.weight.shape))
+    return _finished(made, layer, whole, directions)
+
+
+def cp_of(layer: FactorableLayer, rank: int, directions: Spectrum) -> CPFactors:
+    """The factors of a convolution in the form of CP."""
+    weight, whiten, unwhiten = layer.weight.detach(), directions.inverse, directions.inputs
+    return cp_factors(weight, rank, whiten=whiten, unwhiten=unwhiten, moment=directions.moment)
+
+
+def tucker_lost(layer: FactorableLayer, ranks: tuple[int, ...], directions: Spectrum) -> float:
+    """Fraction of the output's variance that Tucker-2 of these ranks loses; `Spectrum.lost` is an upper bound."""
+    assert directions.inputs is not None
+    assert directions.inverse is not None
+    weight, outputs = layer.weight.detach().double(), directions.outputs[:, : ranks[1]]
+    onto_inputs = directions.inverse[:, : ranks[0]] @ directions.inputs[: ranks[0]]
+    whole = torch.einsum("pikl,ij->pjkl", torch.tensordot(outputs @ outputs.T, weight, 1), onto_inputs)
+    energy = weighted_energy(weight.flatten(1), directions.moment)
+    return weighted_energy((weight - whole).flatten(1), directions.moment) / max(energy, 1e-300)
+
+
+def _set_cp_(made: Factored, layer: FactorableLayer, rank: int, directions: Spectrum) -> Tensor:
+    """Set the weights of CP, of sizes that are alike in all factors, and return their product."""
+    found = cp_of(layer, rank, directions)
+    sizes = [f.norm(dim=1) for f in (found.inputs, found.rows, found.columns)] + [found.outputs.norm(dim=0)]
+    each = torch.stack(sizes).clamp(min=1e-150).log().mean(0).exp()
+    even = [each / size.clamp(min=1e-150) for size in sizes]
+    first, down, along, last = (part.get_parameter("weight") for part in made)
+    first.copy_((found.inputs * even[0][:, None])[:, :, None, None])
+    down.copy_((found.rows * even[1][:, None])[:, None, :, None])
+    along.copy_((found.columns * even[2][:, None])[:, None, None, :])
+    last.copy_((found.outputs * even[3])[:, :, None, None])
+    return found.whole()
+
+
+def _finished(made: Factored, layer: FactorableLayer, whole: Tensor, directions: Spectrum) -> Factored:
+    """The factors with the bias and the modes of the layer. whole: the weight that their product is."""
+    last: Any = made[-1]
     if layer.bias is not None:
         last.bias.copy_(layer.bias)
         if directions.shift is not None:
-            last.bias += ((weight - whole).flatten(1) @ directions.shift).to(last.bias.dtype)
+            last.bias += ((layer.weight.detach().double() - whole).flatten(1) @ directions.shift).to(last.bias.dtype)
     for parameter in made.parameters():
         parameter.requires_grad_(layer.weight.requires_grad)
     return made.train(layer.training)

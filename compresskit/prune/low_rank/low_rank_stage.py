@@ -15,7 +15,7 @@ from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
-from compresskit.prune.low_rank.plan_ranks import check_ranks, plan_ranks
+from compresskit.prune.low_rank.plan_ranks import Method, check_ranks, plan_ranks
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
@@ -30,7 +30,7 @@ class LowRank(Budgeted, Stage):
         budget: how much stays, `ck.keep(macs=0.6)` or `ck.keep(parameters=0.6)`.
         finetune: training afterwards, with a learning-rate schedule of its own; None trains nothing.
         samples: samples of inputs that the factors are fitted to and BatchNorm is re-estimated on; 0 fits the weights alone.
-        round_to, ignore: see `plan_ranks`.
+        round_to, ignore, method: see `plan_ranks`.
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
@@ -40,9 +40,10 @@ class LowRank(Budgeted, Stage):
     samples: int = 1024
     round_to: int = 8
     ignore: tuple[str, ...] = ()
+    method: Method = "tucker"
 
     def __post_init__(self) -> None:
-        check_ranks(self.budget, self.round_to, "LowRank")
+        check_ranks(self.budget, self.round_to, self.method, "LowRank")
         check_field_types(self)
         if self.samples < 0:
             raise SettingError(f"LowRank(samples=...): wanted a whole number >= 0, got {self.samples!r}")
@@ -51,7 +52,15 @@ class LowRank(Budgeted, Stage):
         model = model.to(task.device)
         guided = task if task.reference is not None else replace(task, reference=frozen_copy(model))
         batches = list(calibration_inputs(task, self.samples, "read layers")) if self.samples else None
-        plan = plan_ranks(model, task.example(), self.budget, batches=batches, round_to=self.round_to, ignore=self.ignore)
+        plan = plan_ranks(
+            model,
+            task.example(),
+            self.budget,
+            batches=batches,
+            round_to=self.round_to,
+            ignore=self.ignore,
+            method=self.method,
+        )
         log.info("%s", plan)
         plan.apply_(model, batches)
         if batches is not None:

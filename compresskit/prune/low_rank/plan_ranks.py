@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -15,21 +16,32 @@ from compresskit.base.errors import CheckpointError, DataError, ModelError, Sett
 from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
 from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.masks import masks_of
-from compresskit.graph.replacements import Factored, replace_module_
+from compresskit.graph.replacements import Factored, most_cp_rank, replace_module_
 from compresskit.graph.surgery import frozen_copy, mode
 from compresskit.measure import count_macs, count_parameters
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.reconstruct import MOST_COLUMNS, InputStatistics, input_statistics
 from compresskit.prune.evidence import watched_calls
-from compresskit.prune.low_rank.factorize import FactorableLayer, Spectrum, factored, is_tucker, spectrum
+from compresskit.prune.low_rank.factorize import (
+    FactorableLayer,
+    Spectrum,
+    cp_of,
+    factored,
+    is_cp,
+    is_tucker,
+    spectrum,
+    tucker_lost,
+)
 
+Method = Literal["tucker", "cp", "auto"]
+CP_COSTS = (0.9, 0.7, 0.5, 0.35, 0.2)  # fractions of a convolution's cost at which CP is tried
 VARIANCE_LEVELS = [2.0**-k for k in range(1, 21)]  # fractions of a mode's variance that the ranks to choose from lose
 MOST_WHOLE_LAYERS = 6  # layers that a refusal lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine:
-    """What a plan does to one layer. ranks: (rank,), or (inputs, outputs) of Tucker-2. full: what would lose nothing.
+    """What a plan does to one layer. ranks: (rank,), or (inputs, outputs) of Tucker-2. full: what loses nothing.
 
     lost: fraction of the variance of its output. macs, macs_before: of the layer, for one sample.
     """
@@ -59,11 +71,14 @@ class RankPlan:
     def __str__(self) -> str:
         head = f"{self.macs / max(1, self.macs_before):.1%} of {self.macs_before / 1e6:.2f} M MACs stay; {len(self.lines)} layers"
         rows = [
-            f"  {line.layer}: rank {' x '.join(map(str, line.ranks))} of {' x '.join(map(str, line.full))},"
+            f"  {line.layer}: {self._kind(line)}rank {' x '.join(map(str, line.ranks))} of {' x '.join(map(str, line.full))},"
             f" {line.macs / line.macs_before:.0%} of its MACs, {line.lost:.1%} of its variance lost"
             for line in self.lines
         ]
         return "\n".join([head, *rows, *(f"  {name} stays: {reason}" for name, reason in self.locked.items())])
+
+    def _kind(self, line: RankLine) -> str:
+        return "CP of " if len(line.ranks) == 1 and math.prod(self.sizes[line.layer][2:]) > 1 else ""
 
     def apply_(self, model: nn.Module, batches: Iterable[AnyInputs] | None = None) -> nn.Module:
         """Put the factors in the place of every layer, in place, and return the model.
@@ -116,6 +131,7 @@ def plan_ranks(
     batches: Iterable[AnyInputs] | None = None,
     round_to: int = 8,
     ignore: tuple[str, ...] = (),
+    method: Method = "tucker",
 ) -> RankPlan:
     """Decide which layers become products of low rank. The model is not changed: `RankPlan.apply_` does that.
 
@@ -128,18 +144,21 @@ def plan_ranks(
         batches: inputs without labels: variance is then that of the outputs on data; None takes that of the weights.
         round_to: ranks stay multiples of this where they are larger.
         ignore: dotted names of modules that stay, with all layers inside.
+        method: for convolutions larger than 1x1: "tucker" (Tucker-2); "cp" (CP, where the window is larger than 1 in both
+            directions); or "auto", both, with CP where it loses less than any Tucker-2 that saves as much, which takes longer.
+            All other layers have one form.
 
     Raises:
         SettingError: a setting is out of range.
         ModelError: no layer can be factored, or the budget cannot be met.
     """
-    check_ranks(budget, round_to, "plan_ranks")
+    check_ranks(budget, round_to, method, "plan_ranks")
     inputs = as_inputs(example)
     check_prunable(model, inputs, "plan_ranks")
     locked: dict[str, str] = {}
     layers = _factorable(model, inputs, tuple(ignore), locked)
     spectra = _spectra(model, list(layers), batches)
-    options = {name: _options(layer, shape, spectra[name], budget, round_to) for name, (layer, shape) in layers.items()}
+    options = {name: _options(layer, shape, spectra[name], budget, round_to, method) for name, (layer, shape) in layers.items()}
     locked |= {name: "no rank saves anything" for name, found in options.items() if not found}
     whole = count_macs(model, inputs)
     total = whole if budget.quantity == "macs" else count_parameters(model)
@@ -150,23 +169,32 @@ def plan_ranks(
             f"{type(model).__name__}: wanted {budget.kept:.1%} of the {budget.quantity}, only {left / total:.1%} can be reached"
             f" by low rank; whole layers: {'; '.join(some) or 'none'}; ask for less, or remove channels with Prune"
         )
-    lines = []
-    for name, option in chosen.items():
-        layer, shape = layers[name]
-        full = (min(layer.weight.shape[:2]),) if not is_tucker(layer) else (layer.weight.shape[1], layer.weight.shape[0])
-        before = _cost(layer, shape, None, "macs")
-        after = _cost(layer, shape, option.ranks, "macs")
-        lines.append(RankLine(layer=name, ranks=option.ranks, full=full, lost=option.lost, macs=after, macs_before=before))
+    lines = [_line(name, *layers[name], option) for name, option in chosen.items()]
     saved = sum(line.macs_before - line.macs for line in lines)
     sizes = {line.layer: tuple(_layer(model, line.layer).weight.shape) for line in lines}
     return RankPlan(lines=tuple(lines), sizes=sizes, macs=whole - saved, macs_before=whole, locked=locked)
 
 
-def check_ranks(budget: Budget, round_to: int, where: str) -> None:
-    """Raise SettingError for a budget of another quantity, or ranks that are not rounded to a whole number."""
+def _line(name: str, layer: FactorableLayer, positions: _Positions, option: _Option) -> RankLine:
+    before, after = (_cost(layer, positions, ranks, "macs") for ranks in (None, option.ranks))
+    full = _full_ranks(layer, option.ranks)
+    return RankLine(layer=name, ranks=option.ranks, full=full, lost=option.lost, macs=after, macs_before=before)
+
+
+def _full_ranks(layer: FactorableLayer, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    outputs, inputs = layer.weight.shape[:2]
+    if is_cp(layer, ranks):
+        return (most_cp_rank(layer.weight.shape),)
+    return (inputs, outputs) if is_tucker(layer) else (min(outputs, inputs),)
+
+
+def check_ranks(budget: Budget, round_to: int, method: str, where: str) -> None:
+    """Raise SettingError for a budget of another quantity, an unknown method, or ranks not rounded to a whole number."""
     check_budget(budget, f"{where}(budget=...)", ("macs", "parameters"))
     if type(round_to) is not int or round_to < 1:
         raise SettingError(f"{where}(round_to=...): wanted a whole number >= 1, got {round_to!r}")
+    if method not in get_args(Method):
+        raise SettingError(f"{where}(method=...): wanted one of {get_args(Method)}, got {method!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +208,11 @@ class _Option:
 
 @dataclass(frozen=True, kw_only=True)
 class _Positions:
-    """Positions, for one sample, at which a layer reads its inputs and gives its outputs."""
+    """Positions, for one sample, at which a layer reads its inputs and gives its outputs; between: rows given, columns read."""
 
     read: int
     made: int
+    between: int = 0
 
 
 def _layer(model: nn.Module, name: str) -> FactorableLayer:
@@ -216,7 +245,10 @@ def _factorable(
         made, read = out.numel() // module.weight.shape[0], x.numel() // module.weight.shape[1]
         before = positions.get(path, _Positions(read=0, made=0))
         rows = batch_size(inputs)
-        positions[path] = _Positions(read=before.read + read // rows, made=before.made + made // rows)
+        between = made // out.shape[-1] * x.shape[-1]
+        positions[path] = _Positions(
+            read=before.read + read // rows, made=before.made + made // rows, between=before.between + between // rows
+        )
 
     with watched_calls(model, list(layers), visit), torch.no_grad(), mode(model, training=False):
         call(model, inputs)
@@ -269,16 +301,52 @@ def _cost(layer: FactorableLayer, positions: _Positions, ranks: tuple[int, ...] 
     """MACs of one sample, or weights, of a layer (ranks=None) or of its factors."""
     outputs, inputs = layer.weight.shape[:2]
     kernel = layer.weight[0, 0].numel()
-    read, made = (positions.read, positions.made) if quantity == "macs" else (1, 1)
+    read, made, between = (positions.read, positions.made, positions.between) if quantity == "macs" else (1, 1, 1)
     if ranks is None:
         return outputs * inputs * kernel * made
+    if is_cp(layer, ranks):
+        rows, columns = layer.weight.shape[2:]
+        return ranks[0] * (inputs * read + rows * between + (columns + outputs) * made)
     if is_tucker(layer):
         return inputs * ranks[0] * read + ranks[0] * ranks[1] * kernel * made + ranks[1] * outputs * made
     return ranks[0] * (inputs + outputs) * made
 
 
-def _options(layer: FactorableLayer, positions: _Positions, directions: Spectrum, budget: Budget, round_to: int) -> list[_Option]:
+def _options(
+    layer: FactorableLayer, positions: _Positions, directions: Spectrum, budget: Budget, round_to: int, method: Method
+) -> list[_Option]:
     """Ranks that save something, from the least lost to the most saved."""
+    if not is_tucker(layer) or method == "tucker":
+        return _closed_form(layer, positions, directions, budget, round_to)
+    terms = _cp_options(layer, positions, directions, budget, round_to)
+    if method == "cp":
+        return terms
+    closed = [
+        replace(o, lost=tucker_lost(layer, o.ranks, directions))
+        for o in _closed_form(layer, positions, directions, budget, round_to)
+    ]
+    better = [o for o in terms if o.lost < min((c.lost for c in closed if c.saved >= o.saved), default=math.inf)]
+    return sorted([*closed, *better], key=lambda o: o.saved)
+
+
+def _cp_options(
+    layer: FactorableLayer, positions: _Positions, directions: Spectrum, budget: Budget, round_to: int
+) -> list[_Option]:
+    """Ranks of CP for some fractions of the layer's cost; each is fitted."""
+    whole, of_one = (_cost(layer, positions, ranks, budget.quantity) for ranks in (None, (1,)))
+    most = most_cp_rank(layer.weight.shape)
+    ranks = {min(most, int(fraction * whole / of_one)) for fraction in CP_COSTS}
+    ranks = {rank // round_to * round_to if rank > round_to else rank for rank in ranks} - {0}
+    return [
+        _Option(ranks=(rank,), lost=cp_of(layer, rank, directions).lost, saved=float(whole - rank * of_one))
+        for rank in sorted(ranks, reverse=True)
+    ]
+
+
+def _closed_form(
+    layer: FactorableLayer, positions: _Positions, directions: Spectrum, budget: Budget, round_to: int
+) -> list[_Option]:
+    """Ranks of the singular value decomposition or of Tucker-2 that save something."""
     outputs, inputs = layer.weight.shape[:2]
     whole = _cost(layer, positions, None, budget.quantity)
 

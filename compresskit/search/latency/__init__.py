@@ -1,0 +1,1 @@
+"""Latency: what the operators of measured files took, and what that says of files that were not measured."""

@@ -1,0 +1,106 @@
+"""Latencies that are predicted from operators of measured files: interpolation, errors that are stated, what is not known."""
+
+from __future__ import annotations
+
+import random
+
+import networks
+import pytest
+import torch
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.files import write_json
+from compresskit.search.latency.latency_model import LatencyModel
+from compresskit.search.latency.operators import MeasuredFile, Operator, measure_operators, read_measured, read_operators
+
+
+def conv(inputs: int, outputs: int, form: str = "3x3") -> Operator:
+    positions = 64
+    sizes = {"read": 4.0 * inputs * positions, "stored": 36.0 * inputs * outputs, "written": 4.0 * outputs * positions}
+    return Operator(kind="Conv float", form=form, alignment=(8, 8), macs=9.0 * inputs * outputs * positions, **sizes)
+
+
+def seconds_of(operator: Operator) -> float:
+    """Formula of a machine: work, bytes, and a kernel that is faster where there is much to do."""
+    much = operator.macs / (operator.macs + 1e5)
+    return 1e-3 + operator.macs * 1e-8 / (0.5 + 0.5 * much) + (operator.read + operator.written) * 2e-8
+
+
+def network(width: int, *, noise: float = 0.0, seed: int = 0) -> MeasuredFile:
+    drawn = random.Random(seed)
+    layers = [conv(width, width), conv(width, 2 * width), conv(2 * width, 2 * width), conv(2 * width, width)]
+    times = [(layer, seconds_of(layer) * (1 + noise * drawn.uniform(-1, 1))) for layer in layers]
+    return MeasuredFile(milliseconds=sum(t for _, t in times) + 4 * 0.002, outside=4 * 0.002, operators=tuple(times))
+
+
+KNOWN = [network(width) for width in (8, 16, 32, 48, 64)]
+
+
+@pytest.mark.parametrize("width", [12, 24, 40, 56])
+def test_widths_between_those_measured_are_interpolated(width) -> None:
+    file = network(width)
+    predicted = LatencyModel(KNOWN).predict([operator for operator, _ in file.operators])
+    assert predicted == pytest.approx(file.milliseconds, rel=0.05)
+    by_macs = KNOWN[-1].milliseconds * sum(o.macs for o, _ in file.operators) / sum(o.macs for o, _ in KNOWN[-1].operators)
+    assert abs(predicted - file.milliseconds) < abs(by_macs - file.milliseconds)
+
+
+def test_its_own_error_is_stated() -> None:
+    exact, noisy = (
+        LatencyModel([network(width, noise=noise, seed=width) for width in range(8, 72, 8)]).error() for noise in (0, 0.5)
+    )
+    assert exact.files == 8
+    assert exact.median <= exact.ninth <= exact.largest < 0.2
+    assert noisy.median > 2 * exact.median
+    assert str(exact).startswith(f"median error {exact.median:.1%}, nine of ten within")
+    assert LatencyModel(KNOWN[:4]).error() is None
+
+
+def test_operators_of_an_unknown_kind_are_not_guessed() -> None:
+    operators = [operator for operator, _ in KNOWN[0].operators]
+    lstm = Operator(kind="LSTM float", form="", alignment=(), macs=1.0, read=1.0, stored=1.0, written=1.0)
+    assert LatencyModel(KNOWN).predict([*operators, lstm]) is None
+    assert LatencyModel([]).predict(operators) is None
+
+
+class Kinds(nn.Module):
+    """Convolutions, one of them depthwise, a matrix product, and what lies between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(16, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.c, self.d = nn.Conv2d(width, 16, 1, stride=2), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.d(self.c(torch.relu(self.b(torch.relu(self.a(x))))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_operators_are_those_that_run(precision, tmp_path) -> None:
+    model, x = Kinds(32).eval(), torch.randn(2, 16, 12, 12)
+    made = ck.quant.quantize_static(model, x) if precision == "int8" else model
+    path = ck.export_onnx(made, tmp_path / "m.onnx", x)
+    measured = measure_operators(path, x[:1], threads=1, seconds=0.05)
+    operators = [operator for operator, _ in measured.operators]
+    assert sum(milliseconds for _, milliseconds in measured.operators) + measured.outside == pytest.approx(measured.milliseconds)
+    assert sorted(map(repr, read_operators(path, x[:1]))) == sorted(map(repr, operators))
+    assert sum(o.macs for o in operators) == ck.count_macs(model, x[:1])
+    depthwise = next(o for o in operators if o.kind.endswith("depthwise"))
+    assert depthwise.macs == 32 * 9 * 12 * 12
+    width = 4 if precision == "fp32" else 1
+    assert depthwise.read == depthwise.written == width * 32 * 12 * 12
+    measured.write(tmp_path / "operators.json")
+    again = read_measured(tmp_path / "operators.json")
+    assert sorted(map(repr, again.operators)) == sorted(map(repr, measured.operators))
+    write_json(tmp_path / "operators.json", {"milliseconds": 1})
+    with pytest.raises(ck.CheckpointError, match="no operators of a candidate in it"):
+        read_measured(tmp_path / "operators.json")
+
+
+def test_the_latency_that_was_measured_counts(tmp_path) -> None:
+    model, x = networks.build(networks.Chain).eval(), networks.image(1)
+    path = ck.export_onnx(model, tmp_path / "m.onnx", x)
+    measured = measure_operators(path, x, threads=1, seconds=0.02, milliseconds=50.0)
+    assert measured.milliseconds == 50.0
+    assert sum(milliseconds for _, milliseconds in measured.operators) + measured.outside == pytest.approx(50.0)

@@ -1,0 +1,174 @@
+"""Several processes at one search: each candidate is made once, the work of a killed one is taken up."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+
+import compresskit as ck
+from compresskit.recipe.locks import is_locked
+from compresskit.search import workers
+from compresskit.search.candidate import Candidate
+from compresskit.search.proxy import Workshop
+from compresskit.search.study import CandidateStudy
+from compresskit.search.workers import Worker, timing_alone
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks")
+SPAWN = multiprocessing.get_context("spawn")
+QUICK = {"trials": 4, "finalists": 2, "seconds": 0.02}
+
+
+def log_makers(out: Path, stuck: bool) -> None:
+    """Write which process makes which candidate; one that is to be stuck says so and waits to be killed."""
+    measured = Workshop._measured
+
+    def logged(self, candidate, *rest):
+        with (out.parent / "made.log").open("a") as file:
+            file.write(json.dumps([os.getpid(), candidate.name]) + "\n")
+        if stuck:
+            (out.parent / "stuck").touch()
+            time.sleep(600)
+        return measured(self, candidate, *rest)
+
+    Workshop._measured = logged
+
+
+def search(out: Path, answer: Path, stuck: bool = False) -> None:
+    """One process of a search."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = networks.build(networks.WideChain)
+    task = networks.images_task(ck)
+    log_makers(out, stuck)
+    found = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=out, train=ck.Train(steps=4), **QUICK)
+    tried = {t.candidate.name: [t.figures and t.figures.bytes, t.trained and t.trained.bytes] for t in found.tried}
+    answer.write_text(json.dumps([found.chosen.candidate.name, tried, str(found)]))
+
+
+def start(out: Path, name: str, **settings) -> multiprocessing.process.BaseProcess:
+    process = SPAWN.Process(target=search, args=(out, out.parent / name), kwargs=settings)
+    process.start()
+    return process
+
+
+def made(out: Path) -> list[list]:
+    return [json.loads(line) for line in (out.parent / "made.log").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def quick_path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+
+def test_processes_share_a_search_and_hand_over_the_same(tmp_path) -> None:
+    out = tmp_path / "s"
+    both = [start(out, name) for name in ("a", "b")]
+    for process in both:
+        process.join(300)
+        assert process.exitcode == 0
+    (first, tried, text), (second, others, _) = (json.loads((tmp_path / name).read_text()) for name in ("a", "b"))
+    assert first == second
+    assert tried == others
+    assert len(tried) == 4
+    names = [name for _, name in made(out)]
+    assert len(names) == len(set(names)) == 4  # each once
+    assert sum(trained is not None for _, trained in tried.values()) <= 2  # runs of all processes together
+    assert f"> {first}" in text
+
+
+def test_the_work_of_a_killed_process_is_taken_up(tmp_path) -> None:
+    out = tmp_path / "s"
+    killed = start(out, "a", stuck=True)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "stuck").exists():
+        assert time.monotonic() < deadline
+        assert killed.is_alive()
+        time.sleep(0.05)
+    other = start(out, "b")
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join(60)
+    other.join(300)
+    assert other.exitcode == 0
+    assert not (tmp_path / "a").exists()
+    assert made(out)[0] == [killed.pid, "int8"]
+    assert sorted(name for pid, name in made(out) if pid == other.pid) == [
+        "int8",
+        "macs0.25-int8",
+        "macs0.5-int8",
+        "macs0.7-int8",
+    ]
+
+
+def hold(out: Path, ready: Path) -> None:
+    worker = Worker(out)
+    with worker.at_work(), timing_alone():
+        ready.write_text(worker.name)
+        time.sleep(600)
+
+
+def test_who_lives_is_seen_from_outside(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the machine's lock is
+    monkeypatch.setattr(workers.tempfile, "tempdir", None)
+    process = SPAWN.Process(target=hold, args=(tmp_path / "s", tmp_path / "ready"))
+    process.start()
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "ready").exists() or not (name := (tmp_path / "ready").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    me, timing = Worker(tmp_path / "s"), tmp_path / workers.TIMING
+    assert me.lives(name)
+    assert is_locked(timing)
+    assert me.others() == 1
+    assert not me.lives(None)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert not me.lives(name)
+    assert not is_locked(timing)
+    assert me.others() == 0
+    with me.at_work():
+        assert me.lives(me.name)
+    assert not me.lives(me.name)
+
+
+def test_trials_are_shared_out(tmp_path) -> None:
+    first, second = Worker(tmp_path), Worker(tmp_path)
+    settings = {"objectives": 1, "blocks": 0, "first": [Candidate(), Candidate(macs=0.5)], "seed": 0}
+    with second.at_work():
+        with first.at_work():
+            mine = CandidateStudy(tmp_path, "s", first, **settings)
+            theirs = CandidateStudy(tmp_path, "s", second, **settings)
+            trial, candidate = mine.ask(2)
+            assert candidate == Candidate()
+            assert theirs.ask(2)[1] == Candidate(macs=0.5)
+            assert mine.ask(2) is None  # two are worked on
+            assert theirs.finished() == []
+        taken, again = theirs.ask(2)  # the first has ended
+        assert (again, taken.number) == (candidate, trial.number)
+        theirs.tell(taken, [1.0])
+        assert mine.finished() == [Candidate()]
+
+
+def test_processes_that_train_together_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["compresskit.search.compress"], "world_size", lambda: 2)
+    model, task = networks.build(networks.WideChain), networks.images_task(ck)
+    with pytest.raises(ck.SettingError, match="got one of 2 that train together; start processes one by one with the same out="):
+        ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s")
+
+
+def test_a_machine_of_another_kind_is_refused(tmp_path, monkeypatch) -> None:
+    model, task = networks.build(networks.WideChain), networks.images_task(ck)
+    settings = {"out": tmp_path / "s", "trials": 1, "finalists": 1, "seconds": 0.02}
+    ck.compress(model, task, ck.at_most(latency=1000), **settings)
+    monkeypatch.setattr("compresskit.search.proxy.environment", lambda: {"processor": "an abacus"})
+    with pytest.raises(ck.SettingError, match="are of the processor .*, this machine has an abacus; use machines of one kind"):
+        ck.compress(model, task, ck.at_most(latency=1000), **settings)
+    ck.compress(model, task, ck.at_most(bytes="0.9x"), **settings)
