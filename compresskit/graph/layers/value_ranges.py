@@ -32,8 +32,8 @@ def clipped_to(node: Node) -> Range | None:
     if target is aten.relu6.default:
         return 0.0, 6.0
     if target in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default):
-        default = (-1.0, 1.0) if target is aten.hardtanh.default else (None, None)
-        low, high = (*node.args[1:], *default[len(node.args) - 1 :])
+        given, default = list(node.args[1:]), [-1.0, 1.0] if target is aten.hardtanh.default else [None, None]
+        low, high = [*given, *default[len(given) :]][:2]
         if {type(v) for v in (low, high)} <= {int, float, type(None)} and not node.kwargs:
             return -math.inf if low is None else low, math.inf if high is None else high
     return None

@@ -118,7 +118,7 @@ class _Finder:
 
     def __init__(self, model: nn.Module, captured: Captured, ignore: tuple[str, ...]) -> None:
         self.model, self.captured, self.ignore = model, captured, ignore
-        self.modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
         self.owners: ParameterOwners = parameter_owners(model)
         nodes = list(captured.module.graph.nodes)
