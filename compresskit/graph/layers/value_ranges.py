@@ -19,9 +19,9 @@ _SELECTIONS = frozenset({aten.max_pool1d.default, aten.max_pool2d.default, aten.
 _SELECTIONS |= {aten.flatten.using_ints, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.select.int}
 _SELECTIONS |= {aten.unsqueeze.default, aten.squeeze.dim, aten.channel_shuffle.default, aten.view.default, *IDENTITIES}
 #: Operators whose results are means of the values that they read, zeros of a padding among them.
-_MEANS = frozenset({aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, aten.mean.dim})
-_MEANS |= {aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default}
-DEEPEST = 64  # operators that are looked through
+_AVERAGES = frozenset({aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default, aten.mean.dim})
+_AVERAGES |= {aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default}
+FARTHEST = 64  # operators that are looked through
 
 
 def clipped_to(node: Node) -> Range | None:
@@ -43,7 +43,7 @@ def _functional(node: Node) -> Any:
     return functional_form(node.target) if is_inplace(node) else node.target
 
 
-def range_of(node: Any, depth: int = DEEPEST) -> Range:
+def range_of(node: Any, depth: int = FARTHEST) -> Range:
     """Bounds of the values of a node, as far as the operators before it tell; of a graph that is normalized or not."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or not depth:
         return EVERYTHING
@@ -56,7 +56,7 @@ def range_of(node: Any, depth: int = DEEPEST) -> Range:
         return UNIT
     if target in _SELECTIONS:
         return range_of(read, depth - 1)
-    if target in _MEANS:
+    if target in _AVERAGES:
         low, high = range_of(read, depth - 1)
         return min(low, 0.0), max(high, 0.0)
     if target is aten.cat.default and isinstance(read, list | tuple):

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from compresskit.prune.depth.merging.merge_runs import Run
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun
 
 LEAST_IMPORTANCE = 1e-6  # of the largest: each merge counts as losing something, so that none is in vain
 
 
 def least_important(
-    runs: Mapping[str, Run],
+    runs: Mapping[str, ConvolutionRun],
     importance: Mapping[str, float],
     saved: Mapping[str, float],
     *,

@@ -23,7 +23,7 @@ from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.layers.value_ranges import changes_nothing, range_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import ParameterOwners, parameter_owners
-from compresskit.prune.depth.merging.merge_runs import Convolution, Run, geometry_of_layer, merged_geometry
+from compresskit.prune.depth.merging.merge_runs import Convolution, ConvolutionRun, geometry_of_layer, merged_geometry
 
 #: Operators that compute each value from one value alone.
 ACTIVATIONS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default}
@@ -42,7 +42,7 @@ class FoundRuns:
     convolutions: dotted name of a layer -> its node.
     """
 
-    runs: dict[str, Run]
+    runs: dict[str, ConvolutionRun]
     locked: dict[str, str]
     captured: Captured = field(repr=False)
     activations: dict[str, list[Node]] = field(repr=False)
@@ -153,7 +153,7 @@ class _Finder:
         reason = reason or (self._ignored(module) if module else "") or self._hooks(names, self.layers[second])
         return _Link(first=value, second=second, norm=path, activation=activation, module=module, reason=reason)
 
-    def run(self, chain: list[_Link]) -> Run | str:
+    def run(self, chain: list[_Link]) -> ConvolutionRun | str:
         """The run of consecutive links, or why it is none."""
         if reason := next((link.reason for link in chain if link.reason), ""):
             return reason
@@ -172,7 +172,7 @@ class _Finder:
         times = merged_geometry(parts).macs * positions(nodes[-1]) / max(1, apart)
         if times > MOST_MACS:
             return f"one convolution would take {times:.1f} times the multiply-accumulates"
-        return Run(
+        return ConvolutionRun(
             layers=paths,
             norms=tuple(link.norm for link in chain),
             activations=tuple(link.module for link in chain),

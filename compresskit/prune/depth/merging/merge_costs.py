@@ -19,22 +19,22 @@ from compresskit.export import export_onnx
 from compresskit.graph.replacements import Unmerged
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.measure import count_macs, latency
-from compresskit.prune.depth.merging.merge_runs import Run, gather_, merge_, merged_of
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, merged_of
 
 log = logging.getLogger(__name__)
 
 SECONDS_EACH = 0.4  # for each of the two files of a run
 
-MergeCost = Callable[[nn.Module, Inputs, Mapping[str, Run]], dict[str, float]]
+MergeCost = Callable[[nn.Module, Inputs, Mapping[str, ConvolutionRun]], dict[str, float]]
 
 
-def saved_macs(model: nn.Module, example: Inputs, runs: Mapping[str, Run]) -> dict[str, float]:
+def saved_macs(model: nn.Module, example: Inputs, runs: Mapping[str, ConvolutionRun]) -> dict[str, float]:
     """Multiply-accumulates of one sample that the model does not do with one convolution in the place of each run."""
     whole = count_macs(model, example)
     return {name: float(whole - count_macs(merge_(gather_(frozen_copy(model), [run])), example)) for name, run in runs.items()}
 
 
-def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, Run]) -> dict[str, float]:
+def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, ConvolutionRun]) -> dict[str, float]:
     """Milliseconds that one convolution saves: the layers of each run and the one are exported alone and run in turn.
 
     Runs of the same layers and inputs are measured once. Where one cannot be exported, all count their MACs instead, and a
@@ -54,7 +54,7 @@ def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, Run
     return {name: saved[name] for name in runs}
 
 
-def _shapes(model: nn.Module, example: Inputs, runs: Mapping[str, Run]) -> dict[str, tuple[int, ...]]:
+def _shapes(model: nn.Module, example: Inputs, runs: Mapping[str, ConvolutionRun]) -> dict[str, tuple[int, ...]]:
     """Shape of what the first layer of every run reads, for one sample."""
     shapes: dict[str, tuple[int, ...]] = {}
     handles = [
@@ -72,7 +72,7 @@ def _shapes(model: nn.Module, example: Inputs, runs: Mapping[str, Run]) -> dict[
     return shapes
 
 
-def _apart(model: nn.Module, run: Run) -> nn.Sequential:
+def _apart(model: nn.Module, run: ConvolutionRun) -> nn.Sequential:
     """The layers of a run as they are, with activations between them."""
     parts: list[nn.Module] = []
     for layer, norm, activation in zip(run.layers, (*run.norms, ""), (*run.activations, None), strict=True):
@@ -84,7 +84,7 @@ def _apart(model: nn.Module, run: Run) -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-def _saved(model: nn.Module, run: Run, shape: tuple[int, ...]) -> float:
+def _saved(model: nn.Module, run: ConvolutionRun, shape: tuple[int, ...]) -> float:
     apart = copy_model(_apart(model, run)).eval()
     gathered = gather_(copy_model(model), [run]).get_submodule(run.path)
     assert isinstance(gathered, Unmerged)

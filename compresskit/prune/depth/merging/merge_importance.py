@@ -19,7 +19,7 @@ from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import evaluate
-from compresskit.prune.depth.merging.merge_runs import Run, gather_
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_
 from compresskit.train.batchnorm import reestimate_batchnorm_
 
 
@@ -32,12 +32,12 @@ class MergeScoring:
     """
 
     model: nn.Module
-    runs: Sequence[Run]
+    runs: Sequence[ConvolutionRun]
     batches: Sequence[Inputs]
     predictions: Sequence[Tensor]
     task: Task | None
 
-    def without(self, run: Run) -> nn.Module:
+    def without(self, run: ConvolutionRun) -> nn.Module:
         """A copy of the model without the activations of a run, in eval mode; BatchNorm statistics are those of the batches."""
         changed = gather_(frozen_copy(self.model), [run])
         if any(batch_size(inputs) > 1 for inputs in self.batches):

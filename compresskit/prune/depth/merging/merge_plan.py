@@ -10,7 +10,7 @@ from torch import nn
 
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph.masks import masks_of
-from compresskit.prune.depth.merging.merge_runs import Convolution, Run, gather_, merge_
+from compresskit.prune.depth.merging.merge_runs import Convolution, ConvolutionRun, gather_, merge_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class MergePlan:
     locked: name of a run that stays -> reason. note: what was measured of the exported file, where the budget is one.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[ConvolutionRun, ...]
     lines: tuple[MergeLine, ...]
     unit: str
     kernels: tuple[tuple[int, ...], ...]
@@ -100,7 +100,9 @@ class MergePlan:
     def from_json(record: Mapping[str, Any]) -> MergePlan:
         """The plan that `to_json` wrote; CheckpointError where the record is something else."""
         try:
-            runs = tuple(Run(**{name: tuple(map(str, value)) for name, value in run.items()}) for run in record["runs"])
+            runs = tuple(
+                ConvolutionRun(**{name: tuple(map(str, value)) for name, value in run.items()}) for run in record["runs"]
+            )
             lines = tuple(MergeLine(**line) for line in record["lines"])
             kernels = tuple(tuple(map(int, kernel)) for kernel in record["kernels"])
             sizes = {name: tuple(map(int, shape)) for name, shape in record["sizes"].items()}

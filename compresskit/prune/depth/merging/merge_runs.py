@@ -26,7 +26,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ConvolutionRun:
     """Consecutive convolutions that are one convolution without the activations between them.
 
     layers: their dotted names, in order. norms: the BatchNorm behind each but the last; "" where there is none.
@@ -101,7 +101,7 @@ def merged_geometry(parts: Sequence[Geometry]) -> Geometry:
     return whole
 
 
-def gather_(model: nn.Module, runs: Iterable[Run]) -> nn.Module:
+def gather_(model: nn.Module, runs: Iterable[ConvolutionRun]) -> nn.Module:
     """Put the layers of every run in the place of its last one, without the activations between them, in place.
 
     Where the layers and activations were, a `Bypass` hands on what it gets. The first layer pads for all of them.

@@ -22,11 +22,11 @@ from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
 from compresskit.prune.depth.merging.merge_costs import MergeCost, saved_milliseconds
 from compresskit.prune.depth.merging.merge_importance import MergeImportance, MergeScoring, merged_error, predictions_of
 from compresskit.prune.depth.merging.merge_plan import MergeLine, MergePlan
-from compresskit.prune.depth.merging.merge_runs import Run, gather_, geometry_of_layer, merge_, merged_geometry
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, geometry_of_layer, merge_, merged_geometry
 from compresskit.prune.depth.merging.prove_merges import check_merges, runs_that_cannot_go
 
 MOST_EXPORTED = 6  # candidates that are exported and measured for one budget
-MOST_REASONS = 6  # that a refusal lists
+MOST_LISTED_RUNS = 6  # that a refusal lists
 LONGEST_RUN = 8
 
 
@@ -135,7 +135,7 @@ class _MergePlanner:
         return self.cost(self.model, self.inputs, self.found.runs)
 
     @cached_property
-    def faster(self) -> dict[str, Run]:
+    def faster(self) -> dict[str, ConvolutionRun]:
         """The runs that save something."""
         return {name: run for name, run in self.found.runs.items() if self.costs[name] > 0}
 
@@ -144,7 +144,7 @@ class _MergePlanner:
         """Of the original model, for every batch."""
         return predictions_of(frozen_copy(self.model), self.batches, self.task)
 
-    def scores(self, runs: list[Run]) -> dict[str, float]:
+    def scores(self, runs: list[ConvolutionRun]) -> dict[str, float]:
         """The importance of runs."""
         return self.importance(
             MergeScoring(
@@ -234,7 +234,7 @@ class _MergePlanner:
         return self._plan(best[0]).noted(best[1])
 
     def _reasons(self) -> str:
-        return "; ".join(f"{name}: {reason}" for name, reason in list(self.found.locked.items())[:MOST_REASONS])
+        return "; ".join(f"{name}: {reason}" for name, reason in list(self.found.locked.items())[:MOST_LISTED_RUNS])
 
     @property
     def _unit(self) -> str:
@@ -249,7 +249,7 @@ class _MergePlanner:
 
     def _refusal(self, wish: str, reached: str) -> str:
         locked = [f"{name}: {reason}" for name, reason in (self._slower() | self.found.locked).items()]
-        some = "; ".join(locked[:MOST_REASONS]) or "none"
+        some = "; ".join(locked[:MOST_LISTED_RUNS]) or "none"
         return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {some}; ask for less"
 
     def _plan(self, names: tuple[str, ...], scores: dict[str, float] | None = None) -> MergePlan:

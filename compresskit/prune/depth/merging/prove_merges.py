@@ -19,7 +19,7 @@ from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.merging import geometry_of, set_geometry_
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
-from compresskit.prune.depth.merging.merge_runs import Run, gather_, merge_, padded_first
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, padded_first
 from compresskit.prune.depth.prove_blocks import (
     SINGLE_TOLERANCE,
     WIDE_TOLERANCE,
@@ -33,7 +33,7 @@ from compresskit.prune.depth.prove_blocks import (
 from compresskit.prune.structure.repeatable import repeatable, varied_inputs
 
 
-def check_merges(model: nn.Module, runs: Collection[Run], example: Inputs, longest: int) -> str | None:
+def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: Inputs, longest: int) -> str | None:
     """Compare the merged model with the original's graph without activations, on other inputs and for one sample.
 
     Args:
@@ -70,7 +70,7 @@ def check_merges(model: nn.Module, runs: Collection[Run], example: Inputs, longe
     return training_failure(model, merge_(gather_(copy_model(model), runs)), example)
 
 
-def _without_activations(found: FoundRuns, runs: Collection[Run]) -> fx.GraphModule:
+def _without_activations(found: FoundRuns, runs: Collection[ConvolutionRun]) -> fx.GraphModule:
     """The graph of the original with the activations of runs taken out and their padding moved, by the nodes alone."""
     module = found.captured.module
     for run in runs:

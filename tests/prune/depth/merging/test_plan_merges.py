@@ -19,7 +19,7 @@ from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune.depth import MergePlan, importance, plan_merges
 from compresskit.prune.depth.merging import find_runs, metric_loss, saved_macs, saved_milliseconds
 from compresskit.prune.depth.merging.choose_runs import least_important
-from compresskit.prune.depth.merging.merge_runs import Run
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun
 
 WHOLE = "blocks.1.0 + blocks.1.3 + blocks.1.6"
 
@@ -90,7 +90,7 @@ def test_the_choice_is_the_best_of_all() -> None:
     for start, length in itertools.product(range(6), (2, 3)):
         parts = tuple(layers[start : start + length])
         if len(parts) == length:
-            run = Run(layers=parts, norms=("",) * (length - 1), activations=("",) * (length - 1))
+            run = ConvolutionRun(layers=parts, norms=("",) * (length - 1), activations=("",) * (length - 1))
             runs[run.name] = run
     lost = {name: float(torch.rand((), generator=generator)) for name in runs}
     saved = {name: float(torch.rand((), generator=generator)) + 0.1 for name in runs}
