@@ -70,6 +70,8 @@ class Factored(nn.Sequential):
     the first rank, the convolution from the first rank to the second, 1x1 to the outputs. The last one has the bias.
     """
 
+    of: dict[str, Any] | None = None  # the record of the merged convolution in whose place it stands
+
     @staticmethod
     def like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
         """Factors of these ranks for a layer; their weights are still to be set.
@@ -78,6 +80,12 @@ class Factored(nn.Sequential):
             layer: linear, or a convolution of one group.
             ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1.
         """
+        made = Factored._like(layer, ranks)
+        made.of = layer.record() if isinstance(layer, Merged) else None
+        return made
+
+    @staticmethod
+    def _like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
         bias, place = layer.bias is not None, Place(device=layer.weight.device, dtype=layer.weight.dtype)
         outputs, inputs = layer.weight.shape[:2]
         if isinstance(layer, nn.Linear):
@@ -92,7 +100,8 @@ class Factored(nn.Sequential):
 
     def record(self) -> dict[str, Any]:
         """The present ranks as plain data."""
-        return {"kind": "factored", "ranks": [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]}
+        ranks = [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]
+        return {"kind": "factored", "ranks": ranks} | ({} if self.of is None else {"of": self.of})
 
 
 class Merged(nn.modules.conv._ConvNd):
@@ -217,7 +226,8 @@ class Signed(nn.Module):
     def record(self) -> dict[str, Any]:
         """The settings as plain data."""
         flags = {"weights": self.weights, "activations": self.activations, "gradient": self.gradient}
-        return {"kind": "signed", "sizes": list(self.sizes)} | flags
+        of = {"of": self.layer.record() | {"bias": self.bias is not None}} if isinstance(self.layer, Merged) else {}
+        return {"kind": "signed", "sizes": list(self.sizes)} | flags | of
 
 
 def sign_of(x: Tensor, threshold: Tensor, window: Tensor | float, gradient: SignGradient) -> Tensor:
@@ -306,6 +316,9 @@ def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
         if kinds[path] == "merged":
             _merge_(model, path, here, saved)
             continue
+        if isinstance(saved, dict) and isinstance(saved.get("of"), dict) and not isinstance(here, Factored | Signed):
+            _merge_(model, path, here, saved["of"])  # it stands in the place of a merged convolution
+            here = _module_at(model, path)
         if isinstance(saved, dict) and saved.get("kind") == "factored":
             _factor_(model, path, here, saved.get("ranks"))
             continue

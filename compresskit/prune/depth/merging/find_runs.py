@@ -8,7 +8,7 @@ others are none.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.layers.value_ranges import changes_nothing, range_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import ParameterOwners, parameter_owners
-from compresskit.prune.depth.merging.merge_runs import Convolution, ConvolutionRun, geometry_of_layer, merged_geometry
+from compresskit.prune.depth.merging.merge_runs import (
+    Convolution,
+    ConvolutionRun,
+    can_shrink,
+    geometry_of_layer,
+    merged_geometry,
+)
 
 #: Operators that compute each value from one value alone.
 ACTIVATIONS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default}
@@ -71,13 +77,16 @@ class _Link:
     reason: str  # why the two cannot be merged; "" where they can
 
 
-def find_runs(model: nn.Module, example: Inputs, *, longest: int = 3, ignore: tuple[str, ...] = ()) -> FoundRuns:
+def find_runs(
+    model: nn.Module, example: Inputs, *, longest: int = 3, shrink: bool = False, ignore: tuple[str, ...] = ()
+) -> FoundRuns:
     """Find the runs of convolutions of a model that can be merged; the model is not changed.
 
     Args:
         model: a float model.
         example: its inputs.
         longest: the most convolutions in a run.
+        shrink: whether runs of which one layer becomes 1x1 are listed, too.
         ignore: dotted names of modules that stay, with all layers inside.
 
     Raises ModelError where the model cannot be captured as a graph.
@@ -100,9 +109,10 @@ def find_runs(model: nn.Module, example: Inputs, *, longest: int = 3, ignore: tu
                 found.locked[name] = run
                 if chain[0].reason:
                     break
-            else:
-                found.runs[name] = run
-                found.activations[name] = [link.activation for link in chain if link.activation is not None]
+                continue
+            for one in [run, *(finder.shrunk(run) if shrink else ())]:
+                found.runs[one.name] = one
+                found.activations[one.name] = [link.activation for link in chain if link.activation is not None]
     return found
 
 
@@ -178,6 +188,13 @@ class _Finder:
             activations=tuple(link.module for link in chain),
             stays=tuple(_operator_name(node) for node in stays),
         )
+
+    def shrunk(self, run: ConvolutionRun) -> list[ConvolutionRun]:
+        """The run with each of its layers shrunk, where several are larger than 1x1."""
+        parts = {path: geometry_of_layer(self._layer(path)) for path in run.layers}
+        if sum(max(part.kernel) > 1 for part in parts.values()) < 2:
+            return []
+        return [replace(run, shrunk=(path,)) for path, part in parts.items() if can_shrink(part)]
 
     def _layer(self, path: str) -> Convolution:
         layer = self.modules[path]

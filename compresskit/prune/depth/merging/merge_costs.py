@@ -44,7 +44,8 @@ def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, Con
     shapes = _shapes(model, example, runs)
     alike: dict[str, list[str]] = {}
     for name, run in runs.items():
-        alike.setdefault(f"{_apart(model, run)} {shapes[run.layers[0]]}", []).append(name)
+        shrunk = [path in run.shrunk for path in run.layers]
+        alike.setdefault(f"{_apart(model, run)} {shapes[run.layers[0]]} {shrunk}", []).append(name)
     try:
         times = [_saved(model, runs[names[0]], shapes[runs[names[0]].layers[0]]) for names in alike.values()]
     except Exception as error:  # whatever the exporter or the runtime raises

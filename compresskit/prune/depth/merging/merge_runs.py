@@ -33,17 +33,19 @@ class ConvolutionRun:
     activations: the activation behind each but the last, as the dotted name of its module, which goes; "" where there is none.
     stays: names of operators such as "relu" that are called in code, or by a module that serves other places too. They stay
         where they are, and from then on read what the run reads, of which they change nothing.
+    shrunk: layers that become 1x1, so that the one kernel grows less.
     """
 
     layers: tuple[str, ...]
     norms: tuple[str, ...]
     activations: tuple[str, ...]
     stays: tuple[str, ...] = ()
+    shrunk: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Such as `layer1.0.conv1 + layer1.0.conv2`."""
-        return " + ".join(self.layers)
+        """Such as `layer1.0.conv1 + layer1.0.conv2`, with `(1x1)` behind layers that are shrunk."""
+        return " + ".join(f"{path} (1x1)" if path in self.shrunk else path for path in self.layers)
 
     @property
     def path(self) -> str:
@@ -79,6 +81,31 @@ def geometry_of_layer(layer: Convolution) -> Geometry:
     )
 
 
+def sizes_in(run: ConvolutionRun, parts: Sequence[Geometry]) -> list[Geometry]:
+    """The sizes of a run's layers as they will be: shrunk, and with all the padding in front of the first.
+
+    parts: the sizes as they are, in order.
+    """
+    none = (0,) * len(parts[0].kernel)
+    ones = tuple(1 for _ in none)
+    shrunk = [
+        replace(part, kernel=ones, padding=none, dilation=ones) if path in run.shrunk else part
+        for path, part in zip(run.layers, parts, strict=True)
+    ]
+    return padded_first(shrunk)
+
+
+def can_shrink(part: Geometry) -> bool:
+    """Whether the middle tap of a kernel reads the position that the result is for."""
+    taps = zip(part.kernel, part.padding, part.reach, strict=True)
+    return max(part.kernel, default=1) > 1 and all(k % 2 and 2 * p == r for k, p, r in taps)
+
+
+def shrunk_weight(weight: Tensor) -> Tensor:
+    """The weight of a 1x1 convolution in the place of a larger one, which gives the same where inputs do not change in space."""
+    return weight.detach().double().sum(tuple(range(2, weight.ndim)), keepdim=True).to(weight.dtype)
+
+
 def padded_first(parts: Sequence[Geometry]) -> list[Geometry]:
     """The sizes of consecutive convolutions of which the first pads for all.
 
@@ -108,8 +135,10 @@ def gather_(model: nn.Module, runs: Iterable[ConvolutionRun]) -> nn.Module:
     """
     for run in runs:
         layers: list[Any] = [model.get_submodule(path) for path in run.layers]
-        for layer, sizes in zip(layers, padded_first([geometry_of_layer(layer) for layer in layers]), strict=True):
-            layer.padding = sizes.padding
+        for layer, sizes in zip(layers, sizes_in(run, [geometry_of_layer(layer) for layer in layers]), strict=True):
+            if sizes.kernel != tuple(layer.kernel_size):
+                layer.weight = nn.Parameter(shrunk_weight(layer.weight), layer.weight.requires_grad)
+            layer.kernel_size, layer.padding, layer.dilation = sizes.kernel, sizes.padding, sizes.dilation
         made = Unmerged(run.sources, *(model.get_submodule(path) for path in run.sources))
         made.training = made[-1].training
         for path in run.emptied:

@@ -36,7 +36,7 @@ class Merge(Budgeted, Stage):
     Args:
         budget: how much stays, such as `ck.keep(latency=0.7)`; also macs or parameters.
         runs: in the place of a budget, how many runs of convolutions to merge, or their names.
-        importance, cost, longest, ignore: which runs are merged, see `plan_merges`.
+        importance, cost, longest, shrink, ignore: which runs are merged, see `plan_merges`.
         finetune: training without the activations, with a learning-rate schedule of its own; None trains nothing.
         samples: samples that the importance reads. repair: samples for BatchNorm statistics.
     """
@@ -48,6 +48,7 @@ class Merge(Budgeted, Stage):
     importance: MergeImportance = merged_error
     cost: MergeCost = saved_milliseconds
     longest: int = 3
+    shrink: bool = False
     finetune: Train | None = None
     samples: int = 256
     repair: int = 3072
@@ -82,6 +83,7 @@ class Merge(Budgeted, Stage):
                 importance=self.importance,
                 cost=self.cost,
                 longest=self.longest,
+                shrink=self.shrink,
                 task=task,
                 samples=self.samples,
                 ignore=self.ignore,

@@ -22,7 +22,14 @@ from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
 from compresskit.prune.depth.merging.merge_costs import MergeCost, saved_milliseconds
 from compresskit.prune.depth.merging.merge_importance import MergeImportance, MergeScoring, merged_error, predictions_of
 from compresskit.prune.depth.merging.merge_plan import MergeLine, MergePlan
-from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, geometry_of_layer, merge_, merged_geometry
+from compresskit.prune.depth.merging.merge_runs import (
+    ConvolutionRun,
+    gather_,
+    geometry_of_layer,
+    merge_,
+    merged_geometry,
+    sizes_in,
+)
 from compresskit.prune.depth.merging.prove_merges import check_merges, runs_that_cannot_go
 
 MOST_EXPORTED = 6  # candidates that are exported and measured for one budget
@@ -40,6 +47,7 @@ def plan_merges(
     importance: MergeImportance = merged_error,
     cost: MergeCost = saved_milliseconds,
     longest: int = 3,
+    shrink: bool = False,
     task: Task | None = None,
     samples: int = 256,
     ignore: tuple[str, ...] = (),
@@ -58,6 +66,7 @@ def plan_merges(
         importance: what is lost without the activations, see `prune.depth.merging.merge_importance`.
         cost: what one convolution saves, see `prune.depth.merging.merge_costs`; by default measured milliseconds.
         longest: the most convolutions that become one.
+        shrink: whether one layer of a run may become 1x1, so that 3x3 and 3x3 become 3x3, not 5x5: faster, and more is lost.
         task: data for the importance, its calibration (or training) batches; None measures on the example.
         samples: how many samples the importance reads.
         ignore: dotted names of modules that stay, with all layers inside.
@@ -70,15 +79,15 @@ def plan_merges(
     inputs = as_inputs(example)
     check_prunable(model, inputs, "plan_merges")
     batches = [inputs] if task is None else list(calibration_inputs(task, samples, "read runs"))
-    found = find_runs(model, inputs, longest=longest, ignore=tuple(ignore))
+    found = find_runs(model, inputs, longest=longest, shrink=shrink, ignore=tuple(ignore))
     found = found.without(runs_that_cannot_go(model, found, inputs))
     while True:
         planner = _MergePlanner(model, inputs, found, importance, cost, task, batches)
         plan = planner.named(runs) if isinstance(runs, tuple) else planner.chosen(budget, runs)
-        failure = check_merges(model, plan.runs, inputs, longest)
+        failure = check_merges(model, plan.runs, inputs)
         if failure is None:
             return plan
-        bad = {run.name: why for run in plan.runs if (why := check_merges(model, [run], inputs, longest)) is not None}
+        bad = {run.name: why for run in plan.runs if (why := check_merges(model, [run], inputs)) is not None}
         if not bad:
             raise ModelError(
                 f"{type(model).__name__} with {', '.join(plan.names)} merged: {failure}; leave one of them with ignore="
@@ -250,7 +259,7 @@ class _MergePlanner:
     def _refusal(self, wish: str, reached: str) -> str:
         locked = [f"{name}: {reason}" for name, reason in (self._slower() | self.found.locked).items()]
         some = "; ".join(locked[:MOST_LISTED_RUNS]) or "none"
-        return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {some}; ask for less"
+        return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {some}; ask for less, or allow shrink=True"
 
     def _plan(self, names: tuple[str, ...], scores: dict[str, float] | None = None) -> MergePlan:
         scores = self.importances if scores is None else scores
@@ -260,7 +269,10 @@ class _MergePlanner:
             runs=runs,
             lines=tuple(MergeLine(name=name, importance=scores[name], cost=self.costs[name]) for name in names),
             unit=self._unit,
-            kernels=tuple(merged_geometry([geometry_of_layer(layer) for layer in each]).kernel for each in layers),
+            kernels=tuple(
+                merged_geometry(sizes_in(run, [geometry_of_layer(layer) for layer in each])).kernel
+                for run, each in zip(runs, layers, strict=True)
+            ),
             sizes={
                 path: tuple(layer.weight.shape)
                 for run, each in zip(runs, layers, strict=True)

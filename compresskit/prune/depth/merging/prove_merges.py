@@ -17,9 +17,10 @@ from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs, first_rows
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.merging import geometry_of, set_geometry_
+from compresskit.graph.layers.stored import bias_of, replace_weights_, stored_value
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
-from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, padded_first
+from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, shrunk_weight, sizes_in
 from compresskit.prune.depth.prove_blocks import (
     SINGLE_TOLERANCE,
     WIDE_TOLERANCE,
@@ -33,14 +34,13 @@ from compresskit.prune.depth.prove_blocks import (
 from compresskit.prune.structure.repeatable import repeatable, varied_inputs
 
 
-def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: Inputs, longest: int) -> str | None:
+def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: Inputs) -> str | None:
     """Compare the merged model with the original's graph without activations, on other inputs and for one sample.
 
     Args:
         model: the original; it is not changed.
         runs: to merge; no two share a layer.
         example: inputs.
-        longest: the most convolutions in a run, for `find_runs`.
 
     Returns: None where they agree, else what is wrong.
     """
@@ -48,7 +48,7 @@ def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: In
     wide, double, tolerance = copy_model(model).double().eval(), changed_inputs(example, Tensor.double), WIDE_TOLERANCE
     if not runs_here(wide, double):
         wide, double, tolerance = copy_model(model).eval(), example, SINGLE_TOLERANCE
-    found = find_runs(wide, double, longest=longest)
+    found = find_runs(wide, double, longest=max(len(run.layers) for run in runs), shrink=any(run.shrunk for run in runs))
     if missing := [run.name for run in runs if run.name not in found.runs]:
         return f"{missing[0]} is no run for inputs of another kind"
     reference = _without_activations(found, runs)
@@ -78,7 +78,12 @@ def _without_activations(found: FoundRuns, runs: Collection[ConvolutionRun]) -> 
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
         nodes = [found.convolutions[path] for path in run.layers]
-        for node, sizes in zip(nodes, padded_first([geometry_of(module, node) for node in nodes]), strict=True):
+        sizes_of = sizes_in(run, [geometry_of(module, node) for node in nodes])
+        for path, node, sizes in zip(run.layers, nodes, sizes_of, strict=True):
+            if path in run.shrunk:
+                weight, bias = (stored_value(module, n) for n in (node.args[1], bias_of(node)))
+                assert weight is not None
+                replace_weights_(module, node, shrunk_weight(weight), bias)
             set_geometry_(node, sizes)
     module.recompile()
     return module

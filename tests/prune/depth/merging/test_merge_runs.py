@@ -133,6 +133,37 @@ def test_an_activation_in_code_stays_where_it_changes_nothing(shared, inplace, t
     torch.testing.assert_close(again.train()(*inputs), small.train()(*inputs))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("sizes", ["basic", "strides", "dilations"])
+def test_a_shrunk_layer_keeps_the_kernel_small(sizes, which) -> None:
+    """By hand: the sum of a kernel's taps, as a 1x1 that pads nothing."""
+    model = sequence(*SIZES[sizes]).double()
+    x = torch.randn(3, 4, 13, 14, dtype=torch.float64)
+    name = ("0 (1x1) + 3", "0 + 3 (1x1)")[which]
+    assert name not in find_runs(model, x).runs
+    plan = plan_merges(model, x, runs=(name,), shrink=True, cost=equal_costs)
+    small = plan.apply_(copy.deepcopy(model))
+    layer, other = model[3 * which], model[3 - 3 * which]
+    shrunk = nn.Conv2d(layer.in_channels, layer.out_channels, 1, layer.stride, bias=False).double()
+    shrunk.weight = nn.Parameter(layer.weight.sum((2, 3), keepdim=True))
+    parts = [other, shrunk] if which else [shrunk, other]
+    wanted = without_activations(nn.Sequential(parts[0], *model[1:3], parts[1], *model[4:]), x)
+    torch.testing.assert_close(small(x), wanted, rtol=1e-10, atol=1e-10)
+    assert plan.kernels == ((3, 3),)
+
+
+def test_a_shrunk_layer_trains_apart_and_is_made_again() -> None:
+    model = build(InCode)
+    plan = plan_merges(model, image(2), runs=("blocks.1.conv1 + blocks.1.conv2 (1x1)",), shrink=True, cost=equal_costs)
+    apart = plan.apply_(copy.deepcopy(model), merge=False)
+    again = InCode().eval()
+    restructure_(again, structure(apart))
+    again.load_state_dict(apart.state_dict())
+    inputs = image(4)
+    torch.testing.assert_close(again(*inputs), apart(*inputs))
+    torch.testing.assert_close(merge_(again)(*inputs), apart(*inputs), rtol=1e-4, atol=1e-4)
+
+
 def operators(file):
     import onnx
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
-from compresskit.graph.replacements import Merged, Unmerged
+from compresskit.graph.replacements import Factored, Merged, Signed, Unmerged, replace_module_
 from compresskit.graph.surgery import restructure_, structure
 from compresskit.prune.depth import Merge, plan_merges
 from compresskit.prune.depth.merging import merge_stage, saved_macs
@@ -132,6 +132,24 @@ def test_a_merge_that_is_not_exact_is_refused() -> None:
     with pytest.raises(ModelError, match="with one convolution in the place of each run its outputs differ by"):
         merge_checked_(model, image(2))
     assert any(isinstance(module, Unmerged) for module in model.modules())
+
+
+def test_what_later_takes_the_place_of_a_merged_convolution_is_made_again() -> None:
+    model = build(Narrow)
+    plan_merges(model, image(2), runs=3, cost=saved_macs).apply_(model)
+    layers = [path for path, module in model.named_modules() if isinstance(module, Merged)]
+    factored = Factored.like(model.get_submodule(layers[0]), (2, 2))
+    replace_module_(model, layers[0], factored)
+    replace_module_(model, layers[1], Signed(model.get_submodule(layers[1])))
+    model.eval()
+    again = Narrow().eval()
+    record = json.loads(json.dumps(structure(model)))
+    for _ in range(2):
+        restructure_(again, record)
+    again.load_state_dict(model.state_dict())
+    inputs = image(3)
+    torch.testing.assert_close(again(*inputs), model(*inputs))
+    assert structure(again) == structure(model)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,18 @@ def test_what_is_slower_is_never_merged() -> None:
     assert saved < 0  # 81 positions in the place of twice 25
 
 
+def test_a_shrunk_layer_makes_what_was_slower_faster() -> None:
+    model = build(InCode)
+    plan = plan_merges(model, image(2), ck.keep(macs=0.9), shrink=True, importance=by_order, cost=saved_macs)
+    assert all("(1x1)" in name for name in plan.names)
+    assert all("(1x1)" in name or "not faster" in why for name, why in plan.locked.items() if name.startswith("blocks.0.conv1"))
+    small = plan.apply_(copy.deepcopy(model))
+    assert ck.count_macs(small, image(2)) == plan.macs <= 0.9 * plan.macs_before
+    assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with pytest.raises(ModelError, match="ask for less, or allow shrink=True"):
+        plan_merges(model, image(2), ck.keep(macs=0.9), importance=by_order, cost=saved_macs)
+
+
 def test_importances() -> None:
     """Against plain loops on the network whose BatchNorm statistics were estimated again."""
     task, model = images_task(ck, samples=64, classes=4), build(Narrow)
