@@ -84,7 +84,7 @@ def plan_merges(
     while True:
         planner = _MergePlanner(model, inputs, found, importance, cost, task, batches)
         plan = planner.named(runs) if isinstance(runs, tuple) else planner.chosen(budget, runs)
-        failure = check_merges(model, plan.runs, inputs)
+        failure = check_merges(model, plan.runs, inputs) if plan.runs else None
         if failure is None:
             return plan
         bad = {run.name: why for run in plan.runs if (why := check_merges(model, [run], inputs)) is not None}
@@ -195,7 +195,9 @@ class _MergePlanner:
         if budget is None:
             names = least_important(self.faster, self.importances, self.costs, count=count)
             if names is None:
-                raise ModelError(self._refusal(f"{count} runs to merge", f"at most {len(self._most())} can be at once"))
+                each = dict.fromkeys(self.faster, 1.0)
+                most = least_important(self.faster, each, each) or ()
+                raise ModelError(self._refusal(f"{count} runs to merge", f"at most {len(most)} can be at once"))
             return self._plan(names)
         counted = self._counter(budget)
         before = counted(self.model)
@@ -259,7 +261,8 @@ class _MergePlanner:
     def _refusal(self, wish: str, reached: str) -> str:
         locked = [f"{name}: {reason}" for name, reason in (self._slower() | self.found.locked).items()]
         some = "; ".join(locked[:MOST_LISTED_RUNS]) or "none"
-        return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {some}; ask for less, or allow shrink=True"
+        hint = "" if any(run.shrunk for run in self.found.runs.values()) else ", or allow shrink=True"
+        return f"{type(self.model).__name__}: wanted {wish}, {reached}; locked: {some}; ask for less{hint}"
 
     def _plan(self, names: tuple[str, ...], scores: dict[str, float] | None = None) -> MergePlan:
         scores = self.importances if scores is None else scores

@@ -42,6 +42,7 @@ def test_a_budget_of_macs_is_met_with_what_matters_least() -> None:
 
 def test_a_budget_of_parameters_is_met() -> None:
     model = build(Narrow)
+    assert plan_merges(model, image(2), ck.keep(parameters=1.0), importance=by_order, cost=saved_macs).runs == ()
     plan = plan_merges(model, image(2), ck.keep(parameters=0.85), importance=by_order, cost=saved_macs)
     small = plan.apply_(copy.deepcopy(model))
     assert ck.count_parameters(small) <= 0.85 * ck.count_parameters(model)
