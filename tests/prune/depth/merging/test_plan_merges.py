@@ -50,7 +50,7 @@ def test_a_budget_of_parameters_is_met() -> None:
 
 def test_a_latency_is_measured_on_the_file() -> None:
     """An inverted residual of 4 channels at 24 takes half of the time as one convolution."""
-    plan = plan_merges(build(Narrow), image(2), ck.keep(latency=0.8), importance=by_order)
+    plan = plan_merges(build(Narrow), image(2), ck.keep(latency=0.9), importance=by_order)
     assert "in ONNX Runtime" in plan.note
     assert plan.unit == "ms"
     assert all(line.cost > 0 for line in plan.lines)
@@ -58,7 +58,7 @@ def test_a_latency_is_measured_on_the_file() -> None:
 
 def test_what_is_slower_is_never_merged() -> None:
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 1), nn.MaxPool2d(2), nn.Conv2d(16, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 5, padding=2)
+        nn.Conv2d(3, 16, 1), nn.MaxPool2d(1), nn.Conv2d(16, 16, 5, padding=2), nn.ReLU(), nn.Conv2d(16, 16, 5, padding=2)
     ).eval()
     message = r"one convolution is not faster, it saves -.* of its cost; leave it out"
     with pytest.raises(SettingError, match=message):
