@@ -22,6 +22,7 @@ from compresskit.graph.layers.channel_affine import ARITHMETIC
 from compresskit.graph.layers.fold_batchnorm import fold_batchnorm_
 from compresskit.graph.layers.merge_layers import merge_layers_
 from compresskit.graph.layers.stored import CONVS, LAYOUT_OPERATORS, TRANSPOSED_CONVS
+from compresskit.graph.layers.value_ranges import idle_activations
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import IDENTITIES, Node, aten, functional_form, is_inplace
 from compresskit.graph.quantized import quantized_parts
@@ -35,14 +36,17 @@ _MOVES = LAYOUT_OPERATORS | IDENTITIES | {aten.view.default}
 
 
 def merged_program(program: ExportedProgram, model: nn.Module, example: Inputs, dynamic: Dynamic) -> ExportedProgram:
-    """Return the program of a float model with merged layers, or the program itself where nothing can be merged.
+    """Return the program of a float model with merged layers and without idle activations, or the program itself where none is.
 
     Args:
         program: what `trace` made of the model; it is not changed, nor is the model.
         model: the float model. Models in half precision, and with quantized parts, stay as they are.
         example, dynamic: that it was traced with.
     """
-    if quantized_parts(model) or least_precise_dtype(model) not in (torch.float32, torch.float64) or not _may_merge(program):
+    if quantized_parts(model) or least_precise_dtype(model) not in (torch.float32, torch.float64):
+        return program
+    idle = bool(idle_activations(program.graph))
+    if not idle and not _may_merge(program):
         return program
     renamed = {there: here for here, there in reserved_names(model).items()}
     module = graph_of(program, type(model).__name__)
@@ -51,7 +55,7 @@ def merged_program(program: ExportedProgram, model: nn.Module, example: Inputs, 
     there = {rename_first(name, renamed): name for name in sorted(names)}
     transfer_masks_(model, module, {here: name for here, name in there.items() if here in own})
     fold_batchnorm_(module)
-    if not merge_layers_(module):
+    if not merge_layers_(module) and not idle:
         return program
     try:
         merged = trace(module.eval(), example, dynamic)[0]

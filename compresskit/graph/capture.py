@@ -36,6 +36,7 @@ from compresskit.graph.exportable import (
     replace_divisors_,
 )
 from compresskit.graph.interpreter import run_graph
+from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
@@ -127,6 +128,7 @@ def graph_of(program: torch.export.ExportedProgram, name: str) -> fx.GraphModule
     module = fx.GraphModule(module, module.graph, name)
     restore_recurrent_(module.graph)
     normalize_(module)
+    drop_idle_activations_(module)
     return module
 
 

@@ -1,4 +1,5 @@
-"""Modules that take the place of a user's own: a `Bypass` of a removed block, `Factored` layers of low rank, layers of signs.
+"""Modules that take the place of a user's own: a `Bypass` of a removed block, `Factored` layers of low rank, layers of signs,
+`Merged` convolutions.
 
 A record is plain data, `{path: {"kind": "bypass", ...}}`; nothing in it is executed. `replace_recorded_` makes the modules again
 in a new model of the same class.
@@ -18,6 +19,7 @@ from compresskit.base.errors import CheckpointError, ModelError
 MOST_OUTPUTS = 64  # of the tuple that a block returns
 CP_LAYERS = 4  # of a factored convolution
 MOST_ROWS = 2**16  # in a dimension of an output
+MOST_MERGED = 2**28  # weights of a merged convolution
 
 _WHERE = torch.ops.aten.where.Scalar
 
@@ -31,24 +33,28 @@ class Bypass(nn.Module):
         argument: position of the argument, or its name where it is given by name.
         outputs: length of the tuple that the block returned; 0 where it returned a tensor.
         index: place of the argument in that tuple; the other entries become None.
+        copies: whether the argument is copied, since code behind it writes into what it gets.
     """
 
-    def __init__(self, argument: int | str = 0, outputs: int = 0, index: int = 0) -> None:
+    def __init__(self, argument: int | str = 0, outputs: int = 0, index: int = 0, copies: bool = False) -> None:
         super().__init__()
-        self.argument, self.outputs, self.index = argument, outputs, index
+        self.argument, self.outputs, self.index, self.copies = argument, outputs, index, copies
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the argument, alone or in a tuple as the block did."""
         value = args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
+        value = value.clone() if self.copies else value
         return tuple(value if i == self.index else None for i in range(self.outputs)) if self.outputs else value
 
     def extra_repr(self) -> str:
         """The argument, for `print(model)`."""
-        return f"argument={self.argument!r}" + (f", outputs={self.outputs}, index={self.index}" if self.outputs else "")
+        tuples = f", outputs={self.outputs}, index={self.index}" if self.outputs else ""
+        return f"argument={self.argument!r}{tuples}{', copies=True' if self.copies else ''}"
 
     def record(self) -> dict[str, Any]:
         """The settings as plain data."""
-        return {"kind": "bypass", "argument": self.argument, "outputs": self.outputs, "index": self.index}
+        record = {"kind": "bypass", "argument": self.argument, "outputs": self.outputs, "index": self.index}
+        return record | ({"copies": True} if self.copies else {})
 
 
 class Place(TypedDict):
@@ -66,6 +72,8 @@ class Factored(nn.Sequential):
     a column of the window and a row of it for each channel alone, 1x1 to the outputs. The last one has the bias.
     """
 
+    of: dict[str, Any] | None = None  # the record of the merged convolution in whose place it stands
+
     @staticmethod
     def like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
         """Factors of these ranks for a layer; their weights are still to be set.
@@ -74,6 +82,12 @@ class Factored(nn.Sequential):
             layer: linear, or a convolution of one group.
             ranks: (rank,), or (inputs, outputs) for a convolution larger than 1x1, for which (rank,) is CP.
         """
+        made = Factored._like(layer, ranks)
+        made.of = layer.record() if isinstance(layer, Merged) else None
+        return made
+
+    @staticmethod
+    def _like(layer: nn.Linear | nn.Conv2d, ranks: tuple[int, ...]) -> Factored:
         bias, place = layer.bias is not None, Place(device=layer.weight.device, dtype=layer.weight.dtype)
         outputs, inputs = layer.weight.shape[:2]
         if isinstance(layer, nn.Linear):
@@ -91,7 +105,8 @@ class Factored(nn.Sequential):
     def record(self) -> dict[str, Any]:
         """The present ranks as plain data."""
         ranks = [int(layer.get_parameter("weight").shape[0]) for layer in [*self][:-1]]
-        return {"kind": "factored", "ranks": ranks[:1] if len(self) == CP_LAYERS else ranks}
+        ranks = ranks[:1] if len(self) == CP_LAYERS else ranks
+        return {"kind": "factored", "ranks": ranks} | ({} if self.of is None else {"of": self.of})
 
 
 def _along_axis(conv: Any, rank: int, axis: int, place: Place) -> nn.Conv2d:
@@ -109,6 +124,58 @@ def _along_axis(conv: Any, rank: int, axis: int, place: Place) -> nn.Conv2d:
 def most_cp_rank(shape: Sequence[int]) -> int:
     """The rank of CP at which any weight (out, in, y, x) of a shape can be written; 0 where a side of its window is 1."""
     return math.prod(shape) // max(shape) if len(shape) == 4 and min(shape[2:]) > 1 else 0
+
+
+class Merged(nn.modules.conv._ConvNd):
+    """A convolution that took the place of several: `Merged1d`, `Merged2d` or `Merged3d`."""
+
+    def record(self) -> dict[str, Any]:
+        """The present sizes as plain data."""
+        sizes = {"outputs": self.out_channels, "inputs": self.in_channels, "groups": self.groups, "bias": self.bias is not None}
+        shape = {name: list(vars(self)[name]) for name in ("kernel_size", "stride", "padding", "dilation")}
+        return {"kind": "merged"} | sizes | shape
+
+
+class Merged1d(Merged, nn.Conv1d):
+    """A `Merged` convolution over (N, C, L)."""
+
+
+class Merged2d(Merged, nn.Conv2d):
+    """A `Merged` convolution over (N, C, H, W)."""
+
+
+class Merged3d(Merged, nn.Conv3d):
+    """A `Merged` convolution over (N, C, D, H, W)."""
+
+
+_MERGED: dict[int, type[Any]] = {1: Merged1d, 2: Merged2d, 3: Merged3d}
+
+
+def merged_convolution(record: Mapping[str, Any], like: Tensor) -> Merged:
+    """A convolution of the sizes that `Merged.record` gives, with the dtype and on the device of a weight; its own is not set."""
+    settings = {name: tuple(record[name]) for name in ("stride", "padding", "dilation")}
+    kernel, place = tuple(record["kernel_size"]), Place(device=like.device, dtype=like.dtype)
+    made: Merged = _MERGED[len(kernel)](
+        record["inputs"], record["outputs"], kernel, groups=record["groups"], bias=record["bias"], **settings, **place
+    )
+    return made.requires_grad_(like.requires_grad)
+
+
+class Unmerged(nn.Sequential):
+    """Layers that are to become one convolution, in the place of the last one of them, as they are trained before.
+
+    Args:
+        sources: dotted names that the layers had.
+        layers: the layers, in order.
+    """
+
+    def __init__(self, sources: tuple[str, ...], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.sources = sources
+
+    def record(self) -> dict[str, Any]:
+        """The names of the layers as plain data."""
+        return {"kind": "unmerged", "sources": list(self.sources)}
 
 
 class Signed(nn.Module):
@@ -181,7 +248,8 @@ class Signed(nn.Module):
     def record(self) -> dict[str, Any]:
         """The settings as plain data."""
         flags = {"weights": self.weights, "activations": self.activations, "gradient": self.gradient}
-        return {"kind": "signed", "sizes": list(self.sizes)} | flags
+        of = {"of": self.layer.record() | {"bias": self.bias is not None}} if isinstance(self.layer, Merged) else {}
+        return {"kind": "signed", "sizes": list(self.sizes)} | flags | of
 
 
 def sign_of(x: Tensor, threshold: Tensor, window: Tensor | float, gradient: SignGradient) -> Tensor:
@@ -231,7 +299,7 @@ def _along(values: Tensor, dim: int) -> Tensor:
     return values.view(-1, *(1,) * (-dim - 1))
 
 
-_KINDS = (Bypass, Factored, Signed)
+_KINDS = (Bypass, Factored, Signed, Merged, Unmerged)
 
 
 def replacements(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -261,8 +329,18 @@ def replace_recorded_(model: nn.Module, record: Mapping[str, Any]) -> None:
 
     Raises CheckpointError where the record is damaged, or of another model.
     """
-    for path, saved in record.items():
-        here = _module_at(model, path)
+    kinds = {path: saved.get("kind") if isinstance(saved, dict) else None for path, saved in record.items()}
+    for path in sorted(record, key=lambda path: kinds[path] != "unmerged"):  # first, as the others replace layers that it takes
+        here, saved = _module_at(model, path), record[path]
+        if kinds[path] == "unmerged":
+            _unmerge_(model, path, here, saved)
+            continue
+        if kinds[path] == "merged":
+            _merge_(model, path, here, saved)
+            continue
+        if isinstance(saved, dict) and isinstance(saved.get("of"), dict) and not isinstance(here, Factored | Signed):
+            _merge_(model, path, here, saved["of"])  # it stands in the place of a merged convolution
+            here = _module_at(model, path)
         if isinstance(saved, dict) and saved.get("kind") == "factored":
             _factor_(model, path, here, saved.get("ranks"))
             continue
@@ -316,6 +394,42 @@ def _sign_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any
     replace_module_(model, path, made.requires_grad_(here.weight.requires_grad))
 
 
+def _unmerge_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Gather layers in the place of the last one, unless they are there."""
+    sources = saved.get("sources")
+    if not isinstance(sources, list) or not sources or sources[-1] != path or not all(isinstance(s, str) for s in sources):
+        raise CheckpointError(f"{path}: not the record of layers to merge, got {saved!r}; delete the folder")
+    if isinstance(here, Unmerged):
+        if list(here.sources) != sources:
+            raise CheckpointError(f"{path}: the record says {sources}, the model has {here.sources}; it is of another model")
+        return
+    replace_module_(model, path, Unmerged(tuple(sources), *(_module_at(model, source) for source in sources)))
+
+
+def _merge_(model: nn.Module, path: str, here: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Put a merged convolution into the place of a layer, unless one of that record is there."""
+    if isinstance(here, Merged) and here.record() == saved:
+        return
+    like = here[-1] if isinstance(here, Unmerged) else here
+    if not isinstance(like, nn.modules.conv._ConvNd):
+        raise CheckpointError(
+            f"{path}: the record says a merged convolution, the model has {type(here).__name__}; it is of another model"
+        )
+    rank = like.weight.ndim - 2
+    shapes = [saved.get(name) for name in ("kernel_size", "stride", "padding", "dilation")]
+    counts = [saved.get(name) for name in ("outputs", "inputs", "groups")]
+    fits = all(isinstance(shape, list) and len(shape) == rank and all(map(_is_count, shape)) for shape in shapes)
+    if (
+        not fits
+        or not all(_is_count(n) and 0 < n <= MOST_ROWS for n in (*counts, *shapes[0], *shapes[1], *shapes[3]))  # type: ignore[misc]
+        or any(n % counts[2] for n in counts)  # type: ignore[operator]
+        or math.prod((*counts[:2], *shapes[0])) // counts[2] > MOST_MERGED  # type: ignore[arg-type, misc, operator]
+        or type(saved.get("bias")) is not bool
+    ):
+        raise CheckpointError(f"{path}: not the record of a merged convolution, got {saved!r}; delete the folder")
+    replace_module_(model, path, merged_convolution(saved, like.weight))
+
+
 def _module_at(model: nn.Module, path: Any) -> nn.Module:
     try:
         return model.get_submodule(str(path or "no name"))
@@ -330,12 +444,14 @@ def _made(saved: Any, path: str) -> Bypass:
     """The module of a record; CheckpointError where the record is not one that `Bypass.record` writes."""
     if isinstance(saved, dict) and saved.get("kind") == "bypass":
         argument, outputs, index = saved.get("argument"), saved.get("outputs"), saved.get("index")
+        copies = saved.get("copies", False)
         if (
             (isinstance(argument, str) or _is_count(argument))
             and (_is_count(outputs) and outputs <= MOST_OUTPUTS)
             and (_is_count(index) and index < max(1, outputs))
+            and type(copies) is bool
         ):
-            return Bypass(argument, outputs, index)
+            return Bypass(argument, outputs, index, copies)
     raise CheckpointError(f"{path}: not the record of a replaced module, got {saved!r}; delete the folder")
 
 

@@ -1,4 +1,5 @@
-"""Pruning: remove channels (`Prune`) or residual blocks (`depth.Depth`), or hold weights at zero under masks (`Sparsify`).
+"""Pruning: remove channels (`Prune`), residual blocks (`depth.Depth`) or activations (`depth.Merge`), or hold weights at zero
+under masks (`Sparsify`).
 
 plan = plan_channels(model, example, keep(macs=0.5))     # decides; the model is not changed
 apply_(model, plan)                                      # removes the channels

@@ -61,8 +61,10 @@ from compresskit import prune
 from compresskit.prune import *
 from compresskit.prune.criteria import wanda
 from compresskit.prune.patterns import NM
+from convolution_runs import Narrow
 from residual import ResNet
 model, example, blocks_model = networks.build(networks.Residual), networks.image(), networks.build(ResNet)
+mobile = networks.build(Narrow)
 """,
     "quantization": """
 from compresskit.quant import *

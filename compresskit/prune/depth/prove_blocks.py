@@ -60,12 +60,12 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
 
     Returns: None where they agree, else what is wrong.
     """
-    example = first_rows(example, 2) if _runs_here(model, first_rows(example, 2)) else example
-    wide, double, tolerance = copy_model(model).double().eval(), _changed(example, Tensor.double), WIDE_TOLERANCE
-    if not _runs_here(wide, double):
+    example = first_rows(example, 2) if runs_here(model, first_rows(example, 2)) else example
+    wide, double, tolerance = copy_model(model).double().eval(), changed_inputs(example, Tensor.double), WIDE_TOLERANCE
+    if not runs_here(wide, double):
         wide, double, tolerance = copy_model(model).eval(), example, SINGLE_TOLERANCE
     tried = [
-        inputs for inputs in (varied_inputs(double), _changed(first_rows(double, 1), Tensor.neg)) if _runs_here(wide, inputs)
+        inputs for inputs in (varied_inputs(double), changed_inputs(first_rows(double, 1), Tensor.neg)) if runs_here(wide, inputs)
     ]
     for inputs in tried or [double]:  # a model with a fixed batch takes no other
         found = find_blocks(wide, inputs).removable
@@ -76,13 +76,15 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
         try:
             got = _run_skipping(removed, inputs, {})
         except Exception as error:
-            return f"the model does not run without it: {_first_line_of(error)}"
+            return f"the model does not run without it: {first_line_of(error)}"
         if [v.shape for v in got] != [v.shape for v in wanted]:
             return "the outputs have other shapes without it"
-        worst = max((_relative(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+        worst = max((relative_error(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
         if not worst <= tolerance:
             return f"its input is not what is left with its branch at zero, by {worst:.2g}, as where a ReLU changes that input"
-    return _training_failure(model, paths, example)
+    found = find_blocks(model, example).removable
+    removed = remove_blocks_(copy_model(model), [found[path] for path in paths])
+    return training_failure(model, removed, example)
 
 
 def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock], example: Inputs) -> dict[str, str]:
@@ -92,15 +94,20 @@ def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock],
         try:
             _run_skipping(remove_blocks_(frozen_copy(model), [block]), first_rows(example, 2), {})
         except Exception as error:
-            if _runs_here(model, first_rows(example, 2)):
-                failures[path] = f"the model does not run without it: {_first_line_of(error)}"
+            if runs_here(model, first_rows(example, 2)):
+                failures[path] = f"the model does not run without it: {first_line_of(error)}"
     return failures
 
 
-def _changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+def changed_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Inputs with another value in the place of every floating point tensor."""
     changed: Inputs = pytree.tree_map(lambda v: change(v) if isinstance(v, Tensor) and v.is_floating_point() else v, inputs)
     return changed
+
+
+def outputs_of(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The floating point tensors that a model gives in eval mode, with the same noise in every call."""
+    return _run_skipping(model, inputs, {})
 
 
 def _run_skipping(model: nn.Module, inputs: Inputs, skipped: Mapping[int, int]) -> list[Tensor]:
@@ -109,7 +116,8 @@ def _run_skipping(model: nn.Module, inputs: Inputs, skipped: Mapping[int, int]) 
         return [v for v in pytree.tree_leaves(call(model, inputs)) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
-def _runs_here(model: nn.Module, inputs: Inputs) -> bool:
+def runs_here(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether a model runs on inputs, in eval mode."""
     try:
         _run_skipping(model, inputs, {})
     except Exception:
@@ -117,27 +125,28 @@ def _runs_here(model: nn.Module, inputs: Inputs) -> bool:
     return True
 
 
-def _relative(got: Tensor, wanted: Tensor) -> float:
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference of two tensors as a fraction of the largest value of the second, at least 1."""
     same = (got == wanted) | (got.isnan() & wanted.isnan())  # infinities too
     difference = (got - wanted).abs().masked_fill(same, 0)
     return float(difference.max() / max(1.0, float(wanted.nan_to_num(0, 0, 0).abs().max()))) if got.numel() else 0.0
 
 
-def _training_failure(model: nn.Module, paths: Collection[str], example: Inputs) -> str | None:
-    found = find_blocks(model, example).removable
-    removed = remove_blocks_(copy_model(model), [found[path] for path in paths])
+def training_failure(model: nn.Module, changed: nn.Module, example: Inputs) -> str | None:
+    """Why a changed copy of a model does not run in train mode where the model does; None where it does."""
     inputs = repeat_rows(first_rows(example, 2))
     failures = []
-    for each in (model, removed):
+    for each in (model, changed):
         try:
             with torch.no_grad(), torch.random.fork_rng(), mode(each, training=True), buffers_restored(each):
                 call(each, inputs)
             failures.append("")
         except Exception as error:  # training may need more than inputs, such as targets
-            failures.append(_first_line_of(error))
+            failures.append(first_line_of(error))
     return f"the model does not train without it: {failures[1]}" if failures[1] and not failures[0] else None
 
 
-def _first_line_of(error: Exception) -> str:
+def first_line_of(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
