@@ -15,7 +15,7 @@ from torch import fx, nn
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, parameter_name
-from compresskit.graph.layers.merging import Merge
+from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.layers.stored import LAYOUT_OPERATORS
 from compresskit.graph.normalize import Node, aten
 from compresskit.quant.calibration.smoothquant import smooth_tensors_
@@ -51,7 +51,7 @@ def build_quantized(
     bits: BitWidths = TARGET_BITS,
     smooth: Inputs | None = None,
     adjust: Callable[[Captured], object] | None = None,
-    merges: Sequence[Merge] | None = None,
+    merges: Sequence[MergedLayer] | None = None,
     prepared: tuple[Captured, Origin] | None = None,
 ) -> Quantized:
     """Capture a float model, fold BatchNorm, place and insert quantizers; the model itself is not changed.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Dynamic
-from compresskit.graph.layers.merging import Merge
+from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.surgery import restructure_
 from compresskit.quant.accuracy_target.mixed_model import rebuild_mixed
 from compresskit.quant.build import build_quantized
@@ -65,7 +65,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         how = origin.get("dynamically")
         skip, floating, dynamic = tuple(origin["skip"]), dict(origin.get("floating", {})), _dynamic(saved["dynamic"])
         bits = bits_from_record(origin["bits"]) if "bits" in origin else TARGET_BITS
-        merges = tuple(Merge(*map(str, merge)) for merge in origin.get("merges", ()))
+        merges = tuple(MergedLayer(*map(str, merge)) for merge in origin.get("merges", ()))
     except (KeyError, TypeError, ValueError, AttributeError, SettingError) as error:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     quantized: Quantized

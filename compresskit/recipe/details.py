@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 DETAILS = "details.json"  # in the folder of a stage
 PROFILED_RUNS = 200  # of a file at most: reading the profiler's record of more takes longer than the runs
-NOISE_SAMPLES = 128  # of the validation data's first batch at most: noise by layer is for looking at
+DIAGNOSED_SAMPLES = 128  # of the validation data's first batch at most: noise by layer is for looking at
 
 
 def stage_details(model: nn.Module, task: Task, outcomes: Outcomes) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def layer_times(path: Path, inputs: Inputs, *, seconds: float = 0.3) -> dict[str
 def _noise(model: nn.Module, task: Task) -> dict[str, Any] | None:
     if not isinstance(model, Quantized):
         return None
-    batches = [first_rows(task.split(batch)[0], NOISE_SAMPLES) for batch in itertools.islice(task.batches("val"), 1)]
+    batches = [first_rows(task.split(batch)[0], DIAGNOSED_SAMPLES) for batch in itertools.islice(task.batches("val"), 1)]
     try:
         with torch.no_grad():
             found = diagnose(model, batches)

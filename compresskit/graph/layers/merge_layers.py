@@ -18,13 +18,13 @@ from compresskit.graph.layers.branches import merge_branches_
 from compresskit.graph.layers.consecutive import merge_consecutive_
 from compresskit.graph.layers.constants import fold_constants_, join_chains_
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
-from compresskit.graph.layers.merging import Merge, MergeRules, Merging
+from compresskit.graph.layers.merging import MergedLayer, MergeRules, Merging
 from compresskit.graph.layers.stored import drop_unused_
 
 
 def merge_layers_(
     module: fx.GraphModule, rules: MergeRules | None = None, folds: list[FoldedBatchNorm] | None = None
-) -> list[Merge]:
+) -> list[MergedLayer]:
     """Merge the layers of a captured graph whose BatchNorm is folded, in place.
 
     Args:

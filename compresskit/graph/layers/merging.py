@@ -26,7 +26,7 @@ from compresskit.graph.surgery import get_tensor, owner
 FEWEST_WEIGHTS = 32  # of a layer whose weights of one size are no coincidence
 
 
-class Merge(NamedTuple):
+class MergedLayer(NamedTuple):
     """A node that was merged into another.
 
     rule: "branch", "sequence", "after", "before" or "chain". into, gone: names of the nodes.
@@ -59,7 +59,7 @@ class MergeRules:
     lone_identities: bool = True
     least_decibels: float | None = None
     rounds: Rounds | None = None
-    recorded: frozenset[Merge] | None = None
+    recorded: frozenset[MergedLayer] | None = None
 
 
 class Merging:
@@ -69,14 +69,14 @@ class Merging:
     """
 
     def __init__(self, module: fx.GraphModule, rules: MergeRules, folds: list[FoldedBatchNorm]) -> None:
-        self.module, self.rules, self.done = module, rules, list[Merge]()
+        self.module, self.rules, self.done = module, rules, list[MergedLayer]()
         self.constants = constant_nodes(module.graph)
         self._folds = folds
 
     def may_join(self, rule: str, into: Node, gone: Node, *, layer: bool = True) -> bool:
         """Whether a node may be merged into another by the names that the user gave, or the record. layer: it has weights."""
         if self.rules.recorded is not None:
-            return Merge(rule, into.name, gone.name) in self.rules.recorded
+            return MergedLayer(rule, into.name, gone.name) in self.rules.recorded
         if not _covering(gone, (*self.rules.skip, *self.rules.named)) <= _covering(into, (*self.rules.skip, *self.rules.named)):
             return False
         return not layer or _covering(gone, self.rules.skip) == _covering(into, self.rules.skip)
@@ -88,7 +88,7 @@ class Merging:
 
     def joined(self, rule: str, into: Node, gone: Iterable[Node]) -> None:
         """Note what was merged."""
-        self.done += [Merge(rule, into.name, node.name) for node in gone]
+        self.done += [MergedLayer(rule, into.name, node.name) for node in gone]
 
     def nodes(self) -> list[Node]:
         """The nodes of the graph, in order."""

@@ -15,7 +15,7 @@ from compresskit.export.ops.blocks import rounded_blocks
 from compresskit.export.ops.quantize import round_dynamically
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
-from compresskit.graph.layers.merging import Merge
+from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, DynamicOrigin, insert_dynamic_quantizers_
@@ -138,7 +138,7 @@ def build_mixed(
     operators: tuple[str, ...] = DEFAULT_OPERATORS,
     skip: tuple[str, ...] = (),
     dynamic: Dynamic = (0,),
-    merges: Sequence[Merge] | None = None,
+    merges: Sequence[MergedLayer] | None = None,
 ) -> MixedQuantized:
     """Return a quantized copy of a float model with the given precision for each product.
 
@@ -184,7 +184,7 @@ def rebuild_mixed(
     *,
     skip: tuple[str, ...],
     dynamic: Dynamic,
-    merges: Sequence[Merge],
+    merges: Sequence[MergedLayer],
 ) -> MixedQuantized:
     """Rebuild a model of mixed precision from a float model of the same class; its tensors still have to be loaded.
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError, ModelError
 from compresskit.base.task import Inputs, shapes_of
 from compresskit.graph.capture import Captured, Dynamic, parameter_name
-from compresskit.graph.layers.merging import Merge
+from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
@@ -91,7 +91,7 @@ def build_dynamic(
     skip: tuple[str, ...] = (),
     floating: Mapping[str, str] | None = None,
     dynamic: Dynamic = (0,),
-    merges: Sequence[Merge] | None = None,
+    merges: Sequence[MergedLayer] | None = None,
 ) -> DynamicallyQuantized:
     """Capture a float model, decide what is quantized, and insert the quantizers.
 

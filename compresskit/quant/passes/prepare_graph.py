@@ -16,7 +16,7 @@ from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic, autocasts, capture, module_path, parameter_name
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.graph.layers.merge_layers import merge_layers_
-from compresskit.graph.layers.merging import Merge, MergeRules
+from compresskit.graph.layers.merging import MergedLayer, MergeRules
 from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
@@ -107,7 +107,7 @@ class Origin:
     floating: Mapping[str, str] = field(default_factory=dict)
     smoothed: int = 0
     bits: BitWidths = TARGET_BITS
-    merges: tuple[Merge, ...] = field(default=(), repr=False)
+    merges: tuple[MergedLayer, ...] = field(default=(), repr=False)
     remedies: tuple[Remedy, ...] = ()
     measured: MeasuredPlacement | None = None
 
@@ -137,7 +137,7 @@ def prepare_graph(
     *,
     apart: Collection[str] = (),
     named: Collection[str] = (),
-    merges: Sequence[Merge] | None = None,
+    merges: Sequence[MergedLayer] | None = None,
 ) -> tuple[Captured, Origin, list[FoldedBatchNorm]]:
     """Capture a copy of a float model and bring its graph into the form that quantizers are inserted into.
 

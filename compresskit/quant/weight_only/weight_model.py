@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from compresskit.base.errors import CheckpointError
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, Dynamic
-from compresskit.graph.layers.merging import Merge
+from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.masks import masks_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import free_name, get_tensor
@@ -87,7 +87,7 @@ def capture_for_weights(
     dynamic: Dynamic,
     *,
     overridden: Collection[str] = (),
-    merges: Sequence[Merge] | None = None,
+    merges: Sequence[MergedLayer] | None = None,
 ) -> tuple[Captured, Origin]:
     """Capture a float model as the graph whose weights are rounded.
 
@@ -154,7 +154,7 @@ def rebuild_weights(
     *,
     skip: tuple[str, ...],
     dynamic: Dynamic,
-    merges: Sequence[Merge],
+    merges: Sequence[MergedLayer],
 ) -> WeightQuantized:
     """Rebuild a weight-only model from a float model of the same class; its tensors still have to be loaded.
 

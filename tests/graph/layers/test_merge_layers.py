@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from compresskit.graph.capture import capture
 from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm, fold_batchnorm_
 from compresskit.graph.layers.merge_layers import merge_layers_
-from compresskit.graph.layers.merging import Merge, MergeRules
+from compresskit.graph.layers.merging import MergedLayer, MergeRules
 from compresskit.graph.masks import Masks, attach_masks_, masks_of
 
 
@@ -315,7 +315,7 @@ class ConvNeXtBlock(nn.Module):
 def test_a_layer_scale_is_folded() -> None:
     module, done = merged(ConvNeXtBlock(), torch.randn(2, 8, 9, 9), dynamic=(0, 2, 3))
     assert "mul" not in operators(module.graph)
-    assert done == [Merge("after", "linear_1", "mul")]
+    assert done == [MergedLayer("after", "linear_1", "mul")]
 
 
 def test_half_precision_stays() -> None:
@@ -337,7 +337,7 @@ def test_names_that_the_user_gave_keep_layers_apart() -> None:
         (MergeRules(named=("branches.1",)), {"batch_norm_2"}),
         (MergeRules(skip=("add_1",)), set()),
         (MergeRules(recorded=frozenset()), set()),
-        (MergeRules(recorded=frozenset({Merge("branch", "conv2d", "batch_norm_2")})), {"batch_norm_2"}),
+        (MergeRules(recorded=frozenset({MergedLayer("branch", "conv2d", "batch_norm_2")})), {"batch_norm_2"}),
     ):
         _, done = merged(repvgg(), x, rules=rules)
         assert {merge.gone for merge in done} == gone, rules
@@ -347,7 +347,9 @@ def test_weights_that_are_frozen_stay_apart_from_those_that_train() -> None:
     model = Branches(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1))
     model.branches[1].requires_grad_(False)
     assert merged(model, torch.randn(2, 4, 6, 6))[1] == []
-    recorded = frozenset({Merge("branch", "conv2d", "conv2d_1")})  # as a model that is built again, whose weights are not frozen
+    recorded = frozenset(
+        {MergedLayer("branch", "conv2d", "conv2d_1")}
+    )  # as a model that is built again, whose weights are not frozen
     assert len(merged(model, torch.randn(2, 4, 6, 6), rules=MergeRules(recorded=recorded))[1]) == 1
     scaled = Constants(lambda m, x: m.gamma * m.linear(x) * 2)
     scaled.linear.requires_grad_(False)
