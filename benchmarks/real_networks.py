@@ -13,8 +13,8 @@ face       calibration: photographs 0 to 127, 320x240. F1, in %, of cells whose 
 fsrcnn_*   calibration: 64 crops of photographs. PSNR in dB on the whole pictures of sr/, 8 pixels cut off at each edge
 resnet*    three draws of 512 training images; top-1 in % on the 10,000 test images
 
-ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations), our efforts, and "measured": fast with
-           choose="measure" for one thread
+ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations), our efforts, "measured": fast with
+           choose="measure" for one thread, and "two": balanced with that for two threads
 latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, in OpenVINO too where it is installed, medians; torch is
            torch's own ONNX export of the float network, export the one of `export_onnx`
 bound      below which no placement of integers can come in this runtime: each layer by the faster of its kernels in export and
@@ -55,7 +55,11 @@ import compresskit as ck  # noqa: E402
 from compresskit.export.check.layer_profile import profile_layers  # noqa: E402
 from compresskit.measure import numpy_inputs, session  # noqa: E402
 
-WAYS = ("onnxruntime", "fast", "measured", "balanced", "best")
+WAYS = ("onnxruntime", "fast", "measured", "balanced", "best", "two")
+HOW: dict[str, dict[str, Any]] = {
+    "measured": {"choose": "measure"},
+    "two": {"effort": "balanced", "choose": "measure", "deployment": ck.quant.targets.Deployment(threads=2)},
+}
 DRAWS = 3
 SCORE = 0.3  # of a confident cell
 EDGE = 8  # pixels
@@ -194,7 +198,7 @@ def measure(name: str, network: Network, way: str, folder: Path) -> dict[str, An
         if way == "onnxruntime":
             by_onnxruntime(network, batches, path)
         else:
-            how: dict[str, Any] = {"choose": "measure"} if way == "measured" else {"effort": way}
+            how = HOW.get(way) or {"effort": way}
             quantized = ck.quant.quantize_static(network.model, [(x,) for x in batches], dynamic=network.dynamic, **how)
             ck.export_onnx(quantized, path, (batches[0][:2],))
             row["remedies"] = [str(remedy) for remedy in quantized.origin.remedies]
