@@ -87,5 +87,7 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
         if effort == "balanced" and trials.quality >= ENOUGH:
             return
         least = LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS
-        if not trials.try_float_layers(share, least=least, by_time=effort == "balanced"):
+        tried = len(trials.remedies)
+        kept = trials.try_float_layers(share, least=least, by_time=effort == "balanced")
+        if not kept and (trials.timed is None or len(trials.remedies) > tried):  # with a clock the first step may be too small
             return
