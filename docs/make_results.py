@@ -237,7 +237,8 @@ def deployed() -> str:
 ## Networks that people deploy
 
 Trained by others, static int8 without labels, at the effort levels of `quantize_static`, beside onnxruntime's quantizer. Every file ran
-in ONNX Runtime, on pictures that calibrated nothing. Latencies on a CPU with {found["cpu"]}. *bound*: each layer by the faster of its float and
+in ONNX Runtime, on pictures that calibrated nothing. Latencies on a CPU with {found["cpu"]}. *two*: "balanced", placed by measurement for
+two threads. *bound*: each layer by the faster of its float and
 its integer kernel, without a single conversion, which no placement can beat in this runtime. {source("real_networks")}
 
 {table(("network", "float", *ways, "bound"), rows)}
