@@ -110,7 +110,7 @@ def quantize_static(
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.
         effort: "fast" (the default) takes the ranges that the observer finds. "balanced" tries remedies on one half of the
-            calibration data (even out channels, leave layers float whose rounding makes much noise for little work, choose ranges
+            calibration data (even out channels, leave layers float whose rounding makes much noise for little time, choose ranges
             activation by activation, correct biases, and in networks of up to 500 million MACs train weights, biases and
             scales for 50 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
             the other half come closer to the float model's. In the end what was kept is made once more, from all of the data.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def milliseconds(model: nn.Module, example: Inputs, blocks: Mapping[str, Residua
     """
     model = frozen_copy(model)
     alike: dict[str, list[str]] = {}
-    received = _received(model, example, blocks)
+    received = received_by(model, example, blocks)
     for path in blocks:
         shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, received[path])
         alike.setdefault(f"{model.get_submodule(path)} {shapes}", []).append(path)
@@ -62,14 +62,14 @@ def milliseconds(model: nn.Module, example: Inputs, blocks: Mapping[str, Residua
     return {path: time for paths, time in zip(alike.values(), times, strict=True) for path in paths}
 
 
-def _received(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, tuple[Any, Any]]:
-    """The arguments, by position and by name, that every block gets for one sample."""
+def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """The arguments, by position and by name, that each of some submodules gets for one sample."""
     received: dict[str, tuple[Any, Any]] = {}
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
             lambda _, args, kwargs, path=path: received.update({path: (args, kwargs)}), with_kwargs=True
         )
-        for path in blocks
+        for path in paths
     ]
     try:
         with torch.no_grad():

@@ -30,7 +30,8 @@ from compresskit.quant.passes.placement import Placement
 
 #: A set is worth its price where its share of the noise is at least this many times its share of the work.
 LEAST_RATIO = 1.0
-#: Multiply-accumulates in float that take as long as converting a value from float to integers or back, on AVX512-VNNI.
+#: Multiply-accumulates in float that take as long as converting a value from float to integers or back: read off the profile of
+#: the face detector of `benchmarks/real_networks.py` with AVX512-VNNI (`audit(..., profile=True)`).
 CONVERSION = 20
 PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ExportError
+from compresskit.export.check import verify
 from compresskit.quant import quantize_static
 
 
@@ -165,3 +166,27 @@ def test_classes_within_two_steps_are_ties() -> None:
     assert level.flips == pytest.approx(1 / 3)
     steps = compare([np.stack([wanted, wanted])], [np.stack([got, wanted])])
     assert steps.agreement == pytest.approx(4 / 6)  # of a sequence, the classes are the last dimension
+
+
+def test_the_unrounded_model_runs_on_as_many_samples_as_its_error_needs(tmp_path, monkeypatch) -> None:
+    model, x = build(networks.Residual), image(32)
+    quantized = quantize_static(model, [x])
+    path, rows, unrounded = ck.export_onnx(quantized, tmp_path / "q.onnx", x), [], verify._unrounded
+    monkeypatch.setattr(verify, "_unrounded", lambda q, inputs: (rows.append(len(inputs[0])), unrounded(q, inputs))[1])
+    monkeypatch.setattr(verify, "UNROUNDED_SAMPLES", 10)
+    batches = [image(8) for _ in range(4)]
+    some, few = (ck.verify_onnx(path, quantized, part) for part in (batches, batches[:2]))
+    assert rows == [8, 8, 8, 8]  # two batches of each
+    assert (some.samples, few.samples) == (32, 16)
+    assert some.optimized.noise == few.optimized.noise is not None
+    assert some.optimized.excess == few.optimized.excess
+
+
+def test_files_run_on_as_many_threads_as_torch(tmp_path, monkeypatch) -> None:
+    model, threads, session = build(networks.Chain), [], verify.session
+    monkeypatch.setattr(
+        verify, "session", lambda *args, **settings: (threads.append(settings["threads"]), session(*args, **settings))[1]
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert ck.verify_onnx(ck.export_onnx(model, tmp_path / "f.onnx", image(2)), model, [image(4)]).passed
+    assert threads == [3, 3]

@@ -168,3 +168,24 @@ def test_time_counts_conversions_and_cheap_depthwise_layers() -> None:
     times = _times(quantized, work, rounding_noise(quantized, x))
     assert times[names[0]] == times[names[-1]] == 0
     assert times[names[2]] < work[names[2]] / 9
+
+
+@pytest.mark.parametrize(
+    ("timed", "found", "wanted"), [(None, False, [0.15]), (len, False, [0.06, 0.15, 0.25]), (len, True, [0.06])]
+)
+def test_a_step_too_small_for_any_layer_ends_nothing_where_latency_decides(timed, found, wanted) -> None:
+    """found: whether the steps find layers, which are then refused."""
+    shares, remedies = list[float](), list[str]()
+
+    class Stub:
+        quality = 20.0
+
+        def try_float_layers(self, share, *, least, by_time):
+            shares.append(share)
+            remedies.extend(["refused"] if found else [])
+            return False
+
+    stub = Stub()
+    stub.timed, stub.remedies = timed, remedies
+    improve._try_float_layers(stub, 0.25, "balanced")
+    assert shares == pytest.approx(wanted)

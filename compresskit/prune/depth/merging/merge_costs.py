@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.task import Inputs, call, first_rows
+from compresskit.base.task import Inputs
 from compresskit.export import export_onnx
 from compresskit.graph.replacements import Unmerged
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.measure import count_macs, latency
+from compresskit.prune.depth.costs import received_by
 from compresskit.prune.depth.merging.merge_runs import ConvolutionRun, gather_, merge_, merged_of
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, Con
     warning says so.
     """
     model = frozen_copy(model)
-    shapes = _shapes(model, example, runs)
+    received = received_by(model, example, {run.layers[0] for run in runs.values()})
+    shapes = {path: tuple(args[0].shape) for path, (args, _) in received.items()}
     alike: dict[str, list[str]] = {}
     for name, run in runs.items():
         shrunk = [path in run.shrunk for path in run.layers]
@@ -53,24 +55,6 @@ def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, Con
         return saved_macs(model, example, runs)
     saved = {name: time for names, time in zip(alike.values(), times, strict=True) for name in names}
     return {name: saved[name] for name in runs}
-
-
-def _shapes(model: nn.Module, example: Inputs, runs: Mapping[str, ConvolutionRun]) -> dict[str, tuple[int, ...]]:
-    """Shape of what the first layer of every run reads, for one sample."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(
-            lambda _, args, path=path: shapes.update({path: tuple(args[0].shape)})  # type: ignore[misc]
-        )
-        for path in {run.layers[0] for run in runs.values()}
-    ]
-    try:
-        with torch.no_grad():
-            call(model, first_rows(example, 1))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return shapes
 
 
 def _apart(model: nn.Module, run: ConvolutionRun) -> nn.Sequential:
