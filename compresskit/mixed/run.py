@@ -44,6 +44,7 @@ from compresskit.mixed.step.flat import FlatMasters
 from compresskit.mixed.step.guard import OptimizerGuard
 from compresskit.mixed.step.masters import MasterWeights
 from compresskit.mixed.step.overflow import OverflowTracker
+from compresskit.mixed.step.parts import choose_step
 from compresskit.mixed.step.scaler import LossScaler, make_scalers
 from compresskit.mixed.step.update import UnscaleAndClip, skips_on_device, update_
 
@@ -71,10 +72,8 @@ def prepare(
         clip: largest 2-norm of all gradients together, measured on unscaled fp32 gradients; None does not clip.
         losses: names of losses that each have a scale of their own, for `run.backward(loss, scaler=name)`.
         scaler: makes a loss scaler instead of the policy's, such as `partial(LossScaler, interval=500)`.
-        flat: keep the masters of each param group in one flat tensor; bit-equal to separate ones, and refused for optimizers
-            that are not elementwise.
-        backend: "foreach" steps any torch optimizer; "compiled" makes the step of AdamW, SGD and Lion in one pass, and falls back
-            to "foreach" with a warning where there is no compiler.
+        flat: keep the masters of each param group in one flat tensor, bit-equal to separate ones; for elementwise optimizers.
+        backend: "foreach" steps any torch optimizer; "compiled" AdamW, SGD and Lion in one pass where there is a compiler.
 
     Returns:
         The run, to be called like the model.
@@ -270,7 +269,8 @@ class Run:
     def _update_foreach(self) -> tuple[UnscaleAndClip, bool]:
         """Update by the torch optimizer; False where the host knows that the step was skipped."""
         unscale = self._gather_gradients()
-        ran = update_(self.optimizer, unscale, self._weights.materialize_masters)
+        step = choose_step(self._weights, self.optimizer, whole=bool(self.after_update or self._emas))
+        ran = update_(self.optimizer, unscale, step)
         if ran:
             self._run_after_update(unscale.found_inf)
             self._weights.write_back()

@@ -304,7 +304,10 @@ def bucketed(student, teacher, k, temperature):
 
 
 def random_bits(seed, step, index):
-    """Sixteen bits of compresskit's counter hash, in Python integers (lowbias32): a half of the word of two neighbours."""
+    """Sixteen bits of compresskit's counter hash, in Python integers: a half of the word of two neighbours.
+
+    The word of a place in a block of 2^17 values (lowbias32), times an odd factor of the block, its halves folded.
+    """
     mask = 0xFFFFFFFF
 
     def mixed(x):
@@ -315,8 +318,10 @@ def random_bits(seed, step, index):
         return x ^ (x >> 16)
 
     key = mixed((mixed((step + (seed & mask) * 0x9E3779B1) & mask) + (seed >> 32)) & mask)
-    pair = index >> 1
-    word = mixed((pair & mask) ^ key ^ ((pair >> 32) * 0x9E3779B1 & mask))
+    block, place = index >> 17, (index & 0x1FFFF) >> 1
+    factor = mixed(((block & mask) ^ 0x9E3779B1) + key & mask) | 1
+    word = mixed(place ^ key) * factor & mask
+    word ^= word >> 16
     return (word >> 16 if index % 2 else word) & 0xFFFF
 
 

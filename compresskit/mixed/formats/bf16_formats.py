@@ -7,14 +7,14 @@
     to_fp32:   (bf16 weight, remainder) -> fp32    before the optimizer's step
     from_fp32: fp32 -> (bf16 weight, remainder)    after it
 
-All functions are elementwise and work for any shape, so that they can be part of one compiled kernel.
+All functions are elementwise and work for any shape, so that they can be part of one compiled kernel; `bf16_in_pieces` does the
+same on a CPU without temporary tensors.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from compresskit.mixed.formats.policy import Bf16Format
 
 _LOW_32_BITS, _GOLDEN = 0xFFFFFFFF, 0x9E3779B1
-PIECE = 2**17  # values that are written at once on a CPU: what is computed on the way stays in the cache
+DRAWS_OF_BLOCK = 2**17  # values whose random bits are made of the same hashes
 
 
 def to_fp32(half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None) -> Tensor:
@@ -30,28 +30,6 @@ def to_fp32(half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | No
     if remainder is None:
         return half.float()
     return join(half, remainder) if bf16_format == "split" else half.float() + remainder.float()
-
-
-def fill_fp32_(
-    masters: Sequence[Tensor], halves: Sequence[Tensor], remainders: Sequence[Tensor | None], bf16_format: Bf16Format | None
-) -> None:
-    """Fill fp32 tensors with what `to_fp32` gives for half weights and their remainders, without copies on the way."""
-    for master, half, remainder in zip(masters, halves, remainders, strict=True):
-        if bf16_format == "split" and remainder is not None:
-            master.view(torch.int32).copy_(half.view(torch.int16)).mul_(65536).add_(remainder)
-        else:
-            master.copy_(half)
-            if remainder is not None:
-                master.add_(remainder)
-    if bf16_format != "split" or ({master.device.type for master in masters} == {"cpu"} and _all_finite(masters)):
-        return
-    for master, half in zip(masters, halves, strict=True):
-        master.copy_(torch.where(master == master, master, half.float()))  # as in `join`
-
-
-def _all_finite(values: Sequence[Tensor]) -> bool:
-    """Whether no value is inf or nan, by one sum for each tensor on the CPU; False also where a sum overflows."""
-    return math.isfinite(torch.stack([value.sum() for value in values]).sum().item())
 
 
 def from_fp32(
@@ -72,39 +50,6 @@ def from_fp32(
     if bf16_format == "stochastic":
         return round_stochastically(value, random_bits(seed, step, offset, value)), None
     return value.to(half.dtype), None
-
-
-def store_(
-    master: Tensor, half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None, seed: int, step: Tensor, offset: int
-) -> None:
-    """Write into `half` and `remainder` what `from_fp32` gives for `master`, whose values are lost.
-
-    On a CPU large tensors are written piece by piece, without temporary tensors of their size.
-    """
-    tensors = (master, half) if remainder is None else (master, half, remainder)
-    plain = all(type(t) is Tensor and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    if not plain:
-        values, rest = from_fp32(master, half, remainder, bf16_format, seed, step, offset)
-        half.copy_(values)
-        if remainder is not None and rest is not None:
-            remainder.copy_(rest)
-        return
-    for start in range(0, master.numel(), PIECE):
-        value, low, *rests = (t.view(-1)[start : start + PIECE] for t in tensors)
-        bits = value.view(torch.int32)
-        if bf16_format == "split":
-            rests[0].copy_(bits)  # the low 16 bits, as in `split`
-            low.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
-        elif bf16_format == "kahan":
-            new, error = compensate(value, low, rests[0])
-            low.copy_(new)
-            rests[0].copy_(error)
-        else:
-            drawn = random_bits(seed, step, offset + start, value)
-            if math.isfinite(value.sum().item()):  # one sum costs less than two selections
-                low.view(torch.int16).copy_(bits.add_(drawn).bitwise_right_shift_(16))
-            else:
-                low.copy_(round_stochastically(value, drawn))
 
 
 def split(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +100,7 @@ def _selected(old: Tensor, new: Tensor, differs: Tensor) -> Tensor:
     return (kept ^ ((kept ^ new.view(torch.int16)) & differs)).view(torch.bfloat16)
 
 
-def _hash32_(x: Tensor) -> Tensor:
+def hash32_(x: Tensor) -> Tensor:
     """Hash int32 in place, and return it."""
     # lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018) in int32, whose products wrap as unsigned ones do; shifts
     # must not draw the sign in. Processors multiply int32 vectors much faster than int64.
@@ -173,24 +118,48 @@ def _as_int32(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
+def random_key(seed: int, step: Tensor) -> Tensor:
+    """What the draws of one step have in common: a hash of seed and step, int32 of no dimension."""
+    key = hash32_((step + (seed & _LOW_32_BITS) * _GOLDEN).to(torch.int32))
+    return hash32_(key + _as_int32(seed >> 32))
+
+
+def words_of_places(places: Tensor, key: Tensor) -> Tensor:
+    """A hash of each place in a block, int32; `places` counts pairs of values and is of int32."""
+    return hash32_(places ^ key)
+
+
+def factors_of_blocks(blocks: Tensor, key: Tensor) -> Tensor:
+    """An odd factor for each block, int32, by which the words of its places are multiplied; `blocks` is int32."""
+    return hash32_((blocks ^ _as_int32(_GOLDEN)) + key) | 1
+
+
 def random_bits(seed: int, step: Tensor, offset: int, like: Tensor) -> Tensor:
     """16 random bits for every value of a tensor, a function of (seed, step, global index) alone.
 
     No generator: nothing to save, and every rank of a distributed run draws the same (Salmon et al., SC 2011, counter-based
-    random numbers). One hash serves two neighbours, the low half the even one. `offset` is the global index of the tensor's
-    first value.
+    random numbers). The words of a block of values are those of the first block, hashed anew in each step, times a
+    factor; one word serves two neighbours, the low half the even one. `offset` is the index of the first value.
     """
-    key = _hash32_((step + (seed & _LOW_32_BITS) * _GOLDEN).to(torch.int32))
-    key = _hash32_(key + _as_int32(seed >> 32))
-    end = offset + like.numel()
-    if not torch.compiler.is_compiling() and end < 2**32 - 2 and sys.byteorder == "little":
-        pairs = torch.arange(offset >> 1, (end + 1) >> 1, device=like.device, dtype=torch.int32)
-        bits = _hash32_(pairs.bitwise_xor_(key)).view(torch.int16)[offset & 1 :][: like.numel()]
-        return bits.to(torch.int32).bitwise_and_(0xFFFF).view(like.shape)
-    index = torch.arange(offset, end, device=like.device).view(like.shape)
-    low, high = (index >> 1).to(torch.int32), (index >> 33).to(torch.int32)  # the cast drops the upper bits
-    both = _hash32_(low ^ key ^ (high * _as_int32(_GOLDEN)))
-    return (both >> ((index & 1) * 16).to(torch.int32)) & 0xFFFF
+    key, end = random_key(seed, step), offset + like.numel()
+    if torch.compiler.is_compiling() or sys.byteorder != "little":
+        index = torch.arange(offset, end, device=like.device).view(like.shape)
+        return (_words(index >> 1, key) >> ((index & 1) * 16).to(torch.int32)) & 0xFFFF
+    words = _words(torch.arange(offset >> 1, (end + 1) >> 1, device=like.device), key)
+    bits = words.view(torch.int16)[offset & 1 :][: like.numel()]
+    return bits.to(torch.int32).bitwise_and_(0xFFFF).view(like.shape)
+
+
+def _words(pairs: Tensor, key: Tensor) -> Tensor:
+    """The words of pairs of values by the index of the pair, int64."""
+    places, blocks = (pairs & (DRAWS_OF_BLOCK // 2 - 1)).to(torch.int32), (pairs // (DRAWS_OF_BLOCK // 2)).to(torch.int32)
+    return folded_(words_of_places(places, key) * factors_of_blocks(blocks, key))
+
+
+def folded_(words: Tensor, spare: Tensor | None = None) -> Tensor:
+    """Let the low halves of int32 take part of the high ones, in place: a product's low bits know nothing of the bits above."""
+    words ^= torch.bitwise_right_shift(words, 16, out=spare).bitwise_and_(0xFFFF)
+    return words
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:

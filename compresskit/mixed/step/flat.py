@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError, TrainingError
+from compresskit.mixed.formats.bf16_in_pieces import is_dense
 from compresskit.mixed.formats.policy import Policy
 from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.step.masters import MasterWeights
@@ -76,7 +77,7 @@ class FlatMasters:
         value = torch.empty(sum(p.numel() for p in masters), device=masters[0].device)
         layouts, offset = [], 0
         for p in masters:
-            strides = p.stride() if _is_dense(p) else torch.empty(p.shape, device="meta").stride()
+            strides = p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride()
             layouts.append((offset, p.shape, strides))
             offset += p.numel()
         members = [self.parameter_of.get(p, p) for p in masters]
@@ -170,17 +171,6 @@ class FlatMasters:
                 copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in states[parameter].items()}
                 self.optimizer.state[separate[parameter]] = copied
         self.buffers = []
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the values fill their memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def check_flat(policy: Policy, optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compresskit.base.errors import CheckpointError, SettingError, TrainingError
-from compresskit.mixed.formats import bf16_formats
+from compresskit.mixed.formats import bf16_formats, bf16_in_pieces
+from compresskit.mixed.formats.bf16_in_pieces import Draws
 from compresskit.mixed.formats.casts import add_cast_hooks_, kept_fp32
 from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor, reshard_
 from compresskit.mixed.formats.policy import HALVES, Policy
@@ -212,29 +213,38 @@ class MasterWeights:
             return
         for half in self.halves:
             half.master.untyped_storage().resize_(half.master.numel() * 4)
-        bf16_formats.fill_fp32_(
-            [half.master for half in self.halves],
-            [half.parameter.data for half in self.halves],
-            [half.remainder for half in self.halves],
-            self.policy.bf16_format,
-        )
+            self.read_(half)
         self.masters_in_memory = True
 
+    def read_(self, half: HalfWeight) -> None:
+        """Fill the memory of one master from its half weight and remainder."""
+        bf16_in_pieces.fill_(half.master, half.parameter.data, half.remainder, self.policy.bf16_format)
+
+    def draws(self) -> Draws:
+        """The random bits of this step."""
+        return Draws(self.policy.seed, self.steps)
+
+    def store_(self, half: HalfWeight, draws: Draws) -> None:
+        """Write one master to its half weight and remainder, in place, as a CUDA graph reads from this memory."""
+        half_weight, bf16_format = half.parameter.data, self.policy.bf16_format
+        bf16_in_pieces.store_(half.master, half_weight, half.remainder, bf16_format, draws, half.offset)
+
     def write_back(self, *, count: bool = True) -> None:
-        """Copy masters to half weights and free those that exist only around the step.
+        """Copy masters to half weights and free those that exist only around the step; nothing where none is in memory.
 
         count: whether this ends a step; False for a second time in one step.
         """
+        if not self.masters_in_memory:
+            return  # a step in parts has written them
         self.steps += count
-        bf16_format, seed = self.policy.bf16_format, self.policy.seed
-        if bf16_format is None:
+        if self.policy.bf16_format is None:
             if self.halves:
                 torch._foreach_copy_([half.parameter.data for half in self.halves], [half.master for half in self.halves])
                 self.record_(written=not self.compared)
             return
+        draws = self.draws()
         for half in self.halves:
-            # In place, as a CUDA graph reads from this memory.
-            bf16_formats.store_(half.master, half.parameter.data, half.remainder, bf16_format, seed, self.steps, half.offset)
+            self.store_(half, draws)
             half.master.untyped_storage().resize_(0)
         self.masters_in_memory = False
         self.record_(written=not self.compared)

@@ -96,7 +96,7 @@ class UnscaleAndClip:
             check_(self.grads, self.found_inf, torch.ones((), device=self.found_inf.device))
 
 
-def update_(optimizer: Any, unscale: UnscaleAndClip, prepare_masters: Callable[[], None]) -> bool:
+def update_(optimizer: Any, unscale: UnscaleAndClip, step: Callable[[], None]) -> bool:
     """Step a torch optimizer.
 
     Fused optimizers take the factor and the flag, without synchronisation. For any other the gradients are divided and, under a
@@ -105,25 +105,23 @@ def update_(optimizer: Any, unscale: UnscaleAndClip, prepare_masters: Callable[[
     Args:
         optimizer: a torch optimizer whose parameters have their gradients.
         unscale: for these gradients.
-        prepare_masters: called right before the optimizer steps.
+        step: steps it, with masters in memory; called once, or not at all.
 
     Returns:
         False where the host knows that the step was skipped.
     """
     if skips_on_device(optimizer):
         unscale.check_()
-        prepare_masters()
         if unscale.found_inf is not None:
             zero_momentum_(optimizer)
         optimizer.grad_scale, optimizer.found_inf = unscale.divisor(), unscale.found_inf
         try:
-            optimizer.step()
+            step()
         finally:
             optimizer.grad_scale = optimizer.found_inf = None
         return True
     unscale.apply_()
     if unscale.found_inf is not None and bool(unscale.found_inf.item()):
         return False
-    prepare_masters()
-    optimizer.step()
+    step()
     return True

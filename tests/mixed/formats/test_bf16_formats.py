@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compresskit.mixed import KAHAN_BF16, MASTER_BF16, PURE_BF16, SPLIT_BF16, SR_BF16, prepare
-from compresskit.mixed.formats import bf16_formats
+from compresskit.mixed.formats import bf16_formats, bf16_in_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no masters:UserWarning")  # pure bf16 is what the others are held against
 
@@ -140,7 +140,8 @@ def test_all_masters_are_filled_with_what_each_is(bf16_format, stale: bool) -> N
     if stale:  # the remainder of another weight, of which 0 makes a nan
         pairs = [(half.zero_(), None if rest is None else rest.fill_(-1)) for half, rest in pairs]
     masters = [torch.full_like(value, 7.0) for value in values]
-    bf16_formats.fill_fp32_(masters, [half for half, _ in pairs], [rest for _, rest in pairs], bf16_format)
+    for master, (half, rest) in zip(masters, pairs, strict=True):
+        bf16_in_pieces.fill_(master, half, rest, bf16_format)
     for master, (half, rest) in zip(masters, pairs, strict=True):
         wanted = bf16_formats.to_fp32(half, rest, bf16_format)
         assert torch.equal(master.view(torch.int32), wanted.view(torch.int32))
@@ -151,7 +152,7 @@ def test_all_masters_are_filled_with_what_each_is(bf16_format, stale: bool) -> N
 @pytest.mark.parametrize("bf16_format", ["split", "kahan", "stochastic"])
 def test_weights_are_stored_as_the_formats_say(bf16_format, layout, monkeypatch) -> None:
     """In pieces, whose last one is shorter, bit for bit: also inf, nan, ties and the largest values."""
-    monkeypatch.setattr(bf16_formats, "PIECE", 1000)
+    monkeypatch.setattr(bf16_in_pieces, "PIECE", 1000)
     value = torch.randn(7, 13, 5, 9) * torch.logspace(-38, 38, 9)
     special = [math.inf, -math.inf, math.nan, 0.0, -0.0, 3.4e38, -3.4e38, 1.00390625, -1.00390625]
     value[3, 2, 1] = torch.tensor(special)
@@ -160,7 +161,8 @@ def test_weights_are_stored_as_the_formats_say(bf16_format, layout, monkeypatch)
     remainder = {"split": remainder, "kahan": (value * 1e-3).bfloat16(), "stochastic": None}[bf16_format]
     rest = (bf16_format, 5, torch.tensor(3), 11)
     wanted = bf16_formats.from_fp32(value, half, remainder, *rest)
-    bf16_formats.store_(value.clone(), half, remainder, *rest)
+    draws = bf16_in_pieces.Draws(5, torch.tensor(3))
+    bf16_in_pieces.store_(value.clone(), half, remainder, bf16_format, draws, 11)
     assert torch.equal(half.view(torch.int16), wanted[0].view(torch.int16))
     if remainder is not None:
         assert torch.equal(remainder.view(torch.int16), wanted[1].view(torch.int16))
@@ -172,3 +174,29 @@ def test_random_bits_of_large_indices(start) -> None:
     whole = bf16_formats.random_bits(7, torch.tensor(2), start, torch.empty(6))
     parts = [bf16_formats.random_bits(7, torch.tensor(2), start + i, torch.empty(1)) for i in range(6)]
     assert torch.equal(whole, torch.cat(parts))
+
+
+def test_random_bits_of_blocks_are_independent() -> None:
+    """Blocks share the hashes of their places; their draws must not look alike, nor those of neighbours or of two steps."""
+    size = bf16_formats.DRAWS_OF_BLOCK
+    draws = [bf16_formats.random_bits(3, torch.tensor(step), 0, torch.empty(4 * size)).double() for step in (1, 2)]
+    blocks = [
+        *draws[0].split(size),
+        draws[1][:size],
+        draws[0][1 : size + 1],
+    ]
+    correlation = torch.corrcoef(torch.stack(blocks)) - torch.eye(len(blocks))
+    assert correlation.abs().max() < 5 / size**0.5
+    for block in blocks:
+        counts = torch.histc(block, 256, 0, 65536)
+        chi2 = ((counts - size / 256) ** 2 / (size / 256)).sum()
+        assert abs(chi2 - 255) < 5 * (2 * 255) ** 0.5
+
+
+def test_weights_of_several_blocks_are_rounded_with_their_bits() -> None:
+    value = torch.randn(bf16_formats.DRAWS_OF_BLOCK + 5)
+    for offset in (0, 3, bf16_formats.DRAWS_OF_BLOCK - 1):
+        wanted = bf16_formats.round_stochastically(value, bf16_formats.random_bits(5, torch.tensor(9), offset, value))
+        half = torch.empty(len(value), dtype=torch.bfloat16)
+        bf16_in_pieces.store_(value.clone(), half, None, "stochastic", bf16_in_pieces.Draws(5, torch.tensor(9)), offset)
+        assert torch.equal(half, wanted)
