@@ -100,11 +100,14 @@ class OptimizerState:
             return value
         if key == "step":
             return value.detach().clone().to(parameter.device if on_device else "cpu", torch.float32)
-        if same_policy:
-            return value.detach().clone().to(parameter.device)
         pure = self.weights.policy.pure
         dtype = torch.float32 if parameter.dtype in HALVES and not pure else parameter.dtype
-        return value.detach().clone().to(parameter.device, dtype if value.is_floating_point() else None)
+        dtype = dtype if value.is_floating_point() and not same_policy else value.dtype
+        placed = value.detach().clone().to(parameter.device, dtype)
+        if type(placed) is Tensor and type(parameter.data) is Tensor and placed.shape == parameter.shape:
+            # torch's fused optimizers on a CPU take a state as it lies in memory, and files hold it in another order.
+            placed = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(placed)
+        return placed
 
     def _check_shapes(self, saved: dict[str, Any]) -> None:
         """Each tensor is a number, or broadcasts to its parameter; known of torch's optimizers and of ours only."""

@@ -20,6 +20,7 @@ from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
 from compresskit.base.progress import Training, announce, progress_bar
 from compresskit.base.task import Task, shapes_of
+from compresskit.mixed.channels_last import channels_last_images
 from compresskit.mixed.formats.parallel import is_sharded, shard_by_name, whole_on_rank_zero
 from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back
 from compresskit.train.cursor import DataCursor, raise_if_worker_died
@@ -56,6 +57,7 @@ class TrainingLoop:
         training: reads and writes checkpoints; None for none.
         label: name of the training, for the progress bar and the log.
         exact: whether BatchNorm and observers see the rows of all processes.
+        channels_last: whether images are laid out in `torch.channels_last`.
         step: optimizer steps that are done.
     """
 
@@ -72,6 +74,7 @@ class TrainingLoop:
     training: Training | None
     label: str
     exact: bool = False
+    channels_last: bool = False
     step: int = 0
     cursor: DataCursor = field(init=False)
     history: History = field(init=False)
@@ -119,6 +122,7 @@ class TrainingLoop:
         for batch, seen, ends_step, batches_in_step in self.history.timed(self._batches()):
             where = f"epoch {epoch}, batch {seen}"
             rows, weight = distributed.shard_batch(batch, self.cursor.loader, least=0 if self.exact else 2)
+            rows = channels_last_images(rows) if self.channels_last else rows
             self.objective.advance(self.step / steps)
             # Reading the loss waits for the device, so off the CPU it is checked only now and then.
             check = run.device.type == "cpu" or seen % 50 == 0 or seen == batches or self.step + 1 == steps

@@ -32,6 +32,7 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task
 from compresskit.graph.masks import enforce_masks_
 from compresskit.graph.quantized import quantized_parts
+from compresskit.mixed.channels_last import channels_last_weights
 from compresskit.mixed.compiled_model import compiled_model
 from compresskit.mixed.formats.levels import require_policy
 from compresskit.train.callbacks import Callbacks, as_callbacks
@@ -72,6 +73,8 @@ class Train(Stage):
         backend: how the optimizer's step is computed; see `mixed.prepare`.
         compile: let torch.compile run the model in this training. The first steps take minutes, the others less time (figures:
             benchmarks/training_speed.md). Without a compiler, and in QAT, the model runs as written, which the log says.
+        channels_last: lay images and weights of convolutions out in `torch.channels_last` during this training: most kernels
+            read that faster (benchmarks/training_speed.md). Code that calls `.view` on images fails, and is to call `.reshape`.
         validate_every: epochs between two measurements of the task's metric (with `steps`, optimizer steps); the last step is
             always followed by one. None measures after every epoch where there is `Task(val=...)`, 0 never.
         keep_best: end with the weights of the best measurement in place of the last ones.
@@ -100,6 +103,7 @@ class Train(Stage):
         "loss": "Task(loss=...), or objective=",
         "metric": "Task(metric=...)",
         "resume": "Recipe(...).run(...), which resumes by itself",
+        "memory_format": "channels_last=True",
         "ema": "objective=imitate(EMA()), or run.ema of mixed.prepare in a loop of your own",
         "device": "Task(device=...)",
         "seed": "Recipe(seed=...), or torch.manual_seed",
@@ -117,6 +121,7 @@ class Train(Stage):
     flat: bool = False
     backend: Literal["foreach", "compiled"] = "foreach"
     compile: bool = False
+    channels_last: bool = False
     validate_every: int | None = None
     keep_best: bool = False
     patience: int | None = None
@@ -251,6 +256,8 @@ def _train_(
         )
     with ExitStack() as cleanup:
         cleanup.callback(objective.close)
+        if settings.channels_last:
+            cleanup.enter_context(channels_last_weights(model))  # before the optimizer's state takes their form
         run = _mixed_run(model, settings)  # after binding, since an objective may add parameters to the model
         cleanup.callback(run.finish)
         finish_setup = None if setup is None else setup(run, steps)  # may attach masks
@@ -277,6 +284,7 @@ def _train_(
             training=training,
             label=label,
             exact=settings.exact,
+            channels_last=settings.channels_last,
         )
         loop.train()
     if validation is not None:

@@ -173,3 +173,25 @@ def test_the_seed_of_stochastic_rounding_is_a_setting_and_its_step_is_saved() ->
     run, _ = start(replace(mixed.SR_BF16, seed=3), OPTIMIZERS["sgd"])
     go(run, range(3))
     assert run.state_dict()["steps"] == 3
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("policy", [mixed.FP32, mixed.MASTER_BF16, mixed.SPLIT_BF16], ids=lambda p: p.name)
+def test_a_state_is_laid_out_as_its_weight(policy, flat) -> None:
+    """Files hold states in the order of their indices; fused AdamW reads them in that of memory, here another one."""
+    if flat and policy is mixed.SPLIT_BF16:
+        pytest.skip("has no masters to lay flat")
+    make, weights = functools.partial(OPTIMIZERS["adamw"], fused=True), []
+    for resumed in (False, True):
+        model = net().to(memory_format=torch.channels_last)
+        run = prepare(model, make(model.parameters()), policy, flat=flat)
+        go(run, range(3))
+        if resumed:
+            state = torch.utils._pytree.tree_map(lambda v: v.contiguous() if isinstance(v, torch.Tensor) else v, run.state_dict())
+            model = net().to(memory_format=torch.channels_last)
+            run = prepare(model, make(model.parameters()), policy, flat=flat)
+            run.load_state_dict(state)
+        go(run, range(3, 6))
+        weights.append(run.finish().state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name

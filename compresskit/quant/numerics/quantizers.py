@@ -18,7 +18,7 @@ from compresskit.base.errors import DataError
 from compresskit.export.ops.quantize import dequantize_linear, quantize_linear
 from compresskit.quant.numerics.observers import MinMax, MovingAverage, Observer, extremes
 from compresskit.quant.numerics.saturation import ChangedPairs, FitPairs, PairPacking
-from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, signs, to_integers
+from compresskit.quant.numerics.scheme import Scheme, affine, anchored, channelwise, fake_quantize, row_of, signs, to_integers
 
 LEAST_SCALE = 1e-12  # lower bound of a learned scale
 
@@ -96,7 +96,7 @@ class ActivationQuantizer(Quantizer):
     def _observed(self, x: Tensor) -> Tensor:
         """What the observer sees of a value, (1, n): its two ends, where it looks at nothing else, cost no copy of the value."""
         if x.numel() and type(self.observer) in (MinMax, MovingAverage):
-            x = torch.stack(torch.aminmax(x))
+            x = torch.stack(torch.aminmax(row_of(x)))
         return self.unrounded(x).reshape(1, -1)
 
     def unrounded(self, x: Tensor, *rest: Any) -> Tensor:

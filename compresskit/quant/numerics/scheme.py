@@ -219,6 +219,7 @@ class _RoundToGrid(torch.autograd.Function):
         x, scale, y = ctx.saved_tensors
         if x is None:
             x = ctx.source.computed_again(ctx.source)
+        grad = _laid_out_as(x, grad)
         low, high = ctx.bounds
         step = scale.item() if scale.ndim == 0 and x.device.type == "cpu" else scale
         bottom, top = (low - 0.5) * step, (high + 0.5) * step
@@ -234,11 +235,25 @@ class _RoundToGrid(torch.autograd.Function):
         # d/ds inside the range: (y - x) / s; of clipped values: y / s.
         slope = (grad.float() * y - passed.float() * x) if scale.ndim else None
         if slope is None:
-            total = torch.dot(grad.reshape(-1).float(), y.reshape(-1).float())
-            total = total - torch.dot(passed.reshape(-1).float(), x.reshape(-1).float())
+            grads, outputs, gone, inputs = (row_of(v) for v in (grad, y, passed, x))
+            total = torch.dot(grads.float(), outputs.float()) - torch.dot(gone.float(), inputs.float())
         else:
             total = slope.sum([d for d in range(x.ndim) if scale.shape[d] == 1], keepdim=True)
         return passed, (total / scale * ctx.gradient_scale).to(scale.dtype).view_as(scale), *(None,) * 5, end
+
+
+def _laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
+    """A gradient in the memory format of its images: kernels of two formats at once take several times as long."""
+    if x.ndim != 4 or grad.stride() == x.stride():
+        return grad
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return grad.contiguous(memory_format=torch.channels_last) if last else grad
+
+
+def row_of(value: Tensor) -> Tensor:
+    """All values in one dimension, without a copy of images in `torch.channels_last`."""
+    last = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
+    return value.movedim(1, -1).reshape(-1) if last else value.reshape(-1)
 
 
 class _RoundToSign(torch.autograd.Function):

@@ -87,3 +87,19 @@ def test_other_widths_and_symmetric_unsigned_are_refused(settings) -> None:
 
 def test_the_oracle_rounds_half_to_even() -> None:
     assert np.array_equal(oracles.quantize([0.5, 1.5, 2.5, -9], 1.0, 3, 0, 7), [3, 5, 5, 0])
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_images_in_channels_last_get_the_same_gradients_in_their_format(learned) -> None:
+    """Also where the gradient arrives in the other format, as behind a mean over positions."""
+    torch.manual_seed(0)
+    images, found = torch.randn(2, 3, 4, 5), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = images.contiguous(memory_format=layout).requires_grad_()
+        scale = torch.tensor(0.02, requires_grad=learned)
+        y = fake_quantize(x, scale, torch.tensor(0), Scheme())
+        grads = torch.autograd.grad(y, [x, scale] if learned else [x], torch.linspace(0.1, 1, 120).view(2, 3, 4, 5))
+        assert grads[0].is_contiguous(memory_format=layout)
+        found.append(grads)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
