@@ -100,24 +100,44 @@ def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") 
     Raises:
         DataError: the model does not run on the data, or the metric is not finite.
     """
+    evaluation = Evaluation(task)
+    each_output(model, task, evaluation.add, label=label)
+    return evaluation.value()
+
+
+def each_output(model: Callable[..., Any], task: Task, take: Callable[[Any, Any], None], *, label: str = "evaluate") -> None:
+    """Call `take(output, target)` with what a model returns for each validation batch, without gradients and in eval mode."""
     total = task.length("val")
-    outputs: list[tuple[Tensor, Any]] = []
-    metric = task.metric
-    if isinstance(metric, RunningMetric):
-        metric.reset()
     context = mode(model, training=False) if isinstance(model, nn.Module) else nullcontext()
     with torch.no_grad(), context:
         for batch in progress_bar(task.batches("val"), total=total, desc=label):
             inputs, target = task.split(batch)
-            predictions = task.predict(call_checked(model, inputs, "validation data")).float()
-            if isinstance(metric, RunningMetric):
-                metric.update(predictions, target)
-            else:
-                outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
-    value = float(metric.compute() if isinstance(metric, RunningMetric) else task.score(*_joined(outputs)))
-    if not math.isfinite(value):
-        raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
-    return value
+            take(call_checked(model, inputs, "validation data"), target)
+
+
+class Evaluation:
+    """A task's metric, from what a model returns for one validation batch after another."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.outputs = task, list[tuple[Tensor, Any]]()
+        if isinstance(task.metric, RunningMetric):
+            task.metric.reset()
+
+    def add(self, output: Any, target: Any) -> None:
+        """Count a batch: what the model returned for it, and its target."""
+        predictions = self.task.predict(output).float()
+        if isinstance(self.task.metric, RunningMetric):
+            self.task.metric.update(predictions, target)
+        else:
+            self.outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
+
+    def value(self) -> float:
+        """The metric of all batches; DataError where it is not finite, or there was none."""
+        metric = self.task.metric
+        value = float(metric.compute() if isinstance(metric, RunningMetric) else self.task.score(*_joined(self.outputs)))
+        if not math.isfinite(value):
+            raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
+        return value
 
 
 def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -77,16 +76,3 @@ def some_batches(task: Task, which: Literal["train", "val", "calibration"], samp
 def calibration_inputs(task: Task, samples: int, label: str = "calibrate") -> Iterator[Inputs]:
     """Yield the inputs of calibration batches, without targets, until `samples` samples were seen."""
     return (task.inputs(batch) for batch in some_batches(task, "calibration", samples, label))
-
-
-@dataclass(frozen=True)
-class ValidationInputs:
-    """The inputs of all validation batches of a task, without targets, as a sized iterable."""
-
-    task: Task
-
-    def __len__(self) -> int:
-        return self.task.length("val")
-
-    def __iter__(self) -> Iterator[Inputs]:
-        return (self.task.inputs(batch) for batch in self.task.batches("val"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError
 from compresskit.base.files import FORMAT, write_json
-from compresskit.base.inputs import ValidationInputs
 from compresskit.base.task import Inputs, Task, call, first_rows
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes
@@ -22,9 +21,10 @@ from compresskit.export.rewrite.sparse import compressed_bytes
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
-from compresskit.measure import count_macs, count_nonzero, count_parameters, numpy_inputs, session
+from compresskit.graph.surgery import mode
+from compresskit.measure import count_macs, count_nonzero, count_parameters
 from compresskit.recipe.details import DETAILS, stage_details
-from compresskit.recipe.outcomes import measure_outcomes
+from compresskit.recipe.outcomes import OutcomesOf, measure_outcomes
 from compresskit.recipe.report import StageReport
 
 #: Entries of an ONNX file's metadata that a run adds.
@@ -56,16 +56,17 @@ def measure_stage(
     """
     path = folder / "model.onnx"
     verification: Verification | None = None
-    run: Callable[..., Any] = model
     if export:
         export_onnx(model, path, task.example(), opset=opset, dynamic=None if quantized_parts(model) else dynamic)
-        verification = verify_onnx(path, model, ValidationInputs(task))
+        data = _ValidationData(model, task)
+        verification = verify_onnx(path, model, data, executed=data.take)
         write_json(folder / "verify.json", {"format": FORMAT, **verification.to_json()})
         if not verification.passed:
             path.replace(folder / "model.rejected.onnx")
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {verification}")
-        run = _like_model(session(path, threads=torch.get_num_threads()), model, task.example())
-    outcomes = measure_outcomes(run, task)
+        outcomes = data.found.outcomes()
+    else:
+        outcomes = measure_outcomes(model, task)
     metric = outcomes.metric
     write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes)})
     if verification is not None:
@@ -88,14 +89,33 @@ def measure_stage(
     )
 
 
-def _like_model(onnx_session: Any, model: nn.Module, example: Inputs) -> Callable[..., Any]:
-    """A function of the model's inputs that runs the session and returns what the model returns: a tensor, a tuple, a dict."""
-    with torch.no_grad():
-        leaves, spec = pytree.tree_flatten(call(model, first_rows(example, 2)))
+class _ValidationData:
+    """The inputs of all validation batches, a sized iterable; takes what a file gives for each, and has its outcomes then.
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        outputs = iter(onnx_session.run(None, numpy_inputs(onnx_session, kwargs or args)))
-        filled = [torch.from_numpy(np.asarray(next(outputs))) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(filled, spec)
+    One pass over the data is the proof of the file and the measurement of it.
+    """
 
-    return run
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        self.task, self.found = task, OutcomesOf(task)
+        self.target: Any = None  # of the batch whose inputs were given last
+        with torch.no_grad(), mode(model, training=False):
+            self.leaves, self.spec = pytree.tree_flatten(call(model, first_rows(task.example(), 2)))
+
+    def __len__(self) -> int:
+        return self.task.length("val")
+
+    def __iter__(self) -> Iterator[Inputs]:
+        for batch in self.task.batches("val"):
+            inputs, self.target = self.task.split(batch)
+            yield inputs
+
+    def take(self, arrays: list[np.ndarray]) -> None:
+        """Count the outputs of the file, in the form in which the model returns them: a tensor, a tuple, a dict."""
+        outputs = iter(arrays)
+        filled = [_like(leaf, next(outputs)) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        self.found.add(pytree.tree_unflatten(filled, self.spec), self.target)
+
+
+def _like(leaf: Tensor, output: np.ndarray) -> Tensor:
+    """An output as a tensor; a single number, which comparisons take as an array of one, as a number."""
+    return torch.from_numpy(output if leaf.ndim else output.reshape(()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compresskit.base.task import RunningMetric, Task, accuracy
-from compresskit.measure import evaluate
+from compresskit.measure import Evaluation, each_output
 
 log = logging.getLogger(__name__)
 
@@ -90,25 +90,41 @@ def _rows_of_both(predictions: Tensor, target: Any) -> int:
     return rows if rows and len(predictions) == rows else 0
 
 
-def measure_outcomes(run: Callable[..., Any], task: Task) -> Outcomes:
-    """The metric of a model or a file, and how sure it is.
+class OutcomesOf:
+    """The outcomes of a model or a file, from what it returns for one validation batch of a task after another.
 
     A metric other than the accuracy of one class for each sample is computed for `RESAMPLES` draws of the samples where each
     takes little time, where targets are tensors with one row a sample, and where their order does not matter.
     """
-    recorder = _Recorder(task)
-    running = isinstance(task.metric, RunningMetric)
-    metric = evaluate(run, replace(task, metric=recorder if running else recorder.__call__))
-    found = recorder.recorded()
-    if found is None:
-        return Outcomes(metric=metric)
-    predictions, target = found
-    samples, digest = len(target), hashlib.sha256(target.contiguous().numpy().tobytes()).hexdigest()[:16]
-    if task.metric is accuracy and predictions.ndim == 2 and target.ndim == 1 and bool((target >= 0).all()):
-        bits = "".join("1" if right else "0" for right in (predictions.argmax(1) == target).tolist())
-        return Outcomes(metric=metric, correct=f"{int(bits, 2):0{-(-len(bits) // 4)}x}", samples=samples, targets=digest)
-    resampled = _resample(task, predictions, target, metric)
-    return Outcomes(metric=metric, samples=samples if resampled else 0, resampled=resampled, targets=digest)
+
+    def __init__(self, task: Task) -> None:
+        self.task, self._recorder = task, _Recorder(task)
+        running = isinstance(task.metric, RunningMetric)
+        self._evaluation = Evaluation(replace(task, metric=self._recorder if running else self._recorder.__call__))
+
+    def add(self, output: Any, target: Any) -> None:
+        """Count a batch: what was returned for it, and its target."""
+        self._evaluation.add(output, target)
+
+    def outcomes(self) -> Outcomes:
+        """Of all batches."""
+        task, metric, found = self.task, self._evaluation.value(), self._recorder.recorded()
+        if found is None:
+            return Outcomes(metric=metric)
+        predictions, target = found
+        samples, digest = len(target), hashlib.sha256(target.contiguous().numpy().tobytes()).hexdigest()[:16]
+        if task.metric is accuracy and predictions.ndim == 2 and target.ndim == 1 and bool((target >= 0).all()):
+            bits = "".join("1" if right else "0" for right in (predictions.argmax(1) == target).tolist())
+            return Outcomes(metric=metric, correct=f"{int(bits, 2):0{-(-len(bits) // 4)}x}", samples=samples, targets=digest)
+        resampled = _resample(task, predictions, target, metric)
+        return Outcomes(metric=metric, samples=samples if resampled else 0, resampled=resampled, targets=digest)
+
+
+def measure_outcomes(run: Callable[..., Any], task: Task) -> Outcomes:
+    """Run a model or a function of its inputs on the validation set; its outcomes, see `OutcomesOf`."""
+    found = OutcomesOf(task)
+    each_output(run, task, found.add)
+    return found.outcomes()
 
 
 def _resample(task: Task, predictions: Tensor, target: Tensor, value: float) -> tuple[float, ...]:

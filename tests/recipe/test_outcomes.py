@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import compresskit as ck
+from compresskit.measure import numpy_inputs, session
 from compresskit.recipe import outcomes
+from compresskit.recipe.measure_stage import measure_stage
 from compresskit.recipe.outcomes import Outcomes, measure_outcomes
 from compresskit.recipe.page.statistics import bootstrap_interval
 
@@ -127,3 +129,40 @@ def test_no_interval_is_better_than_a_failed_run(regression, monkeypatch, caplog
     monkeypatch.setattr(outcomes, "MOST_SECONDS", 0.0)
     assert measure_outcomes(nn.Identity(), regression).resampled == ()
     assert "squared of one draw takes long" in caplog.text
+
+
+class Counted:
+    """A loader that counts how often it is read to its end."""
+
+    def __init__(self, batches) -> None:
+        self.batches, self.passes = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        yield from self.batches
+        self.passes += 1
+
+
+def test_a_file_is_proved_and_measured_in_one_pass_over_the_data(tmp_path) -> None:
+    """The metric is that of the executed file, also of a model that returns more than its predictions."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"features": x.relu(), "logits": self.layer(x), "scale": 2}
+
+    torch.manual_seed(0)
+    loader = Counted([(torch.randn(8, 4), torch.arange(8) % 3), (torch.randn(5, 4), torch.arange(5) % 3)])
+    task, model = ck.Task(val=loader, predict=lambda output: output["logits"]), Model()
+    (tmp_path / "stage").mkdir()
+    report = measure_stage(model, task, tmp_path / "stage", settings={}, seconds=1.0, export=True)
+    assert report.verified
+    assert loader.passes == 1
+    file = session(tmp_path / "stage" / "model.onnx")
+    right = [torch.from_numpy(file.run(None, numpy_inputs(file, (x,)))[1]).argmax(1) == y for x, y in loader.batches]
+    assert report.metric == pytest.approx(torch.cat(right).float().mean().item())

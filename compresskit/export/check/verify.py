@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ def verify_onnx(
     *,
     inside: str | None = None,
     machines: str | Sequence[str] = (),
+    executed: Callable[[list[np.ndarray]], None] | None = None,
     label: str = "verify",
 ) -> Verification:
     """Run an ONNX file and its model on the same inputs and compare all outputs.
@@ -148,6 +149,7 @@ def verify_onnx(
         batches: real data: an iterable of inputs, each a tuple or a dict.
         inside: dotted name of the submodule that the file was written from; `batches` are still those of the whole model.
         machines: families of kernels that are simulated, too: "all", or names of `export.check.machines.MACHINES`.
+        executed: called after each batch with the outputs of the file, optimized, for what else is to be known of them.
         label: of the progress bar.
 
     Returns:
@@ -179,6 +181,8 @@ def verify_onnx(
                 unrounded.append(_unrounded(model, inputs))
             for store, run in zip(outputs[1:], sessions, strict=False):
                 store.append(_run(run, inputs, path))
+            if executed:
+                executed(outputs[2][-1])
             if other and other.compiled:
                 outputs[3].append(other.run(sessions[0], inputs))
             others.add(inputs)
