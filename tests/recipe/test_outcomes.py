@@ -154,7 +154,7 @@ def test_a_file_is_proved_and_measured_in_one_pass_over_the_data(tmp_path) -> No
             self.layer = nn.Linear(4, 3)
 
         def forward(self, x):
-            return {"features": x.relu(), "logits": self.layer(x), "scale": 2}
+            return {"features": x.relu(), "logits": self.layer(x)}
 
     torch.manual_seed(0)
     loader = Counted([(torch.randn(8, 4), torch.arange(8) % 3), (torch.randn(5, 4), torch.arange(5) % 3)])
