@@ -43,14 +43,14 @@ SGD = partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True)
 def tune(epochs: int, lr: float) -> ck.Train:
     return ck.Train(
         epochs=epochs, optimizer=partial(SGD, lr=lr), schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16,
-        objective=ck.imitate(), validate_every=0,
+        objective=ck.imitate(), validate_every=0, channels_last=True,
     )  # fmt: skip
 
 
 def qat(epochs: int, lr: float) -> ck.QAT:
     return ck.QAT(
         epochs=epochs, optimizer=partial(SGD, lr=lr), schedule=ck.lr.Cosine(), precision=ck.mixed.AMP_BF16,
-        objective=ck.imitate(), validate_every=0,
+        objective=ck.imitate(), validate_every=0, channels_last=True,
     )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Writes `training_speed.json` and `training_speed.md` beside this file. The steps of a group are taken in turn in one process, and
 compared by CPU time, because others may use the machine: a ratio is the median over the rounds, each of which compares steps
 that were taken one right after the other. `kept` is what autograd keeps for the backward pass, parameters and buffers left out;
-`peak` is the most that all tensors take at once in a step. `compiled`: the float model, as by `Train(compile=True)`.
+`peak` is the most that all tensors take at once in a step. `compiled`: the float model, as by `Train(compile=True)`;
+`channels_last`: as by `Train(channels_last=True)`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def qat(name: str, model: nn.Module, x: Tensor, rounds: int, *, compiled: bool) 
     models = {"float": model, "QAT, ranges follow": following, "QAT, ranges held": held}
     kept = {kind: kept_bytes(each.train(), x) for kind, each in models.items()}
 
-    def stepper(each: nn.Module) -> Callable[[], float]:
+    def stepper(each: nn.Module, x: Tensor = x) -> Callable[[], float]:
         optimizer = torch.optim.SGD(each.parameters(), lr=1e-3, momentum=0.9)
 
         def step() -> float:
@@ -119,6 +120,10 @@ def qat(name: str, model: nn.Module, x: Tensor, rounds: int, *, compiled: bool) 
     for step in steps.values():
         step()
     peak = {kind: peak_bytes(step, models[kind]) for kind, step in steps.items()}
+    last = {"float": copy.deepcopy(model), "QAT, ranges held": copy.deepcopy(held)}
+    images = x.contiguous(memory_format=torch.channels_last)
+    for kind, each in last.items():
+        steps[f"{kind}, channels_last"] = stepper(each.to(memory_format=torch.channels_last), images)  # type: ignore[call-overload]
     if compiled:
         other = copy.deepcopy(model)
         other.compile(dynamic=False)

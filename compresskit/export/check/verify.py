@@ -152,8 +152,7 @@ def verify_onnx(
         executed: called after each batch with the outputs of the file, optimized, for what else is to be known of them.
         label: of the progress bar.
 
-    Returns the agreement with all optimizations and without, and why the file does not pass, if it does not.
-    Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
+    Returns the agreement with all optimizations and without, and why the file does not pass, if it does not. Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     read_proto(path)  # refuses weights outside its folder
     others = MachineCheck(path, machines_named(machines))
@@ -167,8 +166,7 @@ def verify_onnx(
     quantized = bool(parts) or signs
     weight_only = not signs and all(part.exact for part in parts)  # quantizers switched off leave rounded weights
     outputs: list[list[list[np.ndarray]]] = [[], [], [], []]
-    unrounded: list[list[np.ndarray]] = []  # what the outputs are without it
-    samples, first, random = 0, None, False
+    unrounded, samples, first, random = list[list[np.ndarray]](), 0, None, False
     with torch.no_grad(), mode(model, training=False):
         for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
             drawn = _rng_states()
