@@ -152,7 +152,8 @@ def verify_onnx(
         executed: called after each batch with the outputs of the file, optimized, for what else is to be known of them.
         label: of the progress bar.
 
-    Returns the agreement with all optimizations and without, and why the file does not pass, if it does not. Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
+    Returns the agreement with all optimizations and without, and why the file does not pass, if it does not.
+    Raises ExportError where the file does not load or run; a file that runs and disagrees is reported, not raised.
     """
     read_proto(path)  # refuses weights outside its folder
     others = MachineCheck(path, machines_named(machines))
