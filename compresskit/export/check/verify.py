@@ -144,8 +144,7 @@ def verify_onnx(
     """Run an ONNX file and its model on the same inputs and compare all outputs.
 
     Args:
-        path: of the ONNX file.
-        model: the PyTorch model it was written from, float or quantized.
+        path, model: the ONNX file, and the PyTorch model it was written from, float or quantized.
         batches: real data: an iterable of inputs, each a tuple or a dict.
         inside: dotted name of the submodule that the file was written from; `batches` are still those of the whole model.
         machines: families of kernels that are simulated, too: "all", or names of `export.check.machines.MACHINES`.
@@ -184,12 +183,10 @@ def verify_onnx(
                 outputs[3].append(other.run(sessions[0], inputs))
             others.add(inputs)
             samples += batch_size(inputs)
-    if first is None:
-        raise DataError("verify_onnx: no batch was given")
     levels = _agreements(outputs, [] if random else unrounded, other)
     allowed = steps_allowed(least_precise_dtype(model)), sys.float_info.max if signs else QUANTIZED_STEPS
     reason = _reason_to_reject(levels, quantized, allowed, weight_only=weight_only)
-    reason += "" if not reason else RANDOM if random else _place(path, model, first)
+    reason += "" if not reason or first is None else RANDOM if random else _place(path, model, first)
     reason, run = reason or _machine_that_differs(others.result()), other.record if other else None
     return _verification(levels, run, samples=samples, quantized=quantized, reason=reason, machines=others.result())
 
@@ -203,7 +200,9 @@ def _verification(levels: dict[str, Agreement], run: RuntimeRun | None, **known:
 def _agreements(
     outputs: list[list[list[np.ndarray]]], unrounded: list[list[np.ndarray]], other: OtherRuntime | None
 ) -> dict[str, Agreement]:
-    """How far each execution of a file agrees. outputs: of the model, the file as written, optimized, elsewhere."""
+    """How far each execution of a file agrees; DataError for no batch. outputs: of the model, the file, optimized, elsewhere."""
+    if not outputs[0]:
+        raise DataError("verify_onnx: no batch was given")
     names = ["model", "as written", "optimized", *([f"in {other.record.name}"] if other and outputs[3] else [])]
     runs = dict(zip(names, outputs, strict=False))
     wanted, *executed = map(_concatenated_outputs, runs.values())
