@@ -28,6 +28,7 @@ LAYERS = [
     {"export"},
     {"distill"},
     {"prune", "quant"},
+    {"joint"},
     {"recipe"},
     {"search"},
     {"__init__", "cli"},
