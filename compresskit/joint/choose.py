@@ -75,8 +75,9 @@ def choose_channels_and_bits(
     loses is measured for each group at each width and for each layer at each number of bits alone, each after its repair in
     closed form (least squares; GPTQ), and the losses are taken to add up. The choice is then exact: a mixed-integer program
     (scipy's `milp`). Losses of the two kinds do not add up exactly, and training makes up for more of the one than of the
-    other. So the program is solved with several exchange rates between them, with and without the fewest bits, and with the same bits
-    everywhere; each result is pruned, quantized, shortly trained to imitate the float model, and measured; the best is taken.
+    other. So the program is solved with several exchange rates between them, with and without the fewest bits, and with the
+    same bits everywhere; each result is pruned, quantized, shortly trained to imitate the float model, and measured; the best
+    is taken.
     GETA (Qu et al., CVPR 2025, arXiv 2502.16638) chooses both during one training; this takes no training and no labels.
 
     Args:
@@ -165,6 +166,7 @@ class _JointSearch:
             sensitivities = self._measured_sensitivities(macs)
         self.sensitivities = sensitivities
         self.fixed = 0.0  # bytes of the file that are not modelled; found by exporting
+        self.exported: dict[tuple[tuple[int, ...], tuple[int, ...]], _Choice] = {}
 
     def _measured_sensitivities(self, macs: int) -> JointSensitivities:
         error = OutputError(self.model, self.data.judge, self.data.rows)
@@ -277,7 +279,13 @@ class _JointSearch:
         return {layer.layer: Bits(weights=width) for layer, width in zip(self.sensitivities.layers, bits, strict=True)}
 
     def _exported(self, kept: Sequence[int], bits: Sequence[int]) -> _Choice:
-        """The choice with its plan, which is proved, and the bytes of its file."""
+        """The choice with its plan, which is proved, and the bytes of its file; each is exported once."""
+        key = tuple(kept), tuple(bits)
+        if key not in self.exported:
+            self.exported[key] = self._export(*key)
+        return self.exported[key]
+
+    def _export(self, kept: tuple[int, ...], bits: tuple[int, ...]) -> _Choice:
         channels = plan_channels(
             self.model, self.example, keep(channels=1.0), criterion=self.how.criterion, task=self.how.task,
             ratios=self._ratios(kept), ignore=self.how.ignore,
@@ -286,7 +294,7 @@ class _JointSearch:
         with tempfile.TemporaryDirectory() as folder:
             path = export_onnx(quantized, Path(folder) / "candidate.onnx", self.example)
             size = sum(part.stat().st_size for part in path.parent.iterdir())
-        return _Choice(kept=tuple(kept), bits=tuple(bits), channels=channels, file_bytes=size)
+        return _Choice(kept=kept, bits=bits, channels=channels, file_bytes=size)
 
     def _quantized(self, model: nn.Module, bits: Sequence[int], inputs: Sequence[Inputs]) -> Quantized:
         quantized = quantize_static(model, inputs, bits=self._bits(bits), target=self.how.target, skip=self.how.skip)

@@ -17,7 +17,7 @@ from compresskit.prune.channels.reconstruct import InputStatistics
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 BATCHES = [X[:16], X[16:]]
-WIDTHS, RATIOS = (2, 4, 8), (0.25, 0.5, 0.75)
+WIDTHS, RATIOS, SIZE = (2, 8), (0.25, 0.5), 4700
 
 
 class Small(nn.Module):
@@ -48,7 +48,7 @@ def exported_bytes(quantized, folder: Path) -> int:
 
 @functools.cache
 def plan() -> JointPlan:
-    return choose_channels_and_bits(small(), BATCHES, 8600, widths=WIDTHS, ratios=RATIOS)
+    return choose_channels_and_bits(small(), BATCHES, SIZE, widths=WIDTHS, ratios=RATIOS)
 
 
 def test_the_file_is_within_the_size_and_the_plan_says_what_was_measured(tmp_path) -> None:
@@ -56,30 +56,30 @@ def test_the_file_is_within_the_size_and_the_plan_says_what_was_measured(tmp_pat
     pruned = chosen.pruned(small(), BATCHES)
     quantized = ck.quant.quantize_static(pruned, BATCHES, bits=chosen.bits)
     assert exported_bytes(quantized, tmp_path) == pytest.approx(chosen.file_bytes, abs=32)
-    assert chosen.file_bytes <= 8600
+    assert chosen.file_bytes <= SIZE
     lost = [choice.lost for choice in chosen.measured]
     assert lost == sorted(lost)
-    assert len(lost) > 2
-    assert all(choice.file_bytes <= 8600 for choice in chosen.measured)
+    assert len(lost) > 1
+    assert all(choice.file_bytes <= SIZE for choice in chosen.measured)
     assert chosen.kept["first"] == pruned.first.out_channels == pruned.second.in_channels
     assert chosen.kept["stem"] == pruned.stem.out_channels
     text = str(chosen)
-    assert "of 8,600" in text
+    assert "of 4,700" in text
     assert f"first: {pruned.first.out_channels} of 16" in text
     assert "measured together on outputs, of classes, 8 samples" in text
 
 
-def test_pruning_and_rounding_are_chosen_together() -> None:
-    """At most sizes both are used; the smaller the file, the fewer channels times bits."""
-    first = choose_channels_and_bits(small(), BATCHES, 8600, widths=WIDTHS, ratios=RATIOS, check=False)
+def test_a_smaller_file_loses_more_and_what_was_measured_serves_further_sizes() -> None:
     found = []
-    for size in (8000, 8400, 9000):
+    for size in (4250, 4500, 5400):
         at = choose_channels_and_bits(
-            small(), BATCHES, size, widths=WIDTHS, ratios=RATIOS, check=False, sensitivities=first.sensitivities
+            small(), BATCHES, size, widths=WIDTHS, ratios=RATIOS, check=False, sensitivities=plan().sensitivities
         )
-        found.append((at.file_bytes, at.predicted))
-    assert [size for size, _ in found] == sorted(size for size, _ in found)
-    assert [loss for _, loss in found] == sorted((loss for _, loss in found), reverse=True)
+        assert at.file_bytes <= size
+        assert at.measured == ()
+        found.append((at.file_bytes, -at.predicted))
+    assert found == sorted(found)
+    assert len(set(found)) == 3
 
 
 def test_sensitivities_are_of_one_group_or_layer_alone() -> None:
@@ -98,7 +98,7 @@ def test_sensitivities_are_of_one_group_or_layer_alone() -> None:
             assert losses["head"][bits] == pytest.approx(float(error), rel=1e-3)
     groups = {group.layer: group for group in plan().sensitivities.groups}
     assert groups["first"].size == 16
-    assert set(groups["first"].loss) == {4, 8, 12, 16}
+    assert set(groups["first"].loss) == {8, 12, 16}
     assert groups["first"].loss[16] == 0 < groups["first"].loss[12]
 
 
@@ -121,7 +121,7 @@ def test_the_plan_is_two_stages_of_a_recipe(tmp_path) -> None:
     chosen = plan()
     recipe = ck.Recipe(chosen.prune(samples=32), ck.StaticQuant(bits=chosen.bits, samples=32))
     result = recipe.run(copy.deepcopy(small()), task, out=tmp_path / "run")
-    assert result.onnx.stat().st_size == pytest.approx(chosen.file_bytes, abs=300)
+    assert result.onnx.stat().st_size < 1.1 * chosen.file_bytes
     pruned = ck.prune.replayed(small(), chosen.channels)
     direct = chosen.prune(samples=32)(copy.deepcopy(small()), task)
     assert [p.shape for p in direct.parameters()] == [p.shape for p in pruned.parameters()]
@@ -129,7 +129,9 @@ def test_the_plan_is_two_stages_of_a_recipe(tmp_path) -> None:
 
 def test_bad_input_says_what_to_do() -> None:
     with pytest.raises(ck.SettingError, match=r"the least that these ratios and widths allow is [\d,]+ bytes, got 100"):
-        choose_channels_and_bits(small(), BATCHES, 100, widths=WIDTHS, ratios=RATIOS, check=False)
+        choose_channels_and_bits(
+            small(), BATCHES, 100, widths=WIDTHS, ratios=RATIOS, check=False, sensitivities=plan().sensitivities
+        )
     with pytest.raises(ck.SettingError, match=r"file_bytes=.*whole number of bytes >= 1, got 0\.5"):
         choose_channels_and_bits(small(), BATCHES, 0.5)  # type: ignore[arg-type]
     with pytest.raises(ck.SettingError, match=r"widths=.*whole numbers of 2..8, got \(1, 8\)"):
