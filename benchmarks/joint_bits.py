@@ -39,14 +39,15 @@ from quantize_cifar import trained  # noqa: E402
 from real_networks import cifar, executed  # noqa: E402
 
 import compresskit as ck  # noqa: E402
-from compresskit.joint import choose_channels_and_bits  # noqa: E402
-from compresskit.joint.joint_plan import repaired  # noqa: E402
 from compresskit.quant import Bits  # noqa: E402
+from compresskit.search.joint import choose_channels_and_bits  # noqa: E402
+from compresskit.search.joint.joint_plan import repaired  # noqa: E402
 
 SIZES = (0.25, 0.35, 0.5)
 KEPT = {0.25: (0.5, 0.65, 0.4, 0.8), 0.35: (0.8, 0.65, 1.0, 0.5), 0.5: (1.0, 0.85, 0.7)}  # parameters before mixed bits
 WIDTHS = {0.25: (3, 4), 0.35: (3, 4), 0.5: (4,)}  # uniform
 STEPS, RATE, TUNING = 40, 5e-2, 100
+ARMS = ("joint", "checked", "mixed", "uniform")
 Batches = list[tuple[Tensor]]
 Row = dict[str, Any]
 

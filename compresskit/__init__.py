@@ -5,7 +5,7 @@ recipe = Recipe(Train(epochs=12), Prune(budget=keep(macs=0.5), finetune=Train(ep
 print(recipe.run(model, task, out="runs/first"))
 """
 
-from compresskit import distill, export, joint, metrics, mixed, prune, quant
+from compresskit import distill, export, metrics, mixed, prune, quant
 from compresskit.base.budget import Budget, keep, remove
 from compresskit.base.errors import (
     CheckpointError,
@@ -70,7 +70,6 @@ __all__ = [
     "export_onnx",
     "fit_",
     "imitate",
-    "joint",
     "keep",
     "load",
     "lr",

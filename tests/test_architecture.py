@@ -28,7 +28,6 @@ LAYERS = [
     {"export"},
     {"distill"},
     {"prune", "quant"},
-    {"joint"},
     {"recipe"},
     {"search"},
     {"__init__", "cli"},

@@ -11,7 +11,6 @@ from compresskit.base.budget import keep
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.task import batch_size
 from compresskit.graph.surgery import copy_model
-from compresskit.joint.sensitivities import FEW, JointSensitivities
 from compresskit.metrics import decibels
 from compresskit.prune.channels.prune import Prune
 from compresskit.prune.channels.reconstruct import reconstruct_
@@ -20,11 +19,12 @@ from compresskit.prune.structure.plan import Plan, apply_
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.numerics.bit_widths import Bits
+from compresskit.search.joint.sensitivities import FEW, JointSensitivities
 from compresskit.train.batchnorm import reestimate_batchnorm_
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredChoice:
+class MeasuredJointChoice:
     """Channels and bits that were measured together.
 
     name: how they were chosen. kept: channels of each group. bits: of each layer. file_bytes: of the exported file.
@@ -59,7 +59,7 @@ class JointPlan:
     budget: int
     predicted: float
     sensitivities: JointSensitivities
-    measured: tuple[MeasuredChoice, ...] = ()
+    measured: tuple[MeasuredJointChoice, ...] = ()
     judge: str = ""
 
     def pruned(self, model: nn.Module, batches: Batches) -> nn.Module:
@@ -76,7 +76,7 @@ class JointPlan:
         return repaired(model, self.channels, batches)
 
     def prune(self, **settings: Any) -> Prune:
-        """The stage of a recipe that removes the channels; `QAT(bits=plan.bits)` or `StaticQuant(bits=plan.bits)` comes after it.
+        """The stage of a recipe that removes the channels; `QAT` or `StaticQuant` with `bits=plan.bits` comes after it.
 
         settings: others of `Prune`, such as `finetune=`.
         """

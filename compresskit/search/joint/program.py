@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from compresskit.joint.file_size import CHANNEL_BYTES, FLOAT_BITS, Side, StoredWeight, stored_bits
+from compresskit.search.joint.file_size import CHANNEL_BYTES, FLOAT_BITS, Side, StoredWeight, stored_bits
 
-SECONDS = 30.0  # after which the solver returns the best choice so far
+SOLVER_SECONDS = 30.0  # after which the solver returns the best choice so far
 GAP = 1e-4  # of the loss, at which a choice counts as the best
 
 
@@ -133,7 +133,7 @@ class _Program:
                 LinearConstraint(equal, self.right, self.right),
                 LinearConstraint(cost[None] / scale, -np.inf, (most - self.constant) / scale),
             ],
-            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+            options={"mip_rel_gap": GAP, "time_limit": SOLVER_SECONDS},
         )
         if found.x is None:
             return None

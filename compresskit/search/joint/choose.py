@@ -20,10 +20,6 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size
 from compresskit.export import export_onnx
 from compresskit.graph.surgery import copy_model
-from compresskit.joint.file_size import StoredWeight, modelled_bytes, stored_weights
-from compresskit.joint.joint_plan import JointPlan, MeasuredChoice, repaired
-from compresskit.joint.program import Options, best_choice
-from compresskit.joint.sensitivities import JointSensitivities, Measuring
 from compresskit.prune.channels.plan_channels import analyze_channels, plan_channels
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.normalizers import unscaled
@@ -42,9 +38,13 @@ from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.quant.static import quantize_static
+from compresskit.search.joint.file_size import StoredWeight, modelled_bytes, stored_weights
+from compresskit.search.joint.joint_plan import JointPlan, MeasuredJointChoice, repaired
+from compresskit.search.joint.program import Options, best_choice
+from compresskit.search.joint.sensitivities import JointSensitivities, Measuring
 
-BITS = (2, 3, 4, 6, 8)
-RATIOS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+JOINT_WIDTHS = (2, 3, 4, 6, 8)
+JOINT_RATIOS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 EXCHANGE_RATES = (1.0, 4.0, 0.25)  # of a loss by rounding for one by pruning
 JUDGED = 4  # one of so many samples judges
 RECONSTRUCTION_STEPS, FIRST_RATE = 20, 0.05  # of the short training before a choice is measured
@@ -59,8 +59,8 @@ def choose_channels_and_bits(
     batches: Batches,
     file_bytes: int,
     *,
-    widths: Sequence[int] = BITS,
-    ratios: Sequence[float] = RATIOS,
+    widths: Sequence[int] = JOINT_WIDTHS,
+    ratios: Sequence[float] = JOINT_RATIOS,
     criterion: Criterion = l2,
     task: Task | None = None,
     check: bool = True,
@@ -180,13 +180,13 @@ class _JointSearch:
     def plan(self, *, check: bool) -> JointPlan:
         """The best choice as a plan."""
         found = list(self._choices(every=check))
-        measured, judge = list[MeasuredChoice](), ""
+        measured, judge = list[MeasuredJointChoice](), ""
         if check:
             loss = self._loss()
             for name, choice in progress_bar(found, desc="measure choices"):
                 lost = loss(self._trained(choice))
                 measured.append(
-                    MeasuredChoice(name=name, kept=choice.kept, bits=choice.bits, file_bytes=choice.file_bytes, lost=lost)
+                    MeasuredJointChoice(name=name, kept=choice.kept, bits=choice.bits, file_bytes=choice.file_bytes, lost=lost)
                 )
             best = min(range(len(found)), key=lambda i: measured[i].lost)
             others = "" if self.how.task is not None or self.data.others else ", the same that showed the sensitivities"

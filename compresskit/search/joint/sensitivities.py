@@ -26,7 +26,7 @@ from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.samples import OutputError
 
 FEW = 8  # samples in a batch of statistics: of each batch, only some hundred positions are read
-DAMPING = 0.01  # of the mean second moment of the inputs
+MOMENT_DAMPING = 0.01  # of the mean second moment of the inputs
 TRIED_SCALES = 40  # from 0.2 to 1 times that of the extremes
 
 
@@ -93,9 +93,7 @@ class Measuring:
             for bits in widths[name]:
                 rounded = copy_model(self.model)
                 with torch.no_grad():
-                    get_tensor(rounded, f"{name}.weight").copy_(
-                        rounded_weight(weight, bits, self.statistics.get(f"{name}.weight"))
-                    )
+                    get_tensor(rounded, f"{name}.weight").copy_(gptq_rounded(weight, bits, self.statistics.get(f"{name}.weight")))
                 losses[bits] = self._lost(rounded)
             found.append(RoundingSensitivity(layer=name, weights=weight.numel(), loss=losses))
         return found
@@ -104,7 +102,7 @@ class Measuring:
         return sum(self.error.of(model))
 
 
-def rounded_weight(weight: Tensor, bits: int, inputs: InputStatistics | None) -> Tensor:
+def gptq_rounded(weight: Tensor, bits: int, inputs: InputStatistics | None) -> Tensor:
     """A weight (outputs, ...) on the symmetric grid of each output, of least squared error of the weight.
 
     inputs: sums over the inputs of the layer. The error of each column is then made up for by the columns still to come (GPTQ,
@@ -117,7 +115,7 @@ def rounded_weight(weight: Tensor, bits: int, inputs: InputStatistics | None) ->
         return ((rows / scale).round().clamp(-top, top) * scale).to(weight.dtype).view(weight.shape)
     moment = inputs.products / inputs.rows
     typical = moment.diagonal().mean().clamp(min=1e-30)
-    inverse = torch.linalg.inv(moment + DAMPING * typical * torch.eye(len(moment), dtype=moment.dtype))
+    inverse = torch.linalg.inv(moment + MOMENT_DAMPING * typical * torch.eye(len(moment), dtype=moment.dtype))
     upper: Any = torch.linalg.cholesky(inverse, upper=True)
     left, result = rows.clone(), torch.empty_like(rows)
     for j in range(rows.shape[1]):

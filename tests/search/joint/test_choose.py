@@ -6,14 +6,15 @@ import copy
 import functools
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
 
 import compresskit as ck
-from compresskit.joint import JointPlan, choose_channels_and_bits
-from compresskit.joint.sensitivities import rounded_weight
 from compresskit.prune.channels.reconstruct import InputStatistics
+from compresskit.search.joint import JointPlan, choose_channels_and_bits
+from compresskit.search.joint.sensitivities import gptq_rounded
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 BATCHES = [X[:16], X[16:]]
@@ -71,7 +72,7 @@ def test_the_file_is_within_the_size_and_the_plan_says_what_was_measured(tmp_pat
 
 def test_a_smaller_file_loses_more_and_what_was_measured_serves_further_sizes() -> None:
     found = []
-    for size in (4250, 4500, 5400):
+    for size in (4350, 5400):
         at = choose_channels_and_bits(
             small(), BATCHES, size, widths=WIDTHS, ratios=RATIOS, check=False, sensitivities=plan().sensitivities
         )
@@ -79,7 +80,7 @@ def test_a_smaller_file_loses_more_and_what_was_measured_serves_further_sizes() 
         assert at.measured == ()
         found.append((at.file_bytes, -at.predicted))
     assert found == sorted(found)
-    assert len(set(found)) == 3
+    assert len(set(found)) == 2
 
 
 def test_sensitivities_are_of_one_group_or_layer_alone() -> None:
@@ -93,7 +94,7 @@ def test_sensitivities_are_of_one_group_or_layer_alone() -> None:
             summed = rows + small().second(small().norm(small().first(rows)).relu())
             inputs = InputStatistics()
             inputs.add(summed.mean((2, 3)))
-            rounded.head.weight.copy_(rounded_weight(small().head.weight, bits, inputs))
+            rounded.head.weight.copy_(gptq_rounded(small().head.weight, bits, inputs))
             error = (rounded(judged) - wanted).square().sum() / wanted.square().sum()
             assert losses["head"][bits] == pytest.approx(float(error), rel=1e-3)
     groups = {group.layer: group for group in plan().sensitivities.groups}
@@ -108,7 +109,7 @@ def test_rounding_makes_up_for_the_errors_of_earlier_columns() -> None:
     x = x @ torch.randn(12, 12, generator=random)
     inputs = InputStatistics()
     inputs.add(x)
-    nearest, better = rounded_weight(weight, 3, None), rounded_weight(weight, 3, inputs)
+    nearest, better = gptq_rounded(weight, 3, None), gptq_rounded(weight, 3, inputs)
     for rounded in (nearest, better):
         assert all(len(row.unique()) <= 7 for row in rounded)
     lost = [float(((rounded - weight) @ x.T).square().sum()) for rounded in (nearest, better)]
@@ -121,7 +122,8 @@ def test_the_plan_is_two_stages_of_a_recipe(tmp_path) -> None:
     chosen = plan()
     recipe = ck.Recipe(chosen.prune(samples=32), ck.StaticQuant(bits=chosen.bits, samples=32))
     result = recipe.run(copy.deepcopy(small()), task, out=tmp_path / "run")
-    assert result.onnx.stat().st_size < 1.1 * chosen.file_bytes
+    record = sum(len(entry.value) for entry in onnx.load(result.onnx).metadata_props)  # of the recipe
+    assert result.onnx.stat().st_size - record == pytest.approx(chosen.file_bytes, abs=150)
     pruned = ck.prune.replayed(small(), chosen.channels)
     direct = chosen.prune(samples=32)(copy.deepcopy(small()), task)
     assert [p.shape for p in direct.parameters()] == [p.shape for p in pruned.parameters()]

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from compresskit.joint.file_size import Side, StoredWeight, modelled_bytes
-from compresskit.joint.program import Options, best_choice
+from compresskit.search.joint.file_size import Side, StoredWeight, modelled_bytes
+from compresskit.search.joint.program import Options, best_choice
 
 #: What each weight of a random network is made of, (outputs, inputs), each as {group: entries a channel} and what always stays.
 CHAIN = [(({0: 1}, 0), ({}, 3)), (({1: 1}, 0), ({0: 1}, 0)), (({}, 5), ({1: 4}, 0))]
