@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,12 @@ def arms(
         print(plan, flush=True)
         return plan.pruned(model, batches), plan.bits
 
-    yield "joint", lambda: joint(False)
-    yield "checked", lambda: joint(True)
+    yield "joint", partial(joint, check=False)
+    yield "checked", partial(joint, check=True)
     for kept in KEPT[size]:
-        yield f"mixed, {kept:.0%} of the parameters", lambda kept=kept: mixed(model, kept, batches, most)
+        yield f"mixed, {kept:.0%} of the parameters", partial(mixed, model, kept, batches, most)
     for width in WIDTHS[size]:
-        yield f"uniform, {width} bits", lambda width=width: uniform(model, width, batches, most, folder)
+        yield f"uniform, {width} bits", partial(uniform, model, width, batches, most, folder)
 
 
 def finished(small: nn.Module, bits: Any, model: nn.Module, batches: Batches) -> Any:
@@ -166,7 +167,7 @@ def main() -> None:
                     if made is None:
                         continue
                     seconds = time.perf_counter() - began
-                    quantized = finished(*made, model, batches)
+                    quantized = finished(made[0], made[1], model, batches)
                     file, size_of_file = written(quantized, folder, batches[0])
                     ck.verify_onnx(file, quantized, [batches[0]])
                     row = {"top1": network.quality(executed(file)), "bytes": size_of_file, "seconds": seconds}
