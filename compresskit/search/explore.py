@@ -12,9 +12,9 @@ from compresskit.base.progress import announce
 from compresskit.search.candidate import UNCOMPRESSED, Candidate
 from compresskit.search.figures import Figures
 from compresskit.search.latency.latency_filter import LatencyFilter
+from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.stopwatch import Stopwatch
 from compresskit.search.study import CandidateStudy, first_candidates
 from compresskit.search.workers import PAUSE, Worker
 

@@ -18,9 +18,9 @@ from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate
 from compresskit.search.figures import Figures
+from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.stopwatch import Stopwatch
 from compresskit.search.study import TURN, WORKER, import_optuna, journal
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport

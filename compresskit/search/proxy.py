@@ -37,7 +37,7 @@ from compresskit.recipe.locks import exclusive
 from compresskit.recipe.measure_stage import measure_stage
 from compresskit.search.candidate import Candidate
 from compresskit.search.figures import Figures
-from compresskit.search.stopwatch import Stopwatch, start_stopwatch
+from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
 from compresskit.search.workers import LOCKS, timing_alone
 
 log = logging.getLogger(__name__)

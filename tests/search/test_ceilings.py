@@ -8,8 +8,8 @@ import compresskit as ck
 from compresskit.search.ceilings import parse_ceiling
 from compresskit.search.compress import free_quantity
 from compresskit.search.figures import Figures, pareto
+from compresskit.search.latency.stopwatch import start_stopwatch
 from compresskit.search.outcome import nearest_budget
-from compresskit.search.stopwatch import start_stopwatch
 
 DENSE = Figures(metric=0.9, drop=0.0, latency=10.0, bytes=1000, macs=500)
 

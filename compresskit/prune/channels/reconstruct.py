@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def reconstruct_(
     if damping <= 0:
         raise SettingError(f"reconstruct_(damping=...): wanted a positive number, got {damping}")
     # Queries that the plan rescales are left out: their old output is no target.
-    names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and _refits(dense, n)]
+    names = [n for n, dims in plan.remove.items() if 1 in dims and n not in plan.scales and can_refit(dense, n)]
     stream = each_inputs(batches, "reconstruct_")
     first = next(stream, None)
     if first is None:
@@ -66,14 +66,26 @@ def reconstruct_(
     statistics = input_statistics(dense, names, itertools.chain([first], stream))
     before, wanted = copy.deepcopy(model.state_dict()), _outputs(dense, first)
     distance = _distance(_outputs(model, first), wanted)
-    with torch.no_grad():
-        lost = {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in statistics.items()}
+    lost = refit_(model, dense, plan, statistics, damping=damping)
     if not _distance(_outputs(model, first), wanted) <= distance:
         # Each layer is nearer to its old output and yet the model is not, for instance because a norm over channels sees others.
         log.warning("refitting layers brought the outputs of %s no nearer; they stay as they were cut", type(model).__name__)
         model.load_state_dict(before)
         return {}
     return lost
+
+
+@torch.no_grad()
+def refit_(
+    model: nn.Module, dense: nn.Module, plan: Plan, statistics: Mapping[str, InputStatistics], *, damping: float = 1e-4
+) -> dict[str, float]:
+    """Refit the layers of a pruned model that lost inputs, in place, as `reconstruct_` does, from statistics of their inputs.
+
+    statistics: of weights by name, of the dense model; weights that keep all inputs are left out. Nothing is run, and whether
+    the outputs of the whole model come nearer is not looked at. Returns what `reconstruct_` returns.
+    """
+    changed = {n: s for n, s in statistics.items() if 1 in plan.remove.get(n, {}) and n not in plan.scales}
+    return {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in changed.items()}
 
 
 def _outputs(model: nn.Module, inputs: Inputs) -> list[Any]:
@@ -90,7 +102,8 @@ def _distance(outputs: list[Any], wanted: list[Any]) -> float:
     return sum(float((a - b).square().sum()) for a, b in same)
 
 
-def _refits(dense: nn.Module, name: str) -> bool:
+def can_refit(dense: nn.Module, name: str) -> bool:
+    """Whether a weight, by its name, is one of a layer that least squares can refit."""
     module, leaf = owner(dense, name)
     plain = isinstance(module, RefittableLayer) and leaf == "weight"
     if (
