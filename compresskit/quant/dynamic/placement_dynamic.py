@@ -83,7 +83,7 @@ def recurrent_weights(node: Node) -> list[Node]:
 
 
 def float_layers(lstm: Node, floating: Collection[str]) -> list[int]:
-    """The layers of an LSTM, from 0, that what stays float names: `lstm.0` is the first layer of the node `lstm`. None of others."""
+    """The layers of an LSTM, from 0, that what stays float names: `lstm.0` is the first one of the node `lstm`. Else none."""
     layers = lstm.args[4] if DYNAMIC_KINDS.get(lstm.target) == "lstm" else 0
     return [layer for layer in range(layers) if f"{lstm.name}.{layer}" in floating]
 
