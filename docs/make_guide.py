@@ -213,7 +213,7 @@ Written by `python docs/make_guide.py`. A gain is what was measured on the netwo
 | a trained model and unlabelled inputs | `quantize_static` | `effort="balanced"` where [accuracy dropped](accuracy.md) |
 | labels, and time for a fine-tuning | `Prune` with `finetune=`, then `StaticQuant` | `QAT` in its place |
 | labels, and time for whole trainings | `Distill` into a smaller network, `Prune`, `QAT` | a larger student |
-| no data at all | `quantize_dynamic` (linear layers, LSTM) with one made-up input of the right shape | any real inputs |
+| no data at all | `quantize_dynamic` (linear layers) with one made-up input of the right shape | any real inputs |
 | a model that cannot be captured whole | [`inside="backbone"`](detection.md) | |
 | a deadline in milliseconds | `Prune(budget=ck.keep(latency=0.5))`, measured on this machine | `choose="measure"` |
 

@@ -286,6 +286,11 @@ def _advice(error: BaseException) -> str:
             "nn.Transformer looks at the values of a mask to see whether it is the causal one. Tell it: forward(src, tgt,"
             " tgt_mask=mask, tgt_is_causal=True), or False for another mask; of an encoder, is_causal=True."
         )
+    if re.search(r"match hidden\d? batch size|Expected hidden", str(error)):
+        return (
+            "The rows of a state are not in its first dimension. Give them the name of the input's:"
+            ' dynamic={"x": {0: "batch"}, "state": {1: "batch"}}, with the parameters of forward.'
+        )
     return (
         "Code whose path depends on values of tensors cannot be captured. Capture the part that can be with"
         " inside='backbone' (the dotted name of a submodule), or rewrite that line."
@@ -339,12 +344,22 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
 
 
 def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:
-    """Take two rows of every input whose first dimension is dynamic; a single row is doubled."""
+    """Take two rows of every input whose first dimension is dynamic; a single row is doubled.
+
+    So are dimensions with the name of such a first one, as of the states of an LSTM, (layers, rows, width).
+    """
     varying = _varying(model, example, dynamic)
+    dimensions = {name: dict.fromkeys([0] if 0 in dims else []) for name, dims in varying.items()}
+    if isinstance(dynamic, Mapping):
+        named = {name: dims for name, dims in dynamic.items() if isinstance(dims, Mapping)}
+        batch = {dims[0] for dims in named.values() if 0 in dims}
+        for name, dims in named.items():
+            dimensions[name] |= dict.fromkeys(d for d, called in dims.items() if called in batch)
     leaves, structure = pytree.tree_flatten(example)
     for i, name in enumerate(input_names(model, example)):
-        if 0 in varying.get(name, ()):
-            leaves[i] = torch.cat([leaves[i], leaves[i]])[:2] if len(leaves[i]) == 1 else leaves[i][:2]
+        for d in dimensions.get(name, ()):
+            one = leaves[i].shape[d] == 1
+            leaves[i] = torch.cat([leaves[i], leaves[i]], d) if one else leaves[i].narrow(d, 0, min(2, leaves[i].shape[d]))
     rows: Inputs = pytree.tree_unflatten(leaves, structure)
     return rows
 

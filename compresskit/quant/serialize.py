@@ -70,7 +70,7 @@ def rebuild(model: nn.Module, saved: dict[str, Any]) -> Quantized:
         raise CheckpointError(f"not the record of a quantized model: {type(error).__name__} {error}") from None
     quantized: Quantized
     if "mixed" in origin:
-        quantized = rebuild_mixed(model, example, origin, target, skip=skip, dynamic=dynamic, merges=merges)
+        quantized = rebuild_mixed(model, example, origin, target, skip=skip, floating=floating, dynamic=dynamic, merges=merges)
     elif "plan" in saved:
         quantized = rebuild_weights(model, example, origin, saved["plan"], skip=skip, dynamic=dynamic, merges=merges)
     elif how is None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.task import first_tensor
+from compresskit.base.task import first_rows, first_tensor
 from compresskit.measure import evaluate
 from compresskit.recipe.preflight import preflight_check
 
@@ -113,3 +113,10 @@ def test_no_label_that_counts_is_an_error_and_not_nan() -> None:
     with pytest.raises(DataError, match="accuracy: all 128 labels are ignored ones, -100, so that there is nothing to count"):
         evaluate(nn.Conv2d(3, 4, 1), task)
     preflight_check(nn.Conv2d(3, 4, 1), task)  # its first batch may be of padding alone
+
+
+def test_first_rows_of_a_state_are_in_its_second_dimension() -> None:
+    x, state = first_rows((torch.zeros(5, 6), torch.zeros(2, 5, 8)), 3)
+    assert (x.shape, state.shape) == ((3, 6), (2, 3, 8))
+    boxes = first_rows({"x": torch.zeros(5, 6), "anchors": torch.zeros(9, 4)}, 3)
+    assert (boxes["x"].shape, boxes["anchors"].shape) == ((3, 6), (3, 4))

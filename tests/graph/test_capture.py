@@ -134,3 +134,28 @@ def test_an_output_that_is_no_tensor_is_named() -> None:
     message = r"(?s)An output of the model is of the class .*Cache, wanted tensors.*`model.config.use_cache = False`"
     with pytest.raises(ModelError, match=message):
         capture(Head(8, 4).eval(), (torch.randn(2, 8),))
+
+
+class Stateful(nn.Module):
+    """A streaming network: a frame and a state of (h and c, rows, width)."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+
+    def forward(self, x, state):
+        h, c = self.cell(x, (state[0], state[1]))
+        return h, torch.stack([h, c])
+
+
+def test_rows_of_a_state_vary_with_those_of_the_input() -> None:
+    model, example = Stateful().eval(), (torch.randn(5, 6), torch.randn(2, 5, 8))
+    captured = capture(model, example, dynamic={"x": {0: "batch"}, "state": {1: "batch"}})
+    for rows in (1, 3, 7):
+        inputs = torch.randn(rows, 6), torch.randn(2, rows, 8)
+        torch.testing.assert_close(captured.module(*inputs), model(*inputs))
+
+
+def test_a_state_whose_rows_were_not_named_is_explained() -> None:
+    with pytest.raises(ModelError, match=r'dynamic=\{"x": \{0: "batch"\}, "state": \{1: "batch"\}\}'):
+        capture(Stateful().eval(), (torch.randn(5, 6), torch.randn(2, 5, 8)))

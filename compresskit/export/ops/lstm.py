@@ -6,6 +6,8 @@ its current range (`round_dynamically`); sums, gates and states are fp32.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,16 +29,17 @@ def simulate_dynamic_lstm(
     layers: int,
     bidirectional: bool,
     batch_first: bool,
-    enabled: bool = True,
+    floating: Collection[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, last hidden states and last cell states of an LSTM; gradients pass straight through the rounding.
 
     weights: as torch's operator takes them, rounded already; the recurrent ones of a projected LSTM times the projection,
-    (4 H, H), as the file has them. enabled: whether activations are rounded.
+    (4 H, H), as the file has them. floating: layers whose activations are not rounded.
     """
     x = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
     for i, layer in enumerate(recurrent_cells(weights, has_biases, layers, bidirectional)):
+        enabled = i not in floating
         given = round_dynamically(x) if enabled else x
         outputs = []
         for direction, cell in enumerate(layer):
@@ -66,16 +69,30 @@ def _direction(x: Tensor, h: Tensor, c: Tensor, cell: Cell, *, backward: bool, e
 
 @torch.library.custom_op("compresskit::dynamic_lstm", mutates_args=())
 def dynamic_lstm(
-    x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
+    x: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    floating: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`simulate` as one operator, which becomes `DynamicQuantizeLSTM` in a file."""
-    y, h, c = simulate_dynamic_lstm(x, state, weights, has_biases, layers, bidirectional, batch_first)
+    """`simulate` as one operator, which becomes `DynamicQuantizeLSTM` in a file, and `LSTM` for the layers in `floating`."""
+    y, h, c = simulate_dynamic_lstm(x, state, weights, has_biases, layers, bidirectional, batch_first, floating)
     return y.contiguous(), h, c
 
 
 @dynamic_lstm.register_fake
 def _dynamic_lstm_shape(
-    x: Tensor, state: list[Tensor], weights: list[Tensor], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
+    x: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+    floating: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = state[0].shape[-1] * (2 if bidirectional else 1)
     return x.new_empty(x.shape[0], x.shape[1], width), torch.empty_like(state[0]), torch.empty_like(state[1])

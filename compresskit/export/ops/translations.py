@@ -16,12 +16,8 @@ DOMAIN = "compresskit"  # of operators that `rewrite.recurrent` replaces before 
 def translations() -> dict[Any, Any]:
     """Operator -> function that writes it with onnxscript."""
     from onnxscript import opset20 as op  # heavy, and only exporting needs it
-    from onnxscript.values import Opset
 
     from compresskit.export.ops.blocks import block_translations
-
-    _register()
-    own = Opset(DOMAIN, 1)
 
     def quantize(x, scale, zero_point):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, zero_point)
@@ -41,6 +37,25 @@ def translations() -> dict[Any, Any]:
         pads = [*padding, *padding]
         return op.ConvInteger(x, weight, zero_point, strides=stride, pads=pads, dilations=dilation, group=groups)
 
+    table = torch.ops.compresskit
+    return {
+        table.quantize_linear.default: quantize,
+        table.dequantize_linear.default: dequantize,
+        table.dynamic_quantize.default: dynamic,
+        table.matmul_integer.default: matmul,
+        table.conv_integer.default: conv,
+        **_recurrent_translations(),
+        **block_translations(),
+    }
+
+
+def _recurrent_translations() -> dict[Any, Any]:
+    """The same for recurrent layers."""
+    from onnxscript.values import Opset
+
+    _register()
+    own = Opset(DOMAIN, 1)
+
     def recurrent(  # type: ignore[no-untyped-def]
         x,
         state: Sequence[Any],
@@ -55,22 +70,20 @@ def translations() -> dict[Any, Any]:
         return own.Recurrent(x, *state, *weights, kind=kind, layers=layers, integer=0, **flags)
 
     def dynamic_lstm(  # type: ignore[no-untyped-def]
-        x, state: Sequence[Any], weights: Sequence[Any], has_biases: bool, layers: int, bidirectional: bool, batch_first: bool
+        x,
+        state: Sequence[Any],
+        weights: Sequence[Any],
+        has_biases: bool,
+        layers: int,
+        bidirectional: bool,
+        batch_first: bool,
+        floating: Sequence[int],  # the weights of these layers are no integers, which says the same
     ):
         flags = {"has_biases": int(has_biases), "bidirectional": int(bidirectional), "batch_first": int(batch_first)}
         return own.Recurrent(x, *state, *weights, kind="lstm", layers=layers, integer=1, **flags)
 
     table = torch.ops.compresskit
-    return {
-        table.quantize_linear.default: quantize,
-        table.dequantize_linear.default: dequantize,
-        table.dynamic_quantize.default: dynamic,
-        table.matmul_integer.default: matmul,
-        table.conv_integer.default: conv,
-        table.recurrent.default: recurrent,
-        table.dynamic_lstm.default: dynamic_lstm,
-        **block_translations(),
-    }
+    return {table.recurrent.default: recurrent, table.dynamic_lstm.default: dynamic_lstm}
 
 
 def _register() -> None:

@@ -137,6 +137,7 @@ def build_mixed(
     *,
     operators: tuple[str, ...] = DEFAULT_OPERATORS,
     skip: tuple[str, ...] = (),
+    floating: Mapping[str, str] | None = None,
     dynamic: Dynamic = (0,),
     merges: Sequence[MergedLayer] | None = None,
 ) -> MixedQuantized:
@@ -145,18 +146,20 @@ def build_mixed(
     Args:
         precisions: node of a product, in the graph of the model -> its precision.
         operators: kinds of the other operators that are quantized dynamically, as in `quantize_dynamic`.
+        floating: other nodes of the graph, and layers of an LSTM, that stay float, each with its reason.
         merges: see `prepare_graph`.
 
     Raises CheckpointError where a name is not a product by a constant in the graph.
     """
     captured, plain, _ = prepare_graph(model, example, replace(target, operators={}), skip, dynamic, merges=merges)
-    origin = MixedOrigin(**vars(plain), operators=tuple(operators), precisions=dict(precisions))
+    fields = vars(plain) | {"floating": dict(floating or {})}
+    origin = MixedOrigin(**fields, operators=tuple(operators), precisions=dict(precisions))
     body = captured.module
     nodes = {node.name: node for node in body.graph.nodes}
     if unknown := [name for name in precisions if name not in nodes or weight_of(nodes[name]) is None]:
         raise CheckpointError(f"the record names {unknown[0]}, which is no product by a constant in this model's graph")
     not_int8 = {name: f"in the form {precision}" for name, precision in precisions.items() if not precision.int8}
-    placement = place_dynamic(body, target, operators=operators, skip=skip, floating=not_int8)
+    placement = place_dynamic(body, target, operators=operators, skip=skip, floating={**origin.floating, **not_int8})
     insert_dynamic_quantizers_(captured, placement, target)
     schemes = {}
     for name, precision in precisions.items():
@@ -183,6 +186,7 @@ def rebuild_mixed(
     target: Target,
     *,
     skip: tuple[str, ...],
+    floating: Mapping[str, str],
     dynamic: Dynamic,
     merges: Sequence[MergedLayer],
 ) -> MixedQuantized:
@@ -198,4 +202,6 @@ def rebuild_mixed(
         operators = tuple(str(kind) for kind in saved["dynamically"]["operators"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"not the record of a mixed model: {type(error).__name__} {error}") from None
-    return build_mixed(model, example, target, precisions, operators=operators, skip=skip, dynamic=dynamic, merges=merges)
+    return build_mixed(
+        model, example, target, precisions, operators=operators, skip=skip, floating=floating, dynamic=dynamic, merges=merges
+    )

@@ -42,6 +42,8 @@ from compresskit.quant.accuracy_target.mixed_model import (
     build_mixed,
     run_with_precisions,
 )
+from compresskit.quant.dynamic.insert_dynamic import build_dynamic
+from compresskit.quant.dynamic.noisy_layers import noisy_lstm_layers
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
 from compresskit.quant.dynamic.quantize_dynamic import quantize_dynamic
 from compresskit.quant.numerics.operators import PRODUCTS
@@ -119,7 +121,8 @@ def quantize_to_accuracy(
     """Return the fastest quantized copy of a model whose outputs are still accurate enough, and a report of what was chosen.
 
     Each product by a weight matrix runs in dynamic int8, in blocks of 8 or 4 bits with inputs rounded in blocks, or in float.
-    Embeddings and recurrent layers run in dynamic int8 where that takes at most a quarter of the noise that is allowed.
+    Embeddings and recurrent layers run in dynamic int8 where that takes at most a quarter of the noise that is allowed,
+    and of an LSTM the layers of which that is true.
 
     Args:
         model: any float module; it is not changed.
@@ -145,13 +148,13 @@ def quantize_to_accuracy(
     if all(precision == FLOAT for precision in search.choose(math.inf).values()):
         name = type(model).__name__
         raise ModelError(f"{name}: float is the fastest form of its products here; quantize_dynamic makes it smaller")
-    operators = _dynamic_operators(model, search, wanted_sqnr, skip, dynamic)
+    operators, noisy = _dynamic_operators(model, search, wanted_sqnr, skip, dynamic)
     noise_budget = 10 ** (-wanted_sqnr / 10)
     for _ in range(MAX_SEARCHES):
         precisions = search.choose(noise_budget)
         if all(precision == FLOAT for precision in precisions.values()):
             break
-        mixed = build_mixed(model, data[0], target, precisions, operators=operators, skip=skip, dynamic=dynamic)
+        mixed = build_mixed(model, data[0], target, precisions, operators=operators, skip=skip, floating=noisy, dynamic=dynamic)
         with TemporaryDirectory() as folder:
             path = export_onnx(mixed, Path(folder) / "mixed.onnx", data[0])
             outputs = _file_outputs(path, data)
@@ -273,23 +276,39 @@ def flat_outputs(outputs: Any) -> Tensor:
 
 def _dynamic_operators(
     model: nn.Module, search: _PrecisionSearch, wanted_sqnr: float, skip: tuple[str, ...], dynamic: Dynamic
-) -> tuple[str, ...]:
-    """The kinds of operators to quantize dynamically: embeddings and recurrent layers only where their noise is small."""
+) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """The kinds of operators to quantize dynamically, embeddings and recurrent layers only where their noise is small, and the
+    layers of LSTMs that stay float for that, each with its reason.
+    """
     others = tuple(kind for kind in DEFAULT_OPERATORS if kind not in ("linear", "matmul"))
     try:
-        quantized = quantize_dynamic(model, search.data[0], target=search.target, operators=others, skip=skip, dynamic=dynamic)
+        quantized = build_dynamic(model, search.data[0], search.target, operators=others, skip=skip, dynamic=dynamic)
     except ModelError:  # there are none
-        return DEFAULT_OPERATORS
-    with torch.no_grad(), mode(quantized, training=False):
-        pairs = zip(search.data, search.float_outputs, strict=True)
-        error = sum(float((flat_outputs(call(quantized, inputs)) - exact).square().sum()) for inputs, exact in pairs)
-    if error <= 0.25 * 10 ** (-wanted_sqnr / 10) * search.signal:
-        return DEFAULT_OPERATORS
+        return DEFAULT_OPERATORS, {}
+
+    def quality(candidate: nn.Module) -> float:
+        with torch.no_grad(), mode(candidate, training=False):
+            pairs = zip(search.data, search.float_outputs, strict=True)
+            return decibels(
+                search.signal, sum(float((flat_outputs(call(candidate, x)) - exact).square().sum()) for x, exact in pairs)
+            )
+
+    least = wanted_sqnr - 10 * math.log10(0.25)
+    noisy = noisy_lstm_layers(quantized, quality, least)
+    try:
+        if noisy:
+            quantized = build_dynamic(
+                model, search.data[0], search.target, operators=others, skip=skip, floating=noisy, dynamic=dynamic
+            )
+        if quality(quantized) >= least:
+            return DEFAULT_OPERATORS, noisy
+    except ModelError:  # nothing is left
+        pass
     log.warning(
         "%s: its embeddings and recurrent layers stay float; quantized, they would take over a quarter of the allowed noise",
         type(model).__name__,
     )
-    return ("linear", "matmul")
+    return ("linear", "matmul"), {}
 
 
 def _file_outputs(path: Path, data: Sequence[Inputs]) -> list[Tensor]:

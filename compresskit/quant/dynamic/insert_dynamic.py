@@ -17,7 +17,13 @@ from compresskit.graph.layers.merging import MergedLayer
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
 from compresskit.quant.dynamic.lower_dynamic import deploy_dynamic
-from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS, place_dynamic, recurrent_weights, stored_product
+from compresskit.quant.dynamic.placement_dynamic import (
+    DEFAULT_OPERATORS,
+    float_layers,
+    place_dynamic,
+    recurrent_weights,
+    stored_product,
+)
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.dynamic_quantizers import DynamicActivation, LstmQuantizer, RowQuantizer
 from compresskit.quant.numerics.quantizers import WeightQuantizer
@@ -97,7 +103,7 @@ def build_dynamic(
 
     Args:
         example: inputs that capture the model.
-        floating: nodes of the graph that stay float, each with its reason.
+        floating: nodes of the graph that stay float, and layers of an LSTM ("lstm.0"), each with its reason.
         merges: see `prepare_graph`.
         The others: as in `quantize_dynamic`.
 
@@ -134,7 +140,8 @@ def insert_dynamic_quantizers_(captured: Captured, placement: Placement, target:
             continue
         if kind == "lstm":
             form = _symmetric(recurrent)
-            lstm = LstmQuantizer(form, fit_pairs=target.saturates and can_overflow(form, Scheme()))
+            pairs = target.saturates and can_overflow(form, Scheme())
+            lstm = LstmQuantizer(form, fit_pairs=pairs, floating=float_layers(node, placement.floating))
             node.op, node.target = "call_module", add_quantizer_(body, node.name, lstm)
         elif kind in ("gru", "rnn"):
             for weight in recurrent_weights(node):

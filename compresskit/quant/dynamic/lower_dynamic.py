@@ -166,13 +166,14 @@ class _DynamicLowering:
         deployed = []
         for i, (weight, old) in enumerate(zip(weights, nodes, strict=True)):
             if not quantizer.is_matrix(i, weights, *settings):
-                deployed.append(old)
+                same = weight.shape == get_tensor(self.body, old.target).shape  # else a projection is in it
+                deployed.append(old if same else self._buffer(f"{node.target}_{i}", weight))
                 continue
             name = free_name(self.body, f"{node.target}_{i}")
             self.body.add_submodule(name, deployed_weight(quantizer.matrix, weight))
             with self.graph.inserting_before(node):
                 deployed.append(self.graph.call_module(name))
-        call = (x, list(state), deployed, has_biases, layers, bidirectional, batch_first)
+        call = (x, list(state), deployed, has_biases, layers, bidirectional, batch_first, sorted(quantizer.floating))
         node.op, node.target, node.args = "call_function", torch.ops.compresskit.dynamic_lstm.default, call
 
 

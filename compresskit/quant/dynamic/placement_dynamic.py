@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,12 @@ def recurrent_weights(node: Node) -> list[Node]:
     return list(node.args[2])
 
 
+def float_layers(lstm: Node, floating: Collection[str]) -> list[int]:
+    """The layers of an LSTM, from 0, that what stays float names: `lstm.0` is the first one of the node `lstm`. Else none."""
+    layers = lstm.args[4] if DYNAMIC_KINDS.get(lstm.target) == "lstm" else 0
+    return [layer for layer in range(layers) if f"{lstm.name}.{layer}" in floating]
+
+
 def place_dynamic(
     module: fx.GraphModule,
     target: Target,
@@ -97,7 +103,7 @@ def place_dynamic(
         target: where it will run.
         operators: kinds that are quantized, of those in `DYNAMIC_KINDS`.
         skip: dotted names of modules whose operators stay float.
-        floating: names of nodes that stay float, each with its reason.
+        floating: names of nodes, and of layers of an LSTM, that stay float, each with its reason.
 
     Returns a placement in which every value that feeds integer products is one point: rounded once for all products that read it.
     Raises SettingError for kinds or modules that do not exist.
@@ -127,10 +133,12 @@ def place_dynamic(
             )
             continue
         integer[node.name] = kind
+        stays_float |= {f"{node.name}.{i}": (floating or {})[f"{node.name}.{i}"] for i in float_layers(node, floating or ())}
         product = stored_product(node) if kind in ("linear", "matmul", "conv") else None
         if product is not None:
             points.setdefault(product.x, QuantizationPoint(node=product.x.name, group=len(points), everywhere=False))
     named = {node.name: module_path(node) for node in module.graph.nodes if node.name in integer or node.name in stays_float}
+    named |= {name: named[lstm] for name in stays_float if (lstm := name.rpartition(".")[0]) in named}
     return Placement(
         target=f"{target.name}, dynamically",
         integer=integer,
@@ -164,6 +172,8 @@ def _reason_for_float(
     if kind in ("gru", "rnn", "lstm"):
         if any(parameter_name(w) is None for w in recurrent_weights(node)):
             return "a weight of it is computed during the forward pass"
+        if kind == "lstm" and len(float_layers(node, floating)) == node.args[4]:
+            return floating[f"{node.name}.0"]
         return None
     product = None if kind == "embedding" else stored_product(node)
     weight = node.args[0] if kind == "embedding" else product.weight if product is not None else None

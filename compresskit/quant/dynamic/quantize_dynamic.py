@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -12,9 +13,15 @@ from compresskit.base.stage import Stage
 from compresskit.base.task import Task, first_rows
 from compresskit.graph.capture import Dynamic
 from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized, build_dynamic
+from compresskit.quant.dynamic.noisy_layers import LEAST_OF_OUTPUTS, noisy_lstm_layers
 from compresskit.quant.dynamic.placement_dynamic import DEFAULT_OPERATORS
+from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.numerics.scheme import Scheme
 from compresskit.quant.numerics.targets import X86, Target, check_target
+
+log = logging.getLogger(__name__)
+
+COMPARED_ROWS = 8  # of the example, on which the outputs are compared with the float model's
 
 
 def quantize_dynamic(
@@ -35,7 +42,8 @@ def quantize_dynamic(
 
     Args:
         model: any float module; it is not changed.
-        batches: an iterable of inputs, or one batch; the first captures the model, and its values do not matter.
+        batches: an iterable of inputs, or one batch; the first captures the model. Give real inputs: layers of an LSTM
+            stay float where rounding them would leave less than 15 dB of the outputs on its first rows, which a warning says.
         target: where it will run. `X86_NO_VNNI` has 7-bit weights, whose sums do not saturate there.
         weights: number format of the weights. The default is symmetric, with one scale per channel, which costs no time; LSTMs
             get one per matrix, with which ONNX Runtime's kernel is faster. A symmetric format is a little faster than one with
@@ -49,7 +57,21 @@ def quantize_dynamic(
     """
     check_target(target, "quantize_dynamic")
     example, _ = first_and_all(batches, "quantize_dynamic")
-    return build_dynamic(model, example, target, weights=weights, operators=operators, skip=skip, dynamic=dynamic)
+    settings: dict[str, Any] = {"weights": weights, "operators": operators, "skip": skip, "dynamic": dynamic}
+    quantized = build_dynamic(model, example, target, **settings)
+    rows = first_rows(example, COMPARED_ROWS)
+    error = OutputError(model, [rows], COMPARED_ROWS)
+    noisy = noisy_lstm_layers(quantized, error.decibels)
+    if noisy:
+        log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))
+        quantized = build_dynamic(model, example, target, floating=noisy, **settings)
+    if (reached := error.decibels(quantized)) < LEAST_OF_OUTPUTS:
+        log.warning(
+            "quantize_dynamic: the outputs on the example have %.1f dB against those of the float model; `quantize_to_accuracy`"
+            " leaves float what costs most",
+            reached,
+        )
+    return quantized
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ class LstmQuantizer(Quantizer):
 
     The recurrent matrix of an LSTM with projection is multiplied by the projection before rounding, as the file stores it
     (see `export.rewrite.recurrent`). fit_pairs: whether no pair of products may overflow, see `numerics.saturation`.
+    floating: layers of the stack, from 0, that stay float.
     """
 
-    def __init__(self, scheme: Scheme, *, fit_pairs: bool = False) -> None:
+    def __init__(self, scheme: Scheme, *, fit_pairs: bool = False, floating: Iterable[int] = ()) -> None:
         super().__init__()
+        self.floating = frozenset(floating)
         self.matrix = WeightQuantizer(scheme, 0, 1, PairPacking() if fit_pairs else None)
         self.matrix.enabled = True
 
@@ -86,9 +89,11 @@ class LstmQuantizer(Quantizer):
         return effective
 
     def is_matrix(self, place: int, weights: list[Tensor], *settings: Any) -> bool:
-        """Whether the weight at a position of the list is stored in integers: it is neither a bias nor a projection."""
+        """Whether the weight at a position of the list is stored in integers: a matrix of a layer that does not stay float."""
         _, layers, bidirectional = settings
-        return place % (len(weights) // (layers * (2 if bidirectional else 1))) < 2
+        directions = 2 if bidirectional else 1
+        cell, part = divmod(place, len(weights) // (layers * directions))
+        return part < 2 and cell // directions not in self.floating
 
     def forward(
         self,
@@ -107,4 +112,4 @@ class LstmQuantizer(Quantizer):
             return self.unrounded(x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first)
         whole = self.effective(weights, *settings)
         rounded = [self.matrix(w) if self.is_matrix(i, weights, *settings) else w for i, w in enumerate(whole)]
-        return simulate_dynamic_lstm(x, state, rounded, *settings, batch_first)
+        return simulate_dynamic_lstm(x, state, rounded, *settings, batch_first, self.floating)

@@ -147,3 +147,30 @@ def test_the_float_model_is_written_once_and_each_round_once(timed, monkeypatch)
     assert written.count("float.onnx") == 1
     assert written[-1] == "float.onnx"  # after the last round, the only one whose file is timed
     assert 1 <= written.count("mixed.onnx") <= module.MAX_SEARCHES
+
+
+class Spectrogram(nn.Module):
+    """Two LSTM layers, of which the first reads features of very different size, and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(6, 16, 2, bias=False), nn.Linear(16, 256, bias=False)
+        with torch.no_grad():
+            self.layer.weight_ih_l0.mul_(torch.tensor([1e-3, *[1e3] * 5]))
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+def test_only_the_layers_of_an_lstm_that_cost_too_much_stay_float(tmp_path, monkeypatch) -> None:
+    def int8_is_fastest(search, seconds):
+        search.ms = {(name, p): 1.0 if p == INT8 else 2.0 for name in search.products for p in PRECISIONS}
+
+    monkeypatch.setattr(_PrecisionSearch, "time_products", int8_is_fastest)
+    torch.manual_seed(0)
+    model, batches = Spectrogram().eval(), [torch.randn(5, 4, 6) * torch.tensor([100.0, *[1e-3] * 5]) for _ in range(2)]
+    quantized, report = quantize_to_accuracy(model, batches, sqnr=15, dynamic=(0, 1), seconds=0.02)
+    assert report.sqnr >= 15
+    assert [n for n in quantized.placement.floating if n.endswith((".0", ".1"))] == ["recurrent.0"]
+    ck.save(quantized, tmp_path / "saved")
+    assert torch.equal(ck.load(Spectrogram().eval(), tmp_path / "saved")(batches[0]), quantized(batches[0]))

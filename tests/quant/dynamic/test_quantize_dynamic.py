@@ -17,8 +17,9 @@ from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.export.check.optimized_graph import optimized_model
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Scheme, diagnose, quantize_dynamic
+from compresskit.quant.dynamic.insert_dynamic import build_dynamic
 from compresskit.quant.dynamic.quantize_dynamic import DynamicQuant
-from compresskit.quant.numerics.targets import X86_NO_VNNI
+from compresskit.quant.numerics.targets import X86, X86_NO_VNNI
 
 GRIDS = {
     "symmetric": Scheme(signed=True, symmetric=True, per_channel=True),
@@ -340,3 +341,50 @@ def test_an_embedding_right_before_a_linear_layer_is_quantized_with_it(tmp_path)
     quantized = quantize_dynamic(nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20)).eval(), (ids,))
     assert sorted(quantized.placement.integer.values()) == ["embedding", "linear"]
     assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "m.onnx", (ids,)), quantized, [(ids,)]).passed
+
+
+class Loud(nn.Module):
+    """A stack of LSTMs that reads features of very different size, the small ones with large weights: power spectrograms."""
+
+    def __init__(self, **how):
+        super().__init__()
+        self.layer = nn.LSTM(6, 16, 3, bias=False, **how)
+        self.head = nn.Linear(how.get("proj_size") or 16, 4, bias=False)
+        with torch.no_grad():
+            self.layer.weight_ih_l0.mul_(torch.tensor([1e-3, *[1e3] * 5]))
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+    @staticmethod
+    def inputs(rows=4, steps=9):
+        return (torch.randn(steps, rows, 6) * torch.tensor([100.0, *[1e-3] * 5]),)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("how", [{}, {"proj_size": 8}], ids=str)
+def test_an_lstm_layer_that_rounding_at_run_time_would_lose_stays_float(how, tmp_path, caplog) -> None:
+    torch.manual_seed(0)
+    model, example = Loud(**how).eval(), Loud.inputs()
+    quantized = quantize_dynamic(model, example, dynamic=(0, 1))
+    left = [name for name in quantized.placement.floating if name.rpartition(".")[2].isdigit()]
+    assert left == ["recurrent.0"]
+    assert "left in float: recurrent.0 (" in caplog.text
+    batch = Loud.inputs(2, 5)
+    assert oracles.sqnr(model(*batch).detach(), quantized(*batch).detach()) > 15
+    all_rounded = build_dynamic(model, example, X86, dynamic=(0, 1))
+    assert oracles.sqnr(model(*batch).detach(), all_rounded(*batch).detach()) < 10
+    file = ck.export_onnx(quantized, tmp_path / "m.onnx", example)
+    kinds = Counter(node.op_type for node in onnx.load(file).graph.node)
+    assert (kinds["LSTM"], kinds["DynamicQuantizeLSTM"]) == (1, 2)
+    assert ck.verify_onnx(file, quantized, [example, batch]).passed
+    ck.save(quantized, tmp_path / "saved")
+    assert torch.equal(ck.load(Loud(**how).eval(), tmp_path / "saved")(*batch), quantized(*batch))
+
+
+def test_outputs_that_rounding_at_run_time_loses_are_named(caplog) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 4)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.tensor([1e-3, *[1e3] * 5]))
+    quantize_dynamic(model, (Loud.inputs()[0][0],))
+    assert "dB against those of the float model; `quantize_to_accuracy`" in caplog.text

@@ -1,0 +1,58 @@
+"""Find the layers of LSTMs whose rounding loses the outputs: their inputs have one range for all features and steps.
+
+Where a few inputs are thousands of times larger than the others, as in spectrograms that are no logarithms, eight bits over one
+range leave nothing of the small ones. The layers above read states between -1 and 1, and lose little.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from compresskit.quant.dynamic.insert_dynamic import DynamicallyQuantized
+from compresskit.quant.numerics.dynamic_quantizers import LstmQuantizer
+
+log = logging.getLogger(__name__)
+
+LEAST_OF_OUTPUTS = (
+    15.0  # of the outputs, below which layers are left float: the directions of embeddings then change by 10 degrees
+)
+LEAST_OF_LAYER = 1.0  # dB that a layer in float must be worth
+
+
+def noisy_lstm_layers(
+    quantized: DynamicallyQuantized, quality: Callable[[DynamicallyQuantized], float], least: float = LEAST_OF_OUTPUTS
+) -> Mapping[str, str]:
+    """The layers of LSTMs ("lstm.0") that must stay float for outputs of `least` dB, each with its reason.
+
+    Those go first that are worth most; none where the outputs are as good already. The model is left as it was given.
+
+    quality: the signal-to-noise ratio of a model's outputs in dB.
+    """
+    layers: dict[str, tuple[LstmQuantizer, int]] = {}
+    for node in quantized.body.graph.nodes:
+        if node.op == "call_module" and isinstance(lstm := quantized.body.get_submodule(node.target), LstmQuantizer):
+            layers |= {f"{node.name}.{i}": (lstm, i) for i in range(node.args[4]) if i not in lstm.floating}
+    if not layers or (best := quality(quantized)) >= least:
+        return {}
+    before = {lstm: lstm.floating for lstm, _ in layers.values()}
+    found: dict[str, str] = {}
+    while best < least:
+        tried = {}
+        for name, (lstm, layer) in layers.items():
+            if name not in found:
+                kept, lstm.floating = lstm.floating, lstm.floating | {layer}
+                tried[name] = quality(quantized)
+                lstm.floating = kept
+        name = max(tried, key=lambda n: tried[n], default="")
+        if not name or tried[name] < best + LEAST_OF_LAYER:
+            break
+        found[name] = (
+            f"rounded at run time, the outputs on the example have {best:.1f} dB; with this layer in float {tried[name]:.1f}"
+        )
+        best = tried[name]
+        lstm, layer = layers[name]
+        lstm.floating |= {layer}
+    for lstm, floating in before.items():
+        lstm.floating = floating
+    return found
