@@ -298,7 +298,7 @@ def joint_bits() -> str:
     return f"""\
 ## Channels and bits together
 
-ResNet-20 ({found["int8"]["top1"]:.2f} % with 8 bits and all channels, {found["int8"]["bytes"] / 1024:.0f} KiB) at sizes of its int8 file, without labels, all rows trained alike:
+ResNet-20 ({found["int8"]["top1"]:.2f} % with 8 bits and all channels, {found["int8"]["bytes"] / 1024:.0f} KiB) at sizes of its int8 file, without labels, all rows treated alike, one draw of 512 images:
 `choose_channels_and_bits(check=False)`, the same with its check, and the best of pruning first (to several fractions of the parameters) and choosing bits
 afterwards. Top-1 in % on 10,000 test pictures of CIFAR-10, executed in ONNX Runtime; the best is the best on these pictures. {source("joint_bits")}
 
