@@ -37,7 +37,7 @@ CONVERSION = 20
 #: Input times output channels of a convolution (of each group) up to which the float kernel is as fast: the integer one copies
 #: the windows of its input, a few bytes at a time. Read off kernels of 3x3 and 5x5 with AVX512-VNNI: of 3 channels and 16 outputs
 #: they take 1.3 to 1.6 times as long as in float, of 64 outputs 0.6 times; of one channel and 64 outputs 1.7 times.
-FEW_CHANNELS = 128
+NO_SLOWER_IN_FLOAT = 128
 PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
 
 
@@ -151,7 +151,7 @@ def _has_few_channels(body: fx.GraphModule, node: Node) -> bool:
         return False
     outputs, inputs, *window = get_tensor(body, name).shape
     groups = int(node.args[6]) if len(node.args) > 6 else 1
-    return inputs == 1 or (math.prod(window) > 1 and inputs * outputs // groups <= FEW_CHANNELS)
+    return inputs == 1 or (math.prod(window) > 1 and inputs * outputs // groups <= NO_SLOWER_IN_FLOAT)
 
 
 def _served(node: Node, placement: Placement) -> frozenset[str]:
