@@ -192,11 +192,11 @@ def test_a_step_too_small_for_any_layer_ends_nothing_where_latency_decides(timed
 
 
 class FirstOfFew(nn.Module):
-    """A first convolution of three channels, which is most of the work, as in detectors and networks for pictures."""
+    """A first convolution of three channels, which is half of the work, as in detectors and networks for pictures."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, 4)
+        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, 2)
         self.last = nn.Conv2d(16, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def test_by_time_a_first_convolution_of_few_channels_costs_little_in_float() -> 
     first, *_, last = [name for name in quantized.placement.integer if quantized.placement.layers[name] in ("first", "last")]
     noise = rounding_noise(quantized, image(16))
     work = {name: float(_work(nodes[name], quantized.placement)) for name in quantized.placement.integer}
-    assert work[first] > 0.5 * sum(work.values())
+    assert work[first] > 0.4 * sum(work.values())
     assert _times(quantized, work, noise)[first] == 0
     loud = {n: 1.0 if n.name == first else 1e-6 for n in noise}  # its weights
     assert first in choose_float_layers(quantized, loud, 0.15, by_time=True).names
