@@ -123,8 +123,8 @@ def finished(small: nn.Module, bits: Any, model: nn.Module, batches: Batches) ->
 def page(found: dict[str, Any]) -> str:
     lines = ["# Joint pruning and bits", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
     lines += ["| size | way | top-1, % | each draw | KiB | parameters | seconds to choose |", "|--:|---|--:|---|--:|--:|--:|"]
-    for size, rows in found["sizes"].items():
-        for way, row in rows.items():
+    for size, rows in sorted(found["sizes"].items()):
+        for way, row in sorted(rows.items()):
             top1 = [one["top1"] for one in row.values()]
             some = next(iter(row.values()))
             lines.append(
@@ -141,9 +141,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--sizes", nargs="+", type=float, default=SIZES, choices=SIZES)
     parser.add_argument("--draws", nargs="+", type=int, default=(0,))
-    parser.add_argument(
-        "--arms", nargs="+", default=("joint", "checked", "mixed", "uniform"), help="how the names of the rows begin"
-    )
+    parser.add_argument("--arms", nargs="+", default=ARMS, help="how the names of the rows begin")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, path = trained("resnet20", args.checkpoints), HERE / "joint_bits.json"

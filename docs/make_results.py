@@ -289,20 +289,19 @@ bits; W1A1 are layers of signs (`Binarize`), computed in float. {source("low_bit
 def joint_bits() -> str:
     """Channels and bits chosen together, beside one after the other."""
     found, rows = load("joint_bits"), []
-    for size, ways in found["sizes"].items():
+    for size, ways in sorted(found["sizes"].items()):
         means = {way: mean(row["top1"] for row in draws.values()) for way, draws in ways.items()}
         turns = {way: top1 for way, top1 in means.items() if way.startswith(("mixed", "uniform"))}
         best = max(turns, key=lambda way: turns[way])
-        together = [f"{means[way]:.2f}" if way in means else "" for way in ("joint", "checked")]
-        rows.append((size, *together, f"{turns[best]:.2f}", best, len(turns)))
+        rows.append((size, f"{means['joint']:.2f}", f"{turns[best]:.2f}", best, len(turns)))
     return f"""\
 ## Channels and bits together
 
 ResNet-20 ({found["int8"]["top1"]:.2f} % with 8 bits and all channels, {found["int8"]["bytes"] / 1024:.0f} KiB) at sizes of its int8 file, without labels, all rows treated alike, one draw of 512 images:
-`choose_channels_and_bits(check=False)`, the same with its check, and the best of pruning first (to several fractions of the parameters) and choosing bits
+`choose_channels_and_bits(check=False)`, and the best of pruning first (to several fractions of the parameters) and choosing bits
 afterwards. Top-1 in % on 10,000 test pictures of CIFAR-10, executed in ONNX Runtime; the best is the best on these pictures. {source("joint_bits")}
 
-{table(("of the int8 file", "together", "together, checked", "in turn, the best", "which is", "of so many"), rows)}
+{table(("of the int8 file", "together", "in turn, the best", "which is", "of so many"), rows)}
 """
 
 

@@ -155,8 +155,7 @@ def batch_size(inputs: Inputs) -> int:
 def first_rows(inputs: Inputs, count: int) -> Inputs:
     """Return the inputs with the first `count` rows of every tensor, also of those in lists, tuples and dicts.
 
-    The rows of a state, (layers, rows, width), are in its second dimension: one of the first tensor's number of rows, where the
-    first dimension has another.
+    The rows of a state, (layers, rows, width), are in its second dimension: where that alone has as many as the first tensor.
     """
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim]
     rows = len(tensors[0]) if tensors else 0
@@ -164,7 +163,7 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
             return value
-        return value[:, :count] if value.ndim > 1 and len(value) != rows == value.shape[1] else value[:count]
+        return value[:, :count] if value.ndim == 3 and len(value) != rows == value.shape[1] else value[:count]
 
     found: Inputs = pytree.tree_map(cut, inputs)
     return found

@@ -120,3 +120,5 @@ def test_first_rows_of_a_state_are_in_its_second_dimension() -> None:
     assert (x.shape, state.shape) == ((3, 6), (2, 3, 8))
     boxes = first_rows({"x": torch.zeros(5, 6), "anchors": torch.zeros(9, 4)}, 3)
     assert (boxes["x"].shape, boxes["anchors"].shape) == ((3, 6), (3, 4))
+    tokens, mask = first_rows((torch.zeros(5, 5), torch.zeros(1, 5)), 3)  # as many positions as rows
+    assert (tokens.shape, mask.shape) == ((3, 5), (1, 5))

@@ -1,7 +1,7 @@
 """The formats of `bf16_formats` on a CPU: read and written piece by piece, with scratch memory that stays in the cache.
 
-Bit for bit what `to_fp32` and `from_fp32` give. Half the time of an optimizer's step went into temporary tensors of the size of
-the weights: into their memory, which is new each time, and into reading them back from it.
+Bit for bit what `to_fp32` and `from_fp32` give. Those make temporary tensors of the size of the weights, which a CPU would
+write to memory and read back from it; what this saves of a step is in `benchmarks/mixed_cpu.md`.
 """
 
 from __future__ import annotations

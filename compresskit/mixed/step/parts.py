@@ -24,7 +24,7 @@ TENSORWISE_OPTIMIZERS = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, Lion),
 )
-PART = 2**20  # values: 4 MiB of masters; each part costs one call of the optimizer, about 0.1 ms
+PART = 2**20  # values: 4 MiB of masters, for each of which the optimizer is called once
 
 
 def choose_step(weights: MasterWeights, optimizer: torch.optim.Optimizer, *, whole: bool) -> Callable[[], None]:

@@ -14,9 +14,7 @@ from compresskit.quant.numerics.dynamic_quantizers import LstmQuantizer
 
 log = logging.getLogger(__name__)
 
-LEAST_OF_OUTPUTS = (
-    15.0  # of the outputs, below which layers are left float: the directions of embeddings then change by 10 degrees
-)
+LEAST_OF_OUTPUTS = 15.0  # dB, below which layers are left float: there an error at right angles turns a vector by 10 degrees
 LEAST_OF_LAYER = 1.0  # dB that a layer in float must be worth
 
 

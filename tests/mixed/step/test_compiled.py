@@ -99,6 +99,13 @@ def test_compiled_split_equals_compiled_masters_and_hooks_work() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_formats_that_the_compiler_writes_slowly_are_named(monkeypatch) -> None:
+    monkeypatch.setattr(mixed.checks, "has_compiler", lambda device: True)
+    for policy in (SPLIT_BF16, SR_BF16):
+        with pytest.warns(UserWarning, match=f"compiler writes slow code for {policy.name}; 'foreach' is faster"):
+            start(policy, OPTIMIZERS["adamw"], "compiled")
+
+
 def test_without_a_compiler_it_falls_back_and_says_so(monkeypatch) -> None:
     monkeypatch.setattr(mixed.checks, "has_compiler", lambda device: False)
     with pytest.warns(UserWarning, match="needs a C\\+\\+ compiler, which is not here: going on with 'foreach'"):
