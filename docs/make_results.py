@@ -509,7 +509,11 @@ def runs() -> str:
     masters = ", ".join(
         f"{steps['step', policy]:.2f} ({policy})" for policy in ("MASTER_BF16", "SPLIT_BF16", "KAHAN_BF16", "SR_BF16")
     )
-    qat_peak = max(row["peak"] for row in load("training_speed")["rows"] if row["step"].startswith("QAT"))
+    qat_peak = max(row["peak"] for row in load("training_speed")["rows"] if row["step"] in QAT_STEPS)
+    last, qat_last = (
+        f"{steps['ResNet-20', kind]:.2f} ({steps['MobileNetV2', kind]:.2f})"
+        for kind in ("float, channels_last", f"{QAT_STEPS[1]}, channels_last")
+    )
     taught = {step: ratio for (_, step), ratio in steps.items() if step.startswith(("teacher", "predictions"))}
     teachers = ", ".join(f"{ratio:.2f} ({step})" for step, ratio in taught.items())
     return f"""\
@@ -520,7 +524,7 @@ def runs() -> str:
   both; with `exact=True` in {exact / both:.2f}. {source("processes")}
 * A step of QAT takes {follow} times the CPU time of a float step of ResNet-20 (of MobileNetV2) while the ranges follow the batches, {held}
   with ranges held; its tensors take at most {qat_peak:.2f} times the memory. The float step of ResNet-20 with
-  `Train(compile=True)` takes {steps["ResNet-20", "float, compiled"]:.2f} of it. The optimizer's step without compilation, of a plain AdamW: {masters}. {source("training_speed")}
+  `Train(compile=True)` takes {steps["ResNet-20", "float, compiled"]:.2f} of it, with `channels_last=True` {last}, under QAT with ranges held {qat_last}. The optimizer's step without compilation, of a plain AdamW: {masters}. {source("training_speed")}
 * A step of ResNet-20 under autocast with a ResNet-56 as its teacher, of the step without one: {teachers}. {source("training_speed")}
 """
 
