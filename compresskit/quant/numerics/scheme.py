@@ -202,7 +202,8 @@ class _RoundToGrid(torch.autograd.Function):
         offset: Tensor | None,
     ) -> Tensor:
         if rounded is None:
-            y = x.float() / scale  # as ONNX: by the reciprocal, values halfway between steps may round differently
+            # Divided as in ONNX: by the reciprocal, values halfway between steps may round differently.
+            y = x / scale if x.dtype == torch.float32 else x.float().div_(scale)
             y.round_()
             y.clamp_(low, high)  # type: ignore[arg-type]  # two numbers, or two tensors
             y.mul_(scale)

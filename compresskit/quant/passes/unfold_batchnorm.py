@@ -68,7 +68,7 @@ class ConvBN(nn.Module):
 
     def _normalized(self, y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
         """BatchNorm of y / factor + bias with the statistics of the batch, which the running ones follow."""
-        if joins_rows() or y.dtype not in (torch.float32, torch.float64) or y.numel() <= y.shape[1]:
+        if joins_rows() or not _keeps_statistics(y, self.running_mean) or y.numel() <= y.shape[1]:
             shape = [1, -1, *[1] * (y.ndim - 2)]
             y = y * factor.reciprocal().to(y.dtype).view(shape)
             y = y if bias is None else y + bias.view(shape)
@@ -123,7 +123,9 @@ class _ScaledBatchNorm(torch.autograd.Function):
         ctx: Any, y: Tensor, eps: Tensor, usual: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Ten times as fast as var_mean, whose reduction over the outer dimensions is not vectorised on CPUs.
-        mean, variance = torch.batch_norm_update_stats(y, None, None, 0.0)
+        # Given statistics that are fp32, and none of it: of a half value it would return them in half otherwise.
+        like = torch.zeros_like(usual), torch.zeros_like(usual)
+        mean, variance = torch.batch_norm_update_stats(y, *like, 0.0)
         spread = variance + torch.where(variance < CONSTANT * eps, torch.maximum(eps, usual), eps)
         ctx.save_for_backward(y, weight, bias, mean, spread)
         ctx.computed_again = _normalized_again
@@ -140,6 +142,12 @@ class _ScaledBatchNorm(torch.autograd.Function):
         scale = torch.rsqrt(spread)
         found = torch.ops.aten.native_batch_norm_backward(grads[0], y, weight, None, None, mean, scale, True, 0.0, needed)
         return found[0], None, None, *(value if wanted else None for value, wanted in zip(found[1:], needed[1:], strict=True))
+
+
+def _keeps_statistics(y: Tensor, mean: Tensor) -> bool:
+    """Whether statistics of a value have the dtype of the running ones: those of a half value, under autocast, are fp32."""
+    halves = (torch.bfloat16, torch.float16)
+    return y.dtype not in halves if mean.dtype == y.dtype else mean.dtype == torch.float32 and y.dtype in halves
 
 
 def _normalized_again(ctx: Any) -> Tensor:

@@ -62,6 +62,27 @@ def test_batchnorm_of_the_unscaled_layer(bias, affine, linear) -> None:
     torch.testing.assert_close(layer.running_var.double(), model.norm.running_var, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_batchnorm_under_autocast_takes_statistics_of_what_the_layer_gave(affine) -> None:
+    """In fp32, of the bf16 values as they are: conv(x, W k) is not divided by k in bf16 first."""
+    model = ConvNorm(False, affine, False)
+    alive = prepare_qat(copy.deepcopy(model).eval(), [torch.randn(8, 6, 7, 7)])
+    alive.enable_(False)
+    alive.observe_(False)
+    layer, inputs = conv_bn_layers(alive.body)[0], torch.randn(8, 6, 7, 7)
+    factor = layer.factor().detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = alive(inputs)
+        given = F.conv2d(inputs, model.conv.weight * factor.view(-1, 1, 1, 1))
+    assert got.dtype == given.dtype == torch.bfloat16
+    wanted = model.norm.train()(given.float() / factor.view(1, -1, 1, 1))
+    torch.testing.assert_close(layer.running_mean, model.norm.running_mean, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(layer.running_var, model.norm.running_var, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.float(), wanted, atol=1e-6, rtol=2**-8)
+    got.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in alive.parameters())
+
+
 def test_one_value_for_a_channel_is_refused_as_by_torch() -> None:
     alive = prepare_qat(ConvNorm(False, True, True).eval(), [torch.randn(8, 6)])
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
