@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from compresskit import mixed
 from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.task import Inputs, Task, call
-from compresskit.distill.models.folded import fold_copy
 from compresskit.graph.surgery import frozen_copy
 from compresskit.graph.taps import tapped
 
@@ -99,9 +98,8 @@ class Teacher(nn.Module):
                 if not isinstance(module, nn.modules.batchnorm._NormBase):
                     _cast_(module, dtype)
         self._input_dtypes = [dtype or _half_dtype(member) for member in self.members]
-        # In lists: what is compiled or folded holds the members' tensors too, and they must not be registered twice.
+        # In a list: a compiled module registers the members too, and they must not be submodules twice.
         self._compiled = [torch.compile(member) for member in self.members] if compiled else []
-        self._folded: list[nn.Module] = []
 
     def train(self, mode: bool = True) -> Teacher:
         """Stay in eval mode whatever `mode` says, so that `outer.train()` of a module that holds a teacher leaves it as it is."""
@@ -116,7 +114,7 @@ class Teacher(nn.Module):
         """Return what the one model returns, or a list of what each of several returns."""
         inputs = {dtype: (_floats_to(dtype, args), _floats_to(dtype, kwargs)) for dtype in set(self._input_dtypes)}
         outputs = []
-        members: Sequence[Callable[..., Any]] = self._compiled or self._folded or list(self.members)
+        members: Sequence[Callable[..., Any]] = self._compiled or list(self.members)
         for run, dtype in zip(members, self._input_dtypes, strict=True):
             cast_args, cast_kwargs = inputs[dtype]
             outputs.append(run(*cast_args, **cast_kwargs))
@@ -137,7 +135,6 @@ class Teacher(nn.Module):
     def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
         """Return the outputs for an example; `ModelError` where the teacher does not run on such inputs."""
         try:
-            self._folded = [] if taps else self._fold(inputs)
             return self._outputs(inputs, task, taps)
         except CompressError:
             raise
@@ -152,14 +149,6 @@ class Teacher(nn.Module):
             predictions, features = self._outputs(inputs, task, taps)
         # In fp32, since a user's own loss would compute in half precision with the features as they are.
         return predictions, pytree.tree_map(lambda v: v.float() if isinstance(v, Tensor) and v.dtype == half else v, features)
-
-    def _fold(self, inputs: Inputs) -> list[nn.Module]:
-        """The members with BatchNorm folded where they are fp32; none where they are compiled."""
-        if self._compiled:
-            return []
-        given = inputs if self.inputs is None else self.inputs(inputs)
-        pairs = zip(self.members, self._input_dtypes, strict=True)
-        return [fold_copy(member, given) if dtype is None else member for member, dtype in pairs]
 
     def _half_of(self, run: mixed.Run) -> torch.dtype | None:
         """The dtype of autocast for the models, or None for none."""
@@ -248,10 +237,6 @@ class EMATeacher(Teacher):
                 average.lerp_(new, 1 - keep)
             else:
                 average.copy_(new)
-
-    def _fold(self, inputs: Inputs) -> list[nn.Module]:
-        """None: the weights change."""
-        return []
 
     def _averages(self) -> dict[str, Tensor]:
         return dict(self.members[0].named_parameters()) | dict(self.members[0].named_buffers())
