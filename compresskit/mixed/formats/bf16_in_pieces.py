@@ -16,7 +16,7 @@ from torch import Tensor
 from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.policy import Bf16Format
 
-PIECE = 2**17  # values that are read or written at once
+PIECE = 2**19  # values that are read or written at once
 
 
 def flat_views(*tensors: Tensor, in_order: bool = False) -> list[Tensor] | None:
@@ -44,18 +44,27 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def fill_(master: Tensor, half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None) -> None:
-    """Fill an fp32 tensor with what `bf16_formats.to_fp32` gives for a half weight and its remainder."""
-    flat = None if remainder is None else flat_views(master, half, remainder)
+def fill_(
+    master: Tensor, half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None, before: Tensor | None = None
+) -> None:
+    """Fill fp32 tensors, the second where it is given, with what `bf16_formats.to_fp32` gives for a half and its remainder."""
+    if remainder is None:
+        master.copy_(half)
+        return
+    flat = flat_views(master, half, remainder, *([] if before is None else [before]))
     if flat is None:
         master.copy_(bf16_formats.to_fp32(half, remainder, bf16_format))
+        if before is not None:
+            before.copy_(master)
         return
     spare = torch.empty(min(PIECE, master.numel()), dtype=torch.int32)
     for start in range(0, master.numel(), PIECE):
-        value, low, rest = (t[start : start + PIECE] for t in flat)
+        value, low, rest, *kept = (t[start : start + PIECE] for t in flat)
         bits, wide = value.view(torch.int32), spare[: value.numel()]
         if bf16_format == "kahan":
             value.copy_(low).add_(wide.view(torch.float32).copy_(rest))  # sums of two dtypes take twice as long
+            for second in kept:
+                second.copy_(value)
             continue
         bits.copy_(low.view(torch.int16)).mul_(65536).add_(wide.copy_(rest))
         if not math.isfinite(value.sum().item()):  # one sum costs less than the selection
@@ -80,10 +89,19 @@ class Draws:
 
 
 def store_(
-    master: Tensor, half: Tensor, remainder: Tensor | None, bf16_format: Bf16Format | None, draws: Draws, offset: int
+    master: Tensor,
+    half: Tensor,
+    remainder: Tensor | None,
+    bf16_format: Bf16Format | None,
+    draws: Draws,
+    offset: int,
+    before: Tensor | None = None,
 ) -> None:
-    """Write into `half` and `remainder` what `bf16_formats.from_fp32` gives for `master`, whose values are lost."""
-    tensors = (master, half) if remainder is None else (master, half, remainder)
+    """Write into `half` and `remainder` what `bf16_formats.from_fp32` gives for `master`, whose values are lost.
+
+    before: of "kahan", what `fill_` gave, where it was kept; its values are lost, too.
+    """
+    tensors = [t for t in (master, half, remainder, before) if t is not None]
     flat = flat_views(*tensors, in_order=bf16_format == "stochastic")  # its draws belong to indices
     if flat is None:
         values, rest = bf16_formats.from_fp32(master, half, remainder, bf16_format, draws.seed, draws.step, offset)
@@ -96,19 +114,18 @@ def store_(
         return
     one, two = (torch.empty(min(PIECE, master.numel()), dtype=torch.int32) for _ in range(2))
     for start in range(0, master.numel(), PIECE):
-        value, low, rest = (t[start : start + PIECE] for t in flat)
+        value, low, rest, *old = (t[start : start + PIECE] for t in flat)
         if bf16_format == "kahan":
-            _compensate_(value, low, rest, (one[: value.numel()], two[: value.numel()]))
+            wide, spare = (t[: value.numel()].view(torch.float32) for t in (one, two))
+            _compensate_(value, low, rest, wide, old[0] if old else spare.copy_(low).add_(wide.copy_(rest)))
             continue
         bits = value.view(torch.int32)
         rest.copy_(bits)  # the low 16 bits, as in `split`
         low.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
 
-def _compensate_(value: Tensor, half: Tensor, compensation: Tensor, spare: tuple[Tensor, Tensor]) -> None:
-    """`bf16_formats.compensate` into `half` and `compensation`."""
-    old, wide = (t.view(torch.float32) for t in spare)
-    old.copy_(half).add_(wide.copy_(compensation))
+def _compensate_(value: Tensor, half: Tensor, compensation: Tensor, wide: Tensor, old: Tensor) -> None:
+    """`bf16_formats.compensate` into `half` and `compensation`; `old` is their fp32 value, `wide` scratch memory."""
     # A value that did not move keeps its pair of numbers. Mostly all have moved, which one pass tells.
     if not float(torch.eq(old, value, out=old).amax()):
         half.copy_(value)

@@ -39,6 +39,7 @@ class HalfWeight:
     name: dotted name of the parameter in the model.
     remainder: what the half weight cannot hold (int16 for "split", bf16 for "kahan"), in the shape of the parameter.
     offset: index of the parameter's first value among all half weights, for stochastic rounding.
+    before: memory in which a step in parts keeps the fp32 value that it read, where that spares reading it again.
     """
 
     name: str
@@ -46,6 +47,7 @@ class HalfWeight:
     master: Tensor
     remainder: Tensor | None = None
     offset: int = 0
+    before: Tensor | None = None
 
 
 class MasterWeights:
@@ -218,7 +220,7 @@ class MasterWeights:
 
     def read_(self, half: HalfWeight) -> None:
         """Fill the memory of one master from its half weight and remainder."""
-        bf16_in_pieces.fill_(half.master, half.parameter.data, half.remainder, self.policy.bf16_format)
+        bf16_in_pieces.fill_(half.master, half.parameter.data, half.remainder, self.policy.bf16_format, half.before)
 
     def draws(self) -> Draws:
         """The random bits of this step."""
@@ -227,7 +229,7 @@ class MasterWeights:
     def store_(self, half: HalfWeight, draws: Draws) -> None:
         """Write one master to its half weight and remainder, in place, as a CUDA graph reads from this memory."""
         half_weight, bf16_format = half.parameter.data, self.policy.bf16_format
-        bf16_in_pieces.store_(half.master, half_weight, half.remainder, bf16_format, draws, half.offset)
+        bf16_in_pieces.store_(half.master, half_weight, half.remainder, bf16_format, draws, half.offset, half.before)
 
     def write_back(self, *, count: bool = True) -> None:
         """Copy masters to half weights and free those that exist only around the step; nothing where none is in memory.

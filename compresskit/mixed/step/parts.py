@@ -60,14 +60,15 @@ def _step_at_once_(weights: MasterWeights, optimizer: Any) -> None:
 @torch.no_grad()
 def _step_in_parts_(weights: MasterWeights, optimizer: Any) -> None:
     groups, halves = optimizer.param_groups, {half.master: half for half in weights.halves}
-    memory = torch.empty(0)
+    copies = 2 if weights.policy.bf16_format == "kahan" else 1  # a value that did not move keeps its pair of numbers
+    memory = torch.empty(copies, 0)
     weights.steps += 1
     draws = weights.draws()
     try:
         for part in _cut(groups):
             moved = [halves[p] for _, params in part for p in params if p in halves]
             size = sum(half.master.numel() for half in moved)
-            memory = memory if memory.numel() >= size else torch.empty(size)
+            memory = memory if memory.shape[1] >= size else torch.empty(copies, size)
             optimizer.param_groups = [{**group, "params": params} for group, params in part]
             with _in_memory(moved, memory):
                 for half in moved:
@@ -100,14 +101,16 @@ def _cut(groups: list[dict[str, Any]]) -> Iterator[list[tuple[dict[str, Any], li
 
 @contextmanager
 def _in_memory(halves: list[HalfWeight], memory: Tensor) -> Iterator[None]:
-    """Let masters lie one after another in flat fp32 memory, and take them out again."""
+    """Let masters lie in the first row of fp32 memory, what they were before the step in the second, and take them out."""
     empty = [half.master.data for half in halves]
     start = 0
     for half in halves:
-        half.master.data = memory.as_strided(half.master.shape, half.master.stride(), start)
+        form = half.master.shape, half.master.stride()
+        half.master.data, *before = (row.as_strided(*form, row.storage_offset() + start) for row in memory)
+        half.before = before[0] if before else None
         start += half.master.numel()
     try:
         yield
     finally:
         for half, data in zip(halves, empty, strict=True):
-            half.master.data = data
+            half.master.data, half.before = data, None
