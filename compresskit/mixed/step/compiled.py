@@ -26,13 +26,13 @@ UpdateRule = Callable[[Tensor, Tensor, list[Tensor], Tensor, dict[str, Any]], tu
 
 
 def adamw(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """Update by AdamW (Loshchilov & Hutter, 1711.05101); rate is (lr, lr / (1 - beta1^t), sqrt(1 - beta2^t))."""
+    """Update by AdamW (Loshchilov & Hutter, 1711.05101); rate is (lr, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t))."""
     beta1, beta2 = group["betas"]
     m, v = state
     m = m + (1 - beta1) * (g - m)
     v = v * beta2 + (1 - beta2) * g * g
     w = w * (1 - rate[0] * group["weight_decay"])
-    return w - rate[1] * m / (v.sqrt() / rate[2] + group["eps"]), [m, v]
+    return w - rate[1] * m / (v.sqrt() * rate[2] + group["eps"]), [m, v]  # one division: it is what a CPU waits for
 
 
 def sgd(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
@@ -124,8 +124,8 @@ class CompiledStep:
         if found_inf is not None and unscale.clip is None:
             found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(total_norm(unscale.gradients, device))).float()))
         divisor = unscale.divisor()
-        inverse = torch.ones((), device=device) if divisor is None else divisor.double().reciprocal().float()
-        ok = torch.ones((), dtype=torch.bool, device=device) if found_inf is None else found_inf == 0
+        inverse = None if divisor is None else divisor.double().reciprocal().float()
+        ok = None if found_inf is None else found_inf == 0
         self.weights.steps += 1
         for index, group in enumerate(self.optimizer.param_groups):
             if index not in self.kernels:
@@ -143,8 +143,8 @@ class CompiledStep:
         group: dict[str, Any],
         owned: list[Any],
         grads: Mapping[nn.Parameter, Tensor],
-        inverse: Tensor,
-        ok: Tensor,
+        inverse: Tensor | None,
+        ok: Tensor | None,
     ) -> None:
         states = [self._state(p, group) for p in owned]
         rates = self._rates(group, owned, ok)
@@ -173,20 +173,21 @@ class CompiledStep:
                 state[key] = torch.zeros_like(owned)
         return [state[key] for key in self.keys]
 
-    def _rates(self, group: dict[str, Any], owned: list[Any], ok: Tensor) -> list[Tensor]:
+    def _rates(self, group: dict[str, Any], owned: list[Any], ok: Tensor | None) -> list[Tensor]:
         """(lr, and AdamW's two corrections) of every tensor, in float64 until they are done; counts the step where it is ok."""
-        lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=ok.device)
+        device = self.weights.steps.device
+        lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=device)
         if "exp_avg_sq" not in self.keys:
             return [lr.float().reshape(1)] * len(owned)
         states = [self.optimizer.state[p] for p in owned]
         for state in states:
             step = state.get("step", torch.zeros(()))
-            state["step"] = torch.as_tensor(step, dtype=torch.float32).to(ok.device)
+            state["step"] = torch.as_tensor(step, dtype=torch.float32).to(device)
         steps = [state["step"] for state in states]
         t = torch.stack(steps).double() + 1
         beta1, beta2 = group["betas"]
-        table = torch.stack([lr.expand_as(t), lr / (1 - beta1**t), (1 - beta2**t).sqrt()], dim=1).float()
-        torch._foreach_add_(steps, ok.float())
+        table = torch.stack([lr.expand_as(t), lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], dim=1).float()
+        torch._foreach_add_(steps, 1.0 if ok is None else ok.float())
         return list(table.unbind())
 
     def finish(self) -> None:
@@ -203,10 +204,11 @@ def _step_tensors(
     settings: dict[str, Any],
     policy: tuple[Bf16Format | None, int],
     tensors: StepTensors,
-    inverse: Tensor,
-    ok: Tensor,
+    inverse: Tensor | None,
+    ok: Tensor | None,
     steps: Tensor,
 ) -> None:
+    """One kernel for all tensors of a group. inverse: factor of the gradients, None for 1; ok: whether anything changes."""
     bf16_format, seed = policy
     for i, grad in enumerate(tensors.grads):
         master, half, remainder = tensors.masters[i], tensors.halves[i], tensors.remainders[i]
@@ -215,10 +217,11 @@ def _step_tensors(
         else:
             assert half is not None, "a weight is in fp32, or half"
             old = bf16_formats.to_fp32(half, remainder, bf16_format)
-        new, new_states = rule(old, grad.float() * inverse, tensors.states[i], tensors.rates[i], settings)
-        new = torch.where(ok, new, old)
+        grad = grad.float() if inverse is None else grad.float() * inverse
+        new, new_states = rule(old, grad, tensors.states[i], tensors.rates[i], settings)
+        new = new if ok is None else torch.where(ok, new, old)
         for state, value in zip(tensors.states[i], new_states, strict=True):
-            state.copy_(torch.where(ok, value, state))
+            state.copy_(value if ok is None else torch.where(ok, value, state))
         if master is not None:
             master.copy_(new)
         if half is not None:
