@@ -1,8 +1,8 @@
 """Mixed precision on a CPU, one thread. CPU-1: the step alone, 25 M parameters. CPU-2: ResNet-20 in fp32 and bf16.
 
-Rows of one table are measured in turn, round by round, so that other load on the machine slows all of them; figures are medians
-of process time. Prints two tables and writes `mixed_cpu.json` and `mixed_cpu.md` beside this file. `--smoke` tries the code in
-seconds on tiny sizes and writes nothing. CPU-1 needs about 7 GB of memory.
+A row of CPU-1 is measured in turn with the bare step, the rows of CPU-2 in turn with each other, so that other load on the
+machine slows both; figures are medians of process time. Prints two tables and writes `mixed_cpu.json` and `mixed_cpu.md` beside
+this file. `--smoke` tries the code in seconds on tiny sizes and writes nothing.
 """
 
 from __future__ import annotations
@@ -79,24 +79,13 @@ def apex_style(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def steppers(width: int, depth: int) -> dict[str, Callable[[], None]]:
-    """Rows of CPU-1: functions that make one optimizer step; gradients are given anew inside, at the same cost for all."""
-    rows: dict[str, Callable[[], None]] = {}
+#: From a model and its optimizer to a function that makes one step.
+Maker = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], None]]
+BARE = "bare fused AdamW, fp32"
 
-    def add(name: str, make: Callable[[nn.Module, torch.optim.Optimizer], Callable[[], None]]) -> None:
-        model = Stack(width, depth)
-        step = make(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-        grads = [torch.randn_like(p) * 1e-3 for p in model.parameters()]
 
-        def once() -> None:
-            for p, grad in zip(model.parameters(), grads, strict=True):
-                allowed = getattr(p, "grad_dtype", None) or p.dtype
-                p.grad = grad if grad.dtype == allowed else grad.to(allowed)
-            begin = time.process_time()
-            step()
-            once.spent = time.process_time() - begin  # type: ignore[attr-defined]
-
-        rows[name] = once
+def makers() -> dict[str, Maker]:
+    """Rows of CPU-1."""
 
     def bare(_model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         return lambda: (optimizer.step(), None)[1]
@@ -111,35 +100,46 @@ def steppers(width: int, depth: int) -> dict[str, Callable[[], None]]:
 
         return step
 
-    def ours(policy: mixed.Policy, **settings: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Callable[[], None]]:
+    def ours(policy: mixed.Policy, **settings: Any) -> Maker:
         return lambda model, optimizer: mixed.prepare(model, optimizer, policy, **settings).step
 
-    add("bare fused AdamW, fp32", bare)
-    add("fused AdamW + torch GradScaler", scaled)
+    rows: dict[str, Maker] = {BARE: bare, "fused AdamW + torch GradScaler": scaled}
     for policy in (mixed.MASTER_BF16, mixed.SPLIT_BF16, mixed.KAHAN_BF16, mixed.SR_BF16):
-        add(f"{policy.name}, foreach", ours(policy))
-        add(f"{policy.name}, compiled", ours(policy, backend="compiled"))
-    add("MASTER_BF16, foreach, clip", ours(mixed.MASTER_BF16, clip=1.0))
-    add("MASTER_BF16, flat", ours(mixed.MASTER_BF16, flat=True))
-    add("apex style, bf16", lambda model, _: apex_style(model))
-    return rows
+        rows[f"{policy.name}, foreach"] = ours(policy)
+        rows[f"{policy.name}, compiled"] = ours(policy, backend="compiled")
+    rows["MASTER_BF16, foreach, clip"] = ours(mixed.MASTER_BF16, clip=1.0)
+    rows["MASTER_BF16, flat"] = ours(mixed.MASTER_BF16, flat=True)
+    return rows | {"apex style, bf16": lambda model, _: apex_style(model)}
+
+
+def stepper(make: Maker, width: int, depth: int) -> Callable[[], float]:
+    """A function that makes one step and returns its milliseconds; gradients are given anew inside, which is not timed."""
+    model = Stack(width, depth)
+    step = make(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    grads = [torch.randn_like(p) * 1e-3 for p in model.parameters()]
+
+    def once() -> float:
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            allowed = getattr(p, "grad_dtype", None) or p.dtype
+            p.grad = grad if grad.dtype == allowed else grad.to(allowed)
+        begin = time.process_time()
+        step()
+        return (time.process_time() - begin) * 1000
+
+    return once
 
 
 def cpu_1(*, smoke: bool) -> list[dict[str, Any]]:
     """Process time of one step, and times the bare one."""
-    rows = steppers(32 if smoke else 1024, 2 if smoke else 24)
-    spent: dict[str, list[float]] = {name: [] for name in rows}
-    for turn in range(4 if smoke else 12):
-        for name, once in rows.items():
-            once()
-            if turn >= 2:
-                spent[name].append(once.spent * 1000)  # type: ignore[attr-defined]
-    medians = {name: statistics.median(times) for name, times in spent.items()}
-    base = next(iter(medians.values()))
-    return [
-        {"row": name, "ms": ms, "times_bare": ms / base if base else 0.0, "least_ms": min(spent[name])}
-        for name, ms in medians.items()
-    ]
+    width, depth, turns = (32, 2, 4) if smoke else (1024, 24, 16)
+    found, every = [], makers()
+    for name, make in every.items():
+        pair = stepper(every[BARE], width, depth), stepper(make, width, depth)
+        spent = [[once() for once in pair] for _ in range(turns)][2:]
+        bare, own = (statistics.median(times) for times in zip(*spent, strict=True))
+        least = min(own for _, own in spent)
+        found.append({"row": name, "ms": own, "times_bare": own / bare if bare else 0.0, "least_ms": least})
+    return found
 
 
 def trainer(policy: mixed.Policy | None, batch: int, *, last: bool) -> Callable[[], None]:

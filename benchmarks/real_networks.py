@@ -10,6 +10,9 @@ nothing. Every file runs in ONNX Runtime.
 
 face       calibration: photographs 0 to 127, 320x240. F1, in %, of cells whose score is above 0.3 against those of the float
            network, on photographs 200 to 399. dB: mean of both outputs
+pnet, rnet, onet
+           of MTCNN, where `pip install --no-deps facenet-pytorch` has put them: as face, a score above 0.6 and 0.7. rnet and onet
+           see the eight places of a photograph for which pnet has the highest scores
 fsrcnn_*   calibration: 64 crops of photographs. PSNR in dB on the whole pictures of sr/, 8 pixels cut off at each edge
 resnet*    three draws of 512 training images; top-1 in % on the 10,000 test images
 
@@ -62,6 +65,8 @@ HOW: dict[str, dict[str, Any]] = {
 }
 DRAWS = 3
 SCORE = 0.3  # of a confident cell
+MTCNN = {"pnet": 0.6, "rnet": 0.7, "onet": 0.7}  # scores of a confident cell or crop, those of the package
+CROPS = 8  # of a photograph
 EDGE = 8  # pixels
 Run = Callable[[Tensor], list[Tensor]]
 
@@ -98,18 +103,49 @@ def halved(picture: Tensor) -> Tensor:
 def face(model: nn.Module, data: Path) -> Network:
     x = torch.cat([(p - 127) / 128 for p in photographs(data / "images", (240, 320))])
     test = list(x[200:400].split(10))
+    quality = same_decisions(model, test, lambda outputs: outputs[0].softmax(-1)[..., 1] > SCORE)
+    return Network(model, [list(x[:128].split(16))], (0,), x[:1], test, quality)
 
-    def confident(run: Run) -> Tensor:
-        return torch.cat([run(part)[0].softmax(-1)[..., 1] for part in test]) > SCORE
+
+def same_decisions(model: nn.Module, test: list[Tensor], confident: Callable[[list[Tensor]], Tensor]) -> Callable[[Run], float]:
+    """F1 in % of what a run is confident of, against what the float network is."""
+
+    def decisions(run: Run) -> Tensor:
+        return torch.cat([confident(run(part)) for part in test])
 
     with torch.no_grad():
-        wanted = confident(float_run(model))
+        wanted = decisions(float_run(model))
 
     def quality(run: Run) -> float:
-        found = confident(run)
+        found = decisions(run)
         return float(200 * (found & wanted).sum() / (found.sum() + wanted.sum()))
 
-    return Network(model, [list(x[:128].split(16))], (0,), x[:1], test, quality)
+    return quality
+
+
+def mtcnn(name: str, data: Path) -> Network:
+    """One of the three networks of facenet-pytorch, whose last output is of scores."""
+    package: Any = importlib.import_module("facenet_pytorch")
+    pnet, pictures = package.PNet().eval(), [(p - 127.5) / 128 for p in photographs(data / "images", (240, 320))]
+    if name == "pnet":
+        x, model = torch.cat(pictures), pnet
+    else:
+        model, side = (package.RNet() if name == "rnet" else package.ONet()).eval(), 24 if name == "rnet" else 48
+        x = torch.cat([crops_of(pnet, picture, side) for picture in pictures])
+    each, dynamic = (1, (0, 2, 3)) if name == "pnet" else (CROPS, (0,))
+    test = list(x[200 * each : 400 * each].split(10 * each))
+    quality = same_decisions(model, test, lambda outputs: outputs[-1][:, 1] > MTCNN[name])
+    return Network(model, [list(x[: 128 * each].split(16 * each))], dynamic, x[:1], test, quality)
+
+
+@torch.no_grad()
+def crops_of(pnet: nn.Module, picture: Tensor, side: int) -> Tensor:
+    """(CROPS, 3, side, side): where `pnet`, on the picture at half its size, has the highest scores; it sees 12 x 12, step 2."""
+    scores = pnet(F.interpolate(picture, scale_factor=0.5, mode="bilinear", antialias=True))[1][0, 1]
+    places = scores.flatten().topk(CROPS).indices.tolist()
+    corners = [(4 * (place // scores.shape[1]), 4 * (place % scores.shape[1])) for place in places]
+    crops = torch.cat([picture[..., top : top + 24, left : left + 24] for top, left in corners])
+    return crops if side == 24 else F.interpolate(crops, (side, side), mode="bilinear", align_corners=False)
 
 
 def super_resolution(model: nn.Module, data: Path) -> Network:
@@ -152,6 +188,9 @@ def networks(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
     for name in ("face", "fsrcnn_x2") if args.data else ():
         if name in (args.networks or [name]):
             yield name, (face if name == "face" else super_resolution)(deployed(args.data).load(name), args.data)
+    for name in MTCNN if args.data and importlib.util.find_spec("facenet_pytorch") else ():
+        if name in (args.networks or [name]):
+            yield name, mtcnn(name, args.data)
     for name in ("resnet20", "resnet56") if args.cifar and args.checkpoints else ():
         if name in (args.networks or [name]):
             yield name, cifar(trained(name, args.checkpoints), args.cifar)
@@ -275,7 +314,7 @@ def write(result: dict[str, Any]) -> None:
                 lines.append(f"| {name}, {threads}, in OpenVINO | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Quality: F1 in % (face), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws (resnet). {result['versions']}",
+        f"Quality: F1 in % (face, MTCNN), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws (resnet). {result['versions']}",
     ]
     (HERE / "real_networks.md").write_text("\n".join(lines) + "\n")
 

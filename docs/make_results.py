@@ -213,6 +213,9 @@ CIFAR-10. *raw*: right after the cut; *+BN*: with BatchNorm statistics re-estima
 DEPLOYED = {
     "face": ("face detector, 300 k parameters", "F1 in %"),
     "fsrcnn_x2": ("FSRCNN x2", "PSNR in dB"),
+    "pnet": ("P-Net of MTCNN", "F1 in %"),
+    "rnet": ("R-Net of MTCNN", "F1 in %"),
+    "onet": ("O-Net of MTCNN", "F1 in %"),
     "resnet20": ("ResNet-20", "top-1 in %"),
     "resnet56": ("ResNet-56", "top-1 in %"),
 }
