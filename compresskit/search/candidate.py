@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 
 from compresskit.base.budget import keep
+from compresskit.base.errors import ModelError
 from compresskit.base.stage import Stage
 from compresskit.distill import imitate
 from compresskit.prune import Prune
-from compresskit.prune.depth import Depth
+from compresskit.prune.depth import Depth, Merge
 from compresskit.prune.low_rank import LowRank
 from compresskit.quant import QAT, Bits, StaticQuant
 from compresskit.quant.numerics.targets import X86, Target
@@ -25,17 +26,37 @@ QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 
 
 @dataclass(frozen=True, kw_only=True)
+class Removable:
+    """What can go in a model, by name, what is worth least for its time first.
+
+    Attributes:
+        blocks: residual blocks.
+        runs: runs of convolutions that can become one, as `prune.depth.Merge` names them, no two of the same layers.
+    """
+
+    blocks: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
+
+    def runs_without(self, blocks: Sequence[str]) -> tuple[str, ...]:
+        """The runs none of whose layers is in one of these blocks."""
+        gone = tuple(f"{block}." for block in blocks)
+        return tuple(name for name in self.runs if not any(layer.startswith(gone) for layer in name.split(" + ")))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One way to compress a model.
 
     Attributes:
         blocks: how many residual blocks go, in the order of the search.
+        merged: how many runs of convolutions become one convolution each, in the order of the search.
         macs: fraction of the multiply-accumulates that stays when channels are removed; 1 removes none.
         rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
         bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8.
     """
 
     blocks: int = 0
+    merged: int = 0
     macs: float = 1.0
     rank: float = 1.0
     bits: Storage = "int8"
@@ -44,6 +65,7 @@ class Candidate:
     def name(self) -> str:
         """Such as `2blocks-macs0.5-int8`; the name of its folder."""
         parts = [f"{self.blocks}blocks"] if self.blocks else []
+        parts += [f"{self.merged}merged"] if self.merged else []
         parts += [f"macs{self.macs:g}"] if self.macs < 1 else []
         parts += [f"rank{self.rank:g}"] if self.rank < 1 else []
         return "-".join([*parts, self.bits])
@@ -51,21 +73,26 @@ class Candidate:
     @property
     def changes_structure(self) -> bool:
         """Whether it removes anything but precision."""
-        return self.blocks > 0 or self.macs < 1 or self.rank < 1
+        return self.blocks > 0 or self.merged > 0 or self.macs < 1 or self.rank < 1
 
-    def stages(self, *, order: Sequence[str], samples: int, train: Train | None, target: Target = X86) -> tuple[Stage, ...]:
+    def stages(self, *, order: Removable, samples: int, train: Train | None, target: Target = X86) -> tuple[Stage, ...]:
         """The stages of a recipe that makes the candidate; none for the uncompressed model.
 
         Args:
-            order: dotted names of residual blocks, first to go first.
+            order: blocks and runs of convolutions, first to go first.
             samples: calibration samples that the stages read.
             train: how long and how to train in all; None trains nothing.
             target: runtime of the quantized file.
+
+        Raises ModelError where there are not so many runs outside of the blocks that go.
         """
         finetune, qat = (None, None) if train is None else _shares(train, self)
         structure: list[Any] = []
-        if self.blocks:
-            structure.append(Depth(blocks=tuple(order[: self.blocks]), repair=samples))
+        blocks = order.blocks[: self.blocks]
+        if blocks:
+            structure.append(Depth(blocks=blocks, repair=samples))
+        if self.merged:
+            structure.append(Merge(runs=self._runs(order, blocks), samples=samples, repair=samples))
         if self.macs < 1:
             multiple = 8 if self.macs >= FINER_BELOW else 4
             structure.append(Prune(budget=keep(macs=self.macs), samples=samples, round_to=multiple))
@@ -89,6 +116,15 @@ class Candidate:
                 validate_every=qat.validate_every,
             ),
         )
+
+    def _runs(self, order: Removable, blocks: Sequence[str]) -> tuple[str, ...]:
+        """The runs that become one convolution each where some blocks go."""
+        left = order.runs_without(blocks)
+        if len(left) < self.merged:
+            raise ModelError(
+                f"{self.name}: wanted {self.merged} runs of convolutions outside of the blocks, there are {len(left)}"
+            )
+        return left[: self.merged]
 
 
 UNCOMPRESSED = Candidate(bits="float")

@@ -52,10 +52,11 @@ def compress(
 ) -> Search:
     """Search for the recipe that meets a budget, run it, and return its verified file with all that was tried.
 
-    Candidates remove channels, residual blocks and precision, and factor layers. Each is first made without training and
-    judged by its exported file, on held-out data; Optuna proposes which. Those that promise most are then run as recipes on all
-    data, one after another, and given up early where they fall behind. Called again, a search that was interrupted goes on where
-    it was; another budget in the same folder takes over what was measured. Processes that make the same call share the search.
+    Candidates remove channels, residual blocks and precision, factor layers, and merge convolutions. Each is first made without
+    training and judged by its exported file, on held-out data; Optuna proposes which. Those that promise most are then run as
+    recipes on all data, one after another, and given up early where they fall behind. Called again, a search that was interrupted
+    goes on where it was; another budget in the same folder takes over what was measured. Processes that make the same call share
+    the search.
 
     Args:
         model: a trained float model; it is not changed.
@@ -108,7 +109,7 @@ def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settin
         stopwatch = workshop.stopwatch(strict=budget.latency is not None)
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
-        minimise, order = free_quantity(ceilings), workshop.block_order()
+        minimise, order = free_quantity(ceilings), workshop.removable()
         train = training_within(workshop, settings, budget)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None

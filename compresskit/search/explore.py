@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compresskit.base.progress import announce
-from compresskit.search.candidate import UNCOMPRESSED, Candidate
+from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
@@ -31,7 +31,7 @@ class Explorer:
     Attributes:
         workshop: makes them. stopwatch: measures their files. worker: this process.
         dense: figures of the uncompressed model.
-        order: of residual blocks, first to go first.
+        order: of what can go, first to go first.
         ceilings: of the budget. judged: those that the study keeps to.
         trials: how many candidates are measured.
         name: of the study in the journal.
@@ -42,7 +42,7 @@ class Explorer:
     stopwatch: Stopwatch
     worker: Worker
     dense: Figures
-    order: tuple[str, ...]
+    order: Removable
     ceilings: dict[str, float]
     judged: tuple[str, ...]
     trials: int
@@ -51,15 +51,15 @@ class Explorer:
 
     def explore(self) -> list[Tried]:
         """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
-        blocks = math.floor(MOST_BLOCKS * len(self.order))
+        most = {"blocks": math.floor(MOST_BLOCKS * len(self.order.blocks)), "merged": len(self.order.runs)}
         objectives = ["drop", *(quantity for quantity in ("latency", "bytes") if quantity not in self.ceilings)]
         study = CandidateStudy(
             self.workshop.out,
             self.name,
             self.worker,
             objectives=len(objectives),
-            blocks=blocks,
-            first=first_candidates(blocks),
+            most=most,
+            first=first_candidates(**most),
             seed=self.workshop.seed,
         )
         tried: dict[Candidate, Tried] = {}

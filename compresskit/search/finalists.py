@@ -16,7 +16,7 @@ from typing import Any
 from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
-from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate
+from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
@@ -42,7 +42,7 @@ class Finals:
     Attributes:
         workshop: makes models. stopwatch: measures files.
         name: of the study in the journal.
-        order: of residual blocks.
+        order: of what can go.
         ceilings: that a file must keep. minimise: quantity that is minimised among those that keep them.
         train: of each candidate, in all its stages; None trains nothing.
         worker: this process.
@@ -52,7 +52,7 @@ class Finals:
     workshop: Workshop
     stopwatch: Stopwatch
     name: str
-    order: tuple[str, ...]
+    order: Removable
     ceilings: dict[str, float]
     minimise: str
     train: Train | None

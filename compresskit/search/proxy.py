@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.costs import milliseconds
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.importance import BlockScoring, output_error
+from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go
 from compresskit.quant.numerics.targets import Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
@@ -35,16 +36,17 @@ from compresskit.recipe.engine import run_stage
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive
 from compresskit.recipe.measure_stage import measure_stage
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
 from compresskit.search.workers import LOCKS, timing_alone
 
 log = logging.getLogger(__name__)
 
-IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "blocks.json", "latency.json"
+IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "removable.json", "latency.json"
 CANDIDATES, DENSE = "candidates", "uncompressed"
-SCORED_SAMPLES = 64  # that the importance of blocks reads
+SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
+LEAST_SAVED = 0.01  # of the time of all convolutions, below which it is not worth while to merge some
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 
 Read = TypeVar("Read")
@@ -131,17 +133,25 @@ class Workshop:
         """What files are timed on."""
         return first_rows(self.task.example(), self.batch)
 
-    def block_order(self) -> tuple[str, ...]:
-        """Dotted names of the residual blocks that can go, the one that is worth least for its time first.
+    def removable(self) -> Removable:
+        """The residual blocks that can go and the convolutions that can become one, what is worth least for its time first.
 
         Their importance is measured once, in the whole model; what candidates lose without several of them is measured on them.
         """
         path = self.out / ORDER
         if path.exists():
-            return tuple(read_json(path, "the order of residual blocks")["order"])
-        order = self._ranked_blocks()
-        write_json(path, {"order": list(order)})
+            record = read_json(path, "the order in which blocks and activations go")
+            return Removable(**{name: tuple(names) for name, names in record.items()})
+        order = Removable(blocks=self._ranked_blocks(), runs=self._ranked_runs())
+        write_json(path, asdict(order))
         return order
+
+    def _ranked_runs(self) -> tuple[str, ...]:
+        try:
+            return rank_runs(self.model, self.task, samples=SCORED_SAMPLES, least=LEAST_SAVED)
+        except CompressError as error:
+            log.info("compress: no convolutions are merged: %s", error)
+            return ()
 
     def _ranked_blocks(self) -> tuple[str, ...]:
         example = self.task.example()
@@ -170,7 +180,7 @@ class Workshop:
         ranked = sorted(found.removable, key=lambda path: scores[path] / max(costs[path], 1e-12))
         return tuple(p for p in ranked if not any(p.startswith(f"{other}.") for other in ranked))
 
-    def make(self, candidate: Candidate, order: Sequence[str], dense: Figures, stopwatch: Stopwatch) -> Figures | str:
+    def make(self, candidate: Candidate, order: Removable, dense: Figures, stopwatch: Stopwatch) -> Figures | str:
         """The figures of a candidate without training, or why it cannot be made; from its folder where it was made before."""
         folder = self.out / CANDIDATES / candidate.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,16 +198,14 @@ class Workshop:
             write_json(folder / FIGURES, asdict(figures))
             return figures
 
-    def _measured(
-        self, candidate: Candidate, order: Sequence[str], folder: Path, dense: Figures, stopwatch: Stopwatch
-    ) -> Figures:
+    def _measured(self, candidate: Candidate, order: Removable, folder: Path, dense: Figures, stopwatch: Stopwatch) -> Figures:
         begin = time.perf_counter()
         model, stages = self._compressed(candidate, order, self.samples)
         figures = self._export(model, folder, dense, settings=describe(stages))
         milliseconds_now = stopwatch.measure(folder / "model.onnx")
         return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
 
-    def _compressed(self, candidate: Candidate, order: Sequence[str], samples: int) -> tuple[nn.Module, tuple[Stage, ...]]:
+    def _compressed(self, candidate: Candidate, order: Removable, samples: int) -> tuple[nn.Module, tuple[Stage, ...]]:
         """The model of a candidate without training, and the stages that made it."""
         stages = candidate.stages(order=order, samples=samples, train=None, target=self.target)
         model = copy_model(self.model)
@@ -206,7 +214,7 @@ class Workshop:
             model = run_stage(stage, model, self.task)
         return model, stages
 
-    def sketch(self, candidate: Candidate, order: Sequence[str], read: Callable[[Path], Read]) -> Read:
+    def sketch(self, candidate: Candidate, order: Removable, read: Callable[[Path], Read]) -> Read:
         """What `read` says of a file with the candidate's layers, whose values come from a few samples and are not checked.
 
         Raises the errors of its stages.

@@ -7,7 +7,7 @@ work on one study. Samplers and pruners are Optuna's.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ LADDER = (
 )
 #: Fractions of the blocks that go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
+MERGED = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
 
 
 def import_optuna() -> Any:
@@ -47,10 +48,11 @@ def import_optuna() -> Any:
     return optuna
 
 
-def first_candidates(blocks: int) -> list[Candidate]:
-    """What is tried first in a network with so many removable blocks."""
+def first_candidates(blocks: int, merged: int) -> list[Candidate]:
+    """What is tried first in a network with so many removable blocks and so many runs of convolutions that can become one."""
     deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS if blocks]
-    return [*LADDER[:3], *deep, *LADDER[3:]]
+    joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED if merged)
+    return [*LADDER[:3], *deep, *joined, *LADDER[3:]]
 
 
 class CandidateStudy:
@@ -61,15 +63,23 @@ class CandidateStudy:
         name: of the study in the journal.
         worker: this process.
         objectives: how many values `tell` gets.
-        blocks: how many residual blocks may go.
+        most: the largest value of the parameters of a candidate that count: residual blocks, and merged convolutions.
         first: candidates that are tried before the sampler decides.
         seed: of the sampler.
     """
 
     def __init__(
-        self, out: Path, name: str, worker: Worker, *, objectives: int, blocks: int, first: Sequence[Candidate], seed: int
+        self,
+        out: Path,
+        name: str,
+        worker: Worker,
+        *,
+        objectives: int,
+        most: Mapping[str, int],
+        first: Sequence[Candidate],
+        seed: int,
     ) -> None:
-        self.optuna, self.worker, self.blocks = import_optuna(), worker, blocks
+        self.optuna, self.worker, self.most = import_optuna(), worker, {name: count for name, count in most.items() if count}
         self.states = self.optuna.trial.TrialState
         with worker.alone(TURN):
             self.study = self.optuna.create_study(
@@ -85,8 +95,7 @@ class CandidateStudy:
                     self.study.enqueue_trial(self._parameters(candidate))
 
     def _parameters(self, candidate: Candidate) -> dict[str, Any]:
-        values = vars(candidate)
-        return {name: values[name] for name in ("blocks", "macs", "rank", "bits") if name != "blocks" or self.blocks}
+        return {name: vars(candidate)[name] for name in (*self.most, "macs", "rank", "bits")}
 
     def _told(self) -> list[Any]:
         """Trials with a result; those that a process left behind have none."""
@@ -118,8 +127,8 @@ class CandidateStudy:
                 return None
             trial = self.optuna.trial.Trial(self.study, left[0]._trial_id) if left else self.study.ask()
             trial.set_user_attr(WORKER, self.worker.name)
-            if self.blocks:
-                trial.suggest_int("blocks", 0, self.blocks)
+            for name, count in self.most.items():
+                trial.suggest_int(name, 0, count)
             trial.suggest_float("macs", 0.1, 1.0, step=0.05)
             trial.suggest_float("rank", 0.4, 1.0, step=0.1)
             trial.suggest_categorical("bits", ["float", "int8", "int4"])
@@ -145,6 +154,7 @@ def candidate_of(parameters: dict[str, Any]) -> Candidate:
     """The candidate of a trial's parameters; steps of floats are rounded to the decimals that they have."""
     return Candidate(
         blocks=int(parameters.get("blocks", 0)),
+        merged=int(parameters.get("merged", 0)),
         macs=round(parameters["macs"], 2),
         rank=round(parameters["rank"], 2),
         bits=parameters["bits"],

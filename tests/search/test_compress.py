@@ -8,10 +8,12 @@ from functools import partial
 import networks
 import pytest
 import torch
+from convolution_runs import Narrow
 
 import compresskit as ck
+from compresskit.base.files import read_json
 from compresskit.cli import main
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.proxy import Workshop
 from compresskit.search.source import SourceWriter
@@ -172,7 +174,7 @@ def test_optuna_is_named_where_it_is_missing(monkeypatch) -> None:
 def test_the_stages_of_a_candidate() -> None:
     train = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1))
     candidate = Candidate(blocks=1, macs=0.5, rank=0.6, bits="int4")
-    stages = candidate.stages(order=("a", "b"), samples=7, train=train)
+    stages = candidate.stages(order=Removable(blocks=("a", "b")), samples=7, train=train)
     assert [type(stage).__name__ for stage in stages] == ["Depth", "Prune", "LowRank", "QAT"]
     assert stages[0].blocks == ("a",)
     assert stages[2].finetune.steps == 6
@@ -180,7 +182,30 @@ def test_the_stages_of_a_candidate() -> None:
     assert stages[3].bits == ck.quant.Bits(weights=4)
     written = [SourceWriter().source(stage, "here") for stage in stages]
     assert written[0] == "ck.prune.depth.Depth(blocks=('a',), repair=7)"
-    assert Candidate(bits="float").stages(order=(), samples=1, train=train) == ()
+    assert Candidate(bits="float").stages(order=Removable(), samples=1, train=train) == ()
+
+
+def test_runs_of_blocks_that_go_are_not_merged() -> None:
+    order = Removable(blocks=("a.1", "a.2"), runs=("a.1.x + a.1.y", "a.10.x + a.10.y", "b + c"))
+    stages = Candidate(blocks=1, merged=2, macs=0.5).stages(order=order, samples=7, train=None)
+    assert [type(stage).__name__ for stage in stages] == ["Depth", "Merge", "Prune", "StaticQuant"]
+    assert stages[1].runs == ("a.10.x + a.10.y", "b + c")
+    assert SourceWriter().source(stages[1], "here").startswith("ck.prune.depth.Merge(runs=('a.10.x + a.10.y', 'b + c'), ")
+    assert Candidate(merged=1, bits="float").changes_structure
+    with pytest.raises(ck.ModelError, match=r"wanted 3 runs of convolutions outside of the blocks, there are 2"):
+        Candidate(blocks=1, merged=3).stages(order=order, samples=7, train=None)
+
+
+def test_convolutions_that_are_faster_as_one_are_merged(task, tmp_path) -> None:
+    """Of inverted residuals of a few channels: the search tries it, and a recipe of it runs."""
+    model = networks.build(Narrow)
+    found = ck.compress(model, task, ck.at_most(macs="2x"), out=tmp_path, **{**QUICK, "trials": 4})
+    merged = [tried for tried in found.tried if tried.candidate.merged]
+    assert [tried.candidate.merged for tried in merged] == [2]  # of three, before the sampler decides
+    assert merged[0].figures.macs < found.dense.macs
+    stages = merged[0].candidate.stages(order=Removable(**read_json(tmp_path / "removable.json", "")), samples=8, train=None)
+    result = ck.Recipe(*stages).run(model, task, out=tmp_path / "again")
+    assert result.rows[-1].macs == merged[0].figures.macs
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compresskit.base.errors import CompressError
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.latency.latency_model import LatencyModel, PredictionError
 from compresskit.search.latency.operators import MeasuredFile, Operator, measure_operators, read_measured, read_operators
 from compresskit.search.proxy import CANDIDATES, DENSE, Workshop
@@ -30,13 +30,13 @@ class LatencyFilter:
 
     Attributes:
         workshop: makes candidates; its folder has the files that were measured.
-        order: of residual blocks.
+        order: of what can go.
         ceiling: milliseconds that a file may take.
         measured: folders of measured files -> their operators.
     """
 
     workshop: Workshop
-    order: tuple[str, ...]
+    order: Removable
     ceiling: float
     measured: dict[Path, MeasuredFile] = field(default_factory=dict)
     _model: LatencyModel | None = None
@@ -102,6 +102,7 @@ def _removes_no_less(candidate: Candidate, other: Candidate) -> bool:
     return (
         candidate.bits == other.bits
         and candidate.blocks >= other.blocks
+        and candidate.merged >= other.merged
         and candidate.macs <= other.macs
         and candidate.rank == other.rank
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import compresskit as ck
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.latency_filter import MEASURED_OPERATORS, LatencyFilter
 from compresskit.search.proxy import Workshop, held_out
@@ -51,7 +51,7 @@ def workshop(task, tmp_path_factory):
 
 def test_what_is_far_over_the_ceiling_is_told_before_it_is_made(workshop) -> None:
     times = {Candidate(macs=width): 1.0 + width for width in WIDTHS}
-    found = LatencyFilter(workshop=workshop, order=(), ceiling=0.1)
+    found = LatencyFilter(workshop=workshop, order=Removable(), ceiling=0.1)
     assert found.error() is None
     assert found.too_slow(Candidate(macs=0.6), []) is None  # nothing is known yet
     found.learn(times, 1.0)
@@ -71,9 +71,9 @@ def test_what_was_learned_is_kept(workshop, monkeypatch) -> None:
         raise AssertionError("measured again")
 
     times = {Candidate(macs=width): 1.0 + width for width in WIDTHS}
-    LatencyFilter(workshop=workshop, order=(), ceiling=1.0).learn(times, 1.0)
+    LatencyFilter(workshop=workshop, order=Removable(), ceiling=1.0).learn(times, 1.0)
     monkeypatch.setattr("compresskit.search.latency.latency_filter.measure_operators", measure)
-    again = LatencyFilter(workshop=workshop, order=(), ceiling=0.1)
+    again = LatencyFilter(workshop=workshop, order=Removable(), ceiling=0.1)
     again.learn(times, 1.0)
     assert again.error().files == 5
 

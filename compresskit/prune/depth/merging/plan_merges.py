@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
-from compresskit.base.task import Inputs, Task
+from compresskit.base.task import Inputs, Task, first_rows
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_macs, count_parameters
 from compresskit.prune.channels.candidates import ExportedCandidates
@@ -19,7 +19,7 @@ from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.depth import importance as block_importance
 from compresskit.prune.depth.merging.choose_runs import least_important
 from compresskit.prune.depth.merging.find_runs import FoundRuns, find_runs
-from compresskit.prune.depth.merging.merge_costs import MergeCost, saved_milliseconds
+from compresskit.prune.depth.merging.merge_costs import MergeCost, saved_macs, saved_milliseconds
 from compresskit.prune.depth.merging.merge_importance import MergeImportance, MergeScoring, merged_error, predictions_of
 from compresskit.prune.depth.merging.merge_plan import MergeLine, MergePlan
 from compresskit.prune.depth.merging.merge_runs import (
@@ -35,6 +35,7 @@ from compresskit.prune.depth.merging.prove_merges import check_merges, runs_that
 MOST_EXPORTED = 6  # candidates that are exported and measured for one budget
 MOST_LISTED_RUNS = 6  # that a refusal lists
 LONGEST_RUN = 8
+MOST_MORE_MACS = 0.1  # of the model's, that one convolution may take and yet be expected to be faster
 
 
 @takes_budget
@@ -116,6 +117,40 @@ def check_merging(
         raise SettingError(f"{where}(longest=...): wanted a whole number from 2 to {LONGEST_RUN}, got {longest!r}")
     if type(samples) is not int or samples < 1:
         raise SettingError(f"{where}(samples=...): wanted a whole number >= 1, got {samples!r}")
+
+
+def rank_runs(model: nn.Module, task: Task, *, samples: int = 256, least: float = 0.0) -> tuple[str, ...]:
+    """Names of runs that can be merged together, no two of the same layers: what is worth least for its milliseconds first.
+
+    Args:
+        model: a float model. task: its example, and data for the importance.
+        samples: how many samples the importance reads.
+        least: milliseconds of one sample that a run must save, so that noise does not decide.
+
+    Raises ModelError where the model cannot be captured.
+    """
+    inputs = task.example()
+    found = find_runs(model, inputs)
+    macs = saved_macs(model, inputs, found.runs) if found.runs else {}
+    heavy = -MOST_MORE_MACS * count_macs(model, inputs)
+    found = found.without({name: "it takes many more MACs" for name, saved in macs.items() if saved < heavy})
+    found = found.without(runs_that_cannot_go(model, found, inputs))
+    saved = saved_milliseconds(model, first_rows(inputs, 1), found.runs) if found.runs else {}
+    faster = {name: run for name, run in found.runs.items() if saved[name] > least}
+    if not faster:
+        return ()
+    frozen, batches = frozen_copy(model), list(calibration_inputs(task, samples, "read runs"))
+    predictions = predictions_of(frozen, batches, task)
+    scoring = MergeScoring(model=frozen, runs=[*faster.values()], batches=batches, predictions=predictions, task=task)
+    scores, chosen = merged_error(scoring), list[ConvolutionRun]()
+    for name in sorted(faster, key=lambda name: max(scores[name], 0.0) / saved[name]):
+        if not any(set(faster[name].layers) & set(run.layers) for run in chosen):
+            chosen.append(faster[name])
+    if check_merges(model, chosen, inputs) is not None:
+        chosen = [run for run in chosen if check_merges(model, [run], inputs) is None]
+        while chosen and check_merges(model, chosen, inputs) is not None:
+            chosen.pop()
+    return tuple(run.name for run in chosen)
 
 
 @dataclass
