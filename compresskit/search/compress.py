@@ -109,7 +109,7 @@ def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settin
         stopwatch = workshop.stopwatch(strict=budget.latency is not None)
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
-        minimise, order = free_quantity(ceilings), workshop.removable()
+        minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
         train = training_within(workshop, settings, budget)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None

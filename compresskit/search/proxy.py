@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "removable.json", "latency.json"
 CANDIDATES, DENSE = "candidates", "uncompressed"
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
-LEAST_SAVED = 0.01  # of the time of all convolutions, below which it is not worth while to merge some
+LEAST_SAVED = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 
 Read = TypeVar("Read")
@@ -133,22 +133,23 @@ class Workshop:
         """What files are timed on."""
         return first_rows(self.task.example(), self.batch)
 
-    def removable(self) -> Removable:
+    def removable(self, milliseconds: float) -> Removable:
         """The residual blocks that can go and the convolutions that can become one, what is worth least for its time first.
 
         Their importance is measured once, in the whole model; what candidates lose without several of them is measured on them.
+        milliseconds: of the uncompressed file, of which a merge has to save some.
         """
         path = self.out / ORDER
         if path.exists():
             record = read_json(path, "the order in which blocks and activations go")
             return Removable(**{name: tuple(names) for name, names in record.items()})
-        order = Removable(blocks=self._ranked_blocks(), runs=self._ranked_runs())
+        order = Removable(blocks=self._ranked_blocks(), runs=self._ranked_runs(LEAST_SAVED * milliseconds))
         write_json(path, asdict(order))
         return order
 
-    def _ranked_runs(self) -> tuple[str, ...]:
+    def _ranked_runs(self, least: float) -> tuple[str, ...]:
         try:
-            return rank_runs(self.model, self.task, samples=SCORED_SAMPLES, least=LEAST_SAVED)
+            return rank_runs(self.model, self.task, samples=SCORED_SAMPLES, least=least)
         except CompressError as error:
             log.info("compress: no convolutions are merged: %s", error)
             return ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
+from dataclasses import replace
 from functools import partial
 
 import networks
@@ -13,12 +15,14 @@ from convolution_runs import Narrow
 import compresskit as ck
 from compresskit.base.files import read_json
 from compresskit.cli import main
+from compresskit.prune.depth.merging import saved_macs
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.proxy import Workshop
 from compresskit.search.source import SourceWriter
-from compresskit.search.study import import_optuna
+from compresskit.search.study import first_candidates, import_optuna
 
+plan_merges = importlib.import_module("compresskit.prune.depth.merging.plan_merges")  # a function of its package has the name
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 
 
@@ -196,8 +200,20 @@ def test_runs_of_blocks_that_go_are_not_merged() -> None:
         Candidate(blocks=1, merged=3).stages(order=order, samples=7, train=None)
 
 
-def test_convolutions_that_are_faster_as_one_are_merged(task, tmp_path) -> None:
-    """Of inverted residuals of a few channels: the search tries it, and a recipe of it runs."""
+def test_convolutions_that_are_faster_as_one_are_ranked_and_merged(task, monkeypatch) -> None:
+    monkeypatch.setattr(plan_merges, "saved_milliseconds", saved_macs)  # which no other work on the machine changes
+    model = networks.build(Narrow)
+    runs = plan_merges.rank_runs(model, task, samples=8)
+    assert sorted(name.split(" + ")[0] for name in runs) == [f"blocks.{i}.0" for i in range(3)]
+    assert [c.merged for c in first_candidates(blocks=0, merged=3) if c.merged] == [2, 3]
+    stages = Candidate(merged=2).stages(order=Removable(runs=runs), samples=8, train=None)
+    merged = replace(stages[0], cost=saved_macs)(model, task)
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in merged.modules()) == 1 + 1 + 1 + 3
+    assert plan_merges.rank_runs(model, task, samples=8, least=1e9) == ()
+
+
+@pytest.mark.slow
+def test_the_search_merges_convolutions(task, tmp_path) -> None:
     model = networks.build(Narrow)
     found = ck.compress(model, task, ck.at_most(macs="2x"), out=tmp_path, **{**QUICK, "trials": 4})
     merged = [tried for tried in found.tried if tried.candidate.merged]
