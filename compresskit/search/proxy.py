@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "removable.json", "latency.json"
 CANDIDATES, DENSE = "candidates", "uncompressed"
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
-LEAST_SAVED = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
+LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 
 Read = TypeVar("Read")
@@ -143,7 +143,7 @@ class Workshop:
         if path.exists():
             record = read_json(path, "the order in which blocks and activations go")
             return Removable(**{name: tuple(names) for name, names in record.items()})
-        order = Removable(blocks=self._ranked_blocks(), runs=self._ranked_runs(LEAST_SAVED * milliseconds))
+        order = Removable(blocks=self._ranked_blocks(), runs=self._ranked_runs(LEAST_SAVED_TIME * milliseconds))
         write_json(path, asdict(order))
         return order
 

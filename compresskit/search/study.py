@@ -31,7 +31,7 @@ LADDER = (
 )
 #: Fractions of the blocks that go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
-MERGED = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
+MERGED_FRACTIONS = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
 
 
 def import_optuna() -> Any:
@@ -51,7 +51,7 @@ def import_optuna() -> Any:
 def first_candidates(blocks: int, merged: int) -> list[Candidate]:
     """What is tried first in a network with so many removable blocks and so many runs of convolutions that can become one."""
     deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS if blocks]
-    joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED if merged)
+    joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED_FRACTIONS if merged)
     return [*LADDER[:3], *deep, *joined, *LADDER[3:]]
 
 

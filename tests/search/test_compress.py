@@ -23,6 +23,7 @@ from compresskit.search.source import SourceWriter
 from compresskit.search.study import first_candidates, import_optuna
 
 plan_merges = importlib.import_module("compresskit.prune.depth.merging.plan_merges")  # a function of its package has the name
+RANKED_RUNS = Workshop._ranked_runs  # before this folder's fixture
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 
 
@@ -213,7 +214,8 @@ def test_convolutions_that_are_faster_as_one_are_ranked_and_merged(task, monkeyp
 
 
 @pytest.mark.slow
-def test_the_search_merges_convolutions(task, tmp_path) -> None:
+def test_the_search_merges_convolutions(task, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Workshop, "_ranked_runs", RANKED_RUNS)
     model = networks.build(Narrow)
     found = ck.compress(model, task, ck.at_most(macs="2x"), out=tmp_path, **{**QUICK, "trials": 4})
     merged = [tried for tried in found.tried if tried.candidate.merged]

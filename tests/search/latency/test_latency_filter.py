@@ -45,7 +45,7 @@ def workshop(task, tmp_path_factory):
     for width in WIDTHS:
         folder = out / "candidates" / Candidate(macs=width).name
         folder.mkdir(parents=True)
-        shop.sketch(Candidate(macs=width), (), lambda file, folder=folder: file.rename(folder / "model.onnx"))
+        shop.sketch(Candidate(macs=width), Removable(), lambda file, folder=folder: file.rename(folder / "model.onnx"))
     return shop
 
 
