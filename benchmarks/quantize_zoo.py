@@ -4,15 +4,13 @@
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --latency    time the files of that folder again, on a quiet machine
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --measured   ours placed by measurement for two threads, timed there
     python benchmarks/quantize_zoo.py --folder /tmp/zoo --nncf       NNCF's ONNX backend (`pip install nncf`) against both
-    python benchmarks/quantize_zoo.py --folder /tmp/zoo --bound      what no placement can go below in this runtime
 
 onnxruntime: pre-processed, per channel, uint8 activations; for transformers Conv, Gemm and MatMul only, which is best there.
 Ours: no option set. Both calibrate on the same 8 inputs. Latency: the three files measured in turn, medians, as ratios to the
 fp32 file, for batch 1 and 32 on one thread and batch 1 on two. SQNR: of the outputs, against fp32, in dB. The weights are random,
 the BatchNorm statistics those of random images: such networks amplify noise with depth, so SQNR compares the rows of one network
 and does not carry over to trained ones. NNCF: its defaults, `model_type=TRANSFORMER` for those, timed at batch 1 in turn with
-fp32 and ours. Seconds: quantizing and exporting, in a process that has done both before. Bound: each layer by the faster of its
-kernels in the fp32 file and in ours, without any conversion, by the runtime's profile.
+fp32 and ours. Seconds: quantizing and exporting, in a process that has done both before.
 
 Writes `quantize_zoo.json` and `quantize_zoo.md` beside this file; networks that are in the file are kept.
 """
@@ -36,7 +34,6 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
 
 import compresskit as ck
-from compresskit.export.check.layer_profile import profile_layers
 from compresskit.measure import latency, numpy_inputs, session
 
 HERE = Path(__file__).parent
@@ -181,22 +178,6 @@ def measured(name: str, folder: Path, samples: int, seconds: float) -> dict[str,
     return {"ms": latency([*files, file], (x[:1],), threads=2, seconds=seconds), "seconds": took}
 
 
-def bound(name: str, folder: Path, seconds: float) -> dict[str, float]:
-    """By number of threads: the faster kernel of each layer, in float or in integers, as a share of the fp32 file's time."""
-    x, (float_file, ours, _) = example(name, 1), files_of(name, folder)
-    found = {}
-    for threads in (1, 2):
-        profile = profile_layers(ours, (x,), against=float_file, threads=threads, seconds=seconds)
-        assert profile.against_outside is not None
-        assert profile.against_milliseconds is not None
-        kernels = sum(
-            min(time.milliseconds - time.conversions for time in (layer.this, layer.other) if time is not None)
-            for layer in profile.layers
-        )
-        found[str(threads)] = (kernels + min(profile.outside, profile.against_outside)) / profile.against_milliseconds
-    return found
-
-
 def write(rows: dict[str, Any]) -> None:
     versions = {"torch": torch.__version__, "torchvision": torchvision.__version__, "onnxruntime": onnxruntime.__version__}
     (HERE / "quantize_zoo.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
@@ -224,15 +205,6 @@ def write(rows: dict[str, Any]) -> None:
     if pairs:
         ratios = torch.tensor([ours / theirs for _, ours, theirs in pairs])
         lines.append(f"Ours / NNCF, over {len(pairs)} networks: {ratios.log().mean().exp():.3f} (largest {ratios.max():.3f}).")
-    if all("bound" in row for row in rows.values()):
-        least = []
-        for kind, threads in (("ms", "1"), ("ms_2_threads", "2")):
-            shares = torch.tensor([row["bound"][threads] * row[kind][0] / row[kind][2] for row in rows.values()])
-            least.append(f"{shares.log().mean().exp():.3f}")
-        lines.append(
-            f"Bound of ours / onnxruntime, each layer by the faster of its kernels, float or integer: {least[0]} at batch 1,"
-            f" {least[1]} on two threads."
-        )
     for name, found in ((name, row["measured"]) for name, row in rows.items() if "measured" in row):
         fp32, ours, theirs, placed = found["ms"]
         lines.append(
@@ -250,7 +222,6 @@ def main() -> None:
     parser.add_argument("--latency", action="store_true", help="only time files that are there")
     parser.add_argument("--build", action="store_true", help="only build and compare")
     parser.add_argument("--measured", action="store_true", help="only ours placed by measurement for two threads")
-    parser.add_argument("--bound", action="store_true", help="only the bound, of files that are there")
     parser.add_argument("--nncf", action="store_true", help="only build and time NNCF's files, beside those that are there")
     parser.add_argument("--samples", type=int, default=8, help="calibration images, which are also those of the SQNR")
     parser.add_argument("--seconds", type=float, default=4, help="timing of each file")
@@ -266,11 +237,9 @@ def main() -> None:
             row["nncf"] = row.get("nncf", {}) | found
         elif args.measured:
             row["measured"] = measured(name, args.folder, args.samples, args.seconds)
-        elif args.bound:
-            row["bound"] = bound(name, args.folder, args.seconds)
         elif not args.latency:
             row |= build(name, args.folder, args.samples)
-        if not (args.build or args.nncf or args.measured or args.bound):
+        if not (args.build or args.nncf or args.measured):
             row |= times(name, args.folder, args.seconds)
         path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         print(name, row, flush=True)

@@ -122,7 +122,8 @@ class Candidate:
         left = order.runs_without(blocks)
         if len(left) < self.merged:
             raise ModelError(
-                f"{self.name}: wanted {self.merged} runs of convolutions outside of the blocks, there are {len(left)}"
+                f"{self.name}: wanted {self.merged} runs of convolutions outside of the blocks, there are {len(left)}; merge"
+                " fewer"
             )
         return left[: self.merged]
 

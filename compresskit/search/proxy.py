@@ -19,6 +19,7 @@ from compresskit.base.errors import CheckpointError, CompressError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.inputs import calibration_inputs, some_batches
+from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
 from compresskit.base.task import Inputs, Task, call_checked, first_rows
@@ -148,6 +149,7 @@ class Workshop:
         return order
 
     def _ranked_runs(self, least: float) -> tuple[str, ...]:
+        announce(log, "compress: measuring which convolutions are faster as one")  # minutes in a large network
         try:
             return rank_runs(self.model, self.task, samples=SCORED_SAMPLES, least=least)
         except CompressError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import runpy
 from dataclasses import replace
@@ -197,7 +198,7 @@ def test_runs_of_blocks_that_go_are_not_merged() -> None:
     assert stages[1].runs == ("a.10.x + a.10.y", "b + c")
     assert SourceWriter().source(stages[1], "here").startswith("ck.prune.depth.Merge(runs=('a.10.x + a.10.y', 'b + c'), ")
     assert Candidate(merged=1, bits="float").changes_structure
-    with pytest.raises(ck.ModelError, match=r"wanted 3 runs of convolutions outside of the blocks, there are 2"):
+    with pytest.raises(ck.ModelError, match=r"wanted 3 runs of convolutions outside of the blocks, there are 2; merge fewer"):
         Candidate(blocks=1, merged=3).stages(order=order, samples=7, train=None)
 
 
@@ -208,9 +209,16 @@ def test_convolutions_that_are_faster_as_one_are_ranked_and_merged(task, monkeyp
     assert sorted(name.split(" + ")[0] for name in runs) == [f"blocks.{i}.0" for i in range(3)]
     assert [c.merged for c in first_candidates(blocks=0, merged=3) if c.merged] == [2, 3]
     stages = Candidate(merged=2).stages(order=Removable(runs=runs), samples=8, train=None)
-    merged = replace(stages[0], cost=saved_macs)(model, task)
+    merged = replace(stages[0], cost=saved_macs)(copy.deepcopy(model), task)
     assert sum(isinstance(module, torch.nn.Conv2d) for module in merged.modules()) == 1 + 1 + 1 + 3
     assert plan_merges.rank_runs(model, task, samples=8, least=1e9) == ()
+    second = next(name for name in runs if name.startswith("blocks.1"))
+
+    def check(model, chosen, inputs):
+        return "another value" if second in [run.name for run in chosen] else None
+
+    monkeypatch.setattr(plan_merges, "check_merges", check)  # what is not proved is not proposed
+    assert set(plan_merges.rank_runs(model, task, samples=8)) == {*runs} - {second}
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from torch import Tensor
 from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.policy import Bf16Format
 
-PIECE = 2**19  # values that are read or written at once
+#: Values that are read or written at once. In the steps of `benchmarks/mixed_cpu.py` fewer are slower for their many calls, and
+#: twice as many for scratch memory that the system gives anew each time.
+PIECE = 2**19
 
 
 def flat_views(*tensors: Tensor, in_order: bool = False) -> list[Tensor] | None:

@@ -129,23 +129,24 @@ def rank_runs(model: nn.Module, task: Task, *, samples: int = 256, least: float 
 
     Raises ModelError where the model cannot be captured.
     """
-    inputs = task.example()
+    inputs, one = task.example(), first_rows(task.example(), 1)
     found = find_runs(model, inputs)
-    macs = saved_macs(model, inputs, found.runs) if found.runs else {}
-    heavy = -MOST_MORE_MACS * count_macs(model, inputs)
-    found = found.without({name: "it takes many more MACs" for name, saved in macs.items() if saved < heavy})
+    if not found.runs:
+        return ()
+    heavy = -MOST_MORE_MACS * count_macs(model, one)
+    light = {name: found.runs[name] for name, macs in saved_macs(model, one, found.runs).items() if macs >= heavy}
+    saved = saved_milliseconds(model, one, light) if light else {}
+    found = found.without({name: "it saves too little" for name in found.runs if saved.get(name, least) <= least})
     found = found.without(runs_that_cannot_go(model, found, inputs))
-    saved = saved_milliseconds(model, first_rows(inputs, 1), found.runs) if found.runs else {}
-    faster = {name: run for name, run in found.runs.items() if saved[name] > least}
+    most = least_important(found.runs, saved, saved) or ()  # importance is measured of those that save most together
+    faster = {name: found.runs[name] for name in most}
     if not faster:
         return ()
     frozen, batches = frozen_copy(model), list(calibration_inputs(task, samples, "read runs"))
     predictions = predictions_of(frozen, batches, task)
     scoring = MergeScoring(model=frozen, runs=[*faster.values()], batches=batches, predictions=predictions, task=task)
-    scores, chosen = merged_error(scoring), list[ConvolutionRun]()
-    for name in sorted(faster, key=lambda name: max(scores[name], 0.0) / saved[name]):
-        if not any(set(faster[name].layers) & set(run.layers) for run in chosen):
-            chosen.append(faster[name])
+    scores = merged_error(scoring)
+    chosen = [faster[name] for name in sorted(faster, key=lambda name: max(scores[name], 0.0) / saved[name])]
     if check_merges(model, chosen, inputs) is not None:
         chosen = [run for run in chosen if check_merges(model, [run], inputs) is None]
         while chosen and check_merges(model, chosen, inputs) is not None:
