@@ -19,6 +19,7 @@ from compresskit.mixed.formats.policy import Bf16Format
 #: Values that are read or written at once. In the steps of `benchmarks/mixed_cpu.py` fewer are slower for their many calls, and
 #: twice as many for scratch memory that the system gives anew each time.
 PIECE = 2**19
+FEW = 1 / 16  # of a piece, up to which values are looked up by their places
 
 
 def flat_views(*tensors: Tensor, in_order: bool = False) -> list[Tensor] | None:
@@ -128,14 +129,20 @@ def store_(
 
 def _compensate_(value: Tensor, half: Tensor, compensation: Tensor, wide: Tensor, old: Tensor) -> None:
     """`bf16_formats.compensate` into `half` and `compensation`; `old` is their fp32 value, `wide` scratch memory."""
-    # A value that did not move keeps its pair of numbers. Mostly all have moved, which one pass tells.
-    if not float(torch.eq(old, value, out=old).amax()):
-        half.copy_(value)
-        compensation.copy_(value.sub_(wide.copy_(half)))
+    # A value that did not move keeps its pair of numbers. In most trainings these are few of a piece, or none.
+    same = torch.eq(old, value, out=old)
+    count = int(same.sum())
+    if count > FEW * value.numel():
+        new, error = bf16_formats.compensate(value, half, compensation)
+        half.copy_(new)
+        compensation.copy_(error)
         return
-    new, error = bf16_formats.compensate(value, half, compensation)
-    half.copy_(new)
-    compensation.copy_(error)
+    places = same.nonzero().view(-1) if count else None
+    kept = None if places is None else bf16_formats.compensate(value[places], half[places], compensation[places])
+    half.copy_(value)
+    compensation.copy_(value.sub_(wide.copy_(half)))
+    if places is not None and kept is not None:
+        half[places], compensation[places] = kept
 
 
 def _round_stochastically_(values: Tensor, halves: Tensor, draws: Draws, offset: int) -> None:
