@@ -19,7 +19,7 @@ from compresskit.mixed.formats.policy import Bf16Format
 #: Values that are read or written at once. In the steps of `benchmarks/mixed_cpu.py` fewer are slower for their many calls, and
 #: twice as many for scratch memory that the system gives anew each time.
 PIECE = 2**19
-FEW = 1 / 16  # of a piece, up to which values are looked up by their places
+MOSTLY_MOVED = 1 / 16  # of a piece, up to which values that did not move are looked up by their places
 
 
 def flat_views(*tensors: Tensor, in_order: bool = False) -> list[Tensor] | None:
@@ -132,7 +132,7 @@ def _compensate_(value: Tensor, half: Tensor, compensation: Tensor, wide: Tensor
     # A value that did not move keeps its pair of numbers. In most trainings these are few of a piece, or none.
     same = torch.eq(old, value, out=old)
     count = int(same.sum())
-    if count > FEW * value.numel():
+    if count > MOSTLY_MOVED * value.numel():
         new, error = bf16_formats.compensate(value, half, compensation)
         half.copy_(new)
         compensation.copy_(error)
