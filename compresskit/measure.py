@@ -232,7 +232,8 @@ def latency(
     """Return the median latency of ONNX files in ONNX Runtime, in milliseconds.
 
     The files run in turn, in alternating order, so that all see the same load of the machine. A round runs each file for
-    `seconds / rounds`; the median of the rounds' means is robust against short disturbances.
+    `seconds / rounds`. The median is that of the single runs: with two threads on a busy machine, some runs wait a millisecond
+    for the second one, which would decide a mean.
 
     Args:
         paths: the files.
@@ -274,5 +275,6 @@ def time_in_turn(runs: Sequence[Callable[[], object]], *, seconds: float, rounds
             begin = time.perf_counter()
             for _ in range(repeats[i]):
                 runs[i]()
-            times[i].append((time.perf_counter() - begin) / repeats[i] * 1000)
-    return [statistics.median(t) for t in times]
+                begin, before = time.perf_counter(), begin
+                times[i].append(begin - before)
+    return [statistics.median(t) * 1000 for t in times]

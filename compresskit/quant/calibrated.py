@@ -25,13 +25,16 @@ from compresskit.quant.numerics.observers import Observer, check_observer
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target, check_target
 
 
+Choose = Literal["auto", "rules", "measure"]
+
+
 class CalibratedOptions(TypedDict, total=False):
     """Keyword arguments that `quantize_static` and `prepare_qat` share; `CalibratedSettings` has their meanings and defaults."""
 
     target: Target
     observer: Callable[[], Observer] | None
     skip: tuple[str, ...]
-    choose: Literal["rules", "measure"]
+    choose: Choose
     deployment: Deployment
     dynamic: Dynamic
     strict: Strict
@@ -45,8 +48,9 @@ class CalibratedSettings:
     target: where the model will run.
     observer: makes one range observer for each activation; None for the default of the method.
     skip: dotted names of modules that stay float, or names of values that are not rounded.
-    choose: "rules" places operators by the target's rules; "measure" then by their times on this machine.
-    deployment: threads and batch that "measure" measures for.
+    choose: "rules" places operators by the target's rules; "measure" then by their times on this machine; "auto" measures only
+        what some methods need, see `choice`.
+    deployment: threads and batch that are measured.
     dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`.
     strict: raise where a layer with weights would stay float that no other setting leaves float; "all": where any operator would.
     bits: of weights and activations, for all layers or by module; None in them for the target's. `Bits(weights=4)`.
@@ -56,12 +60,17 @@ class CalibratedSettings:
     target: Target = X86
     observer: Callable[[], Observer] | None = None
     skip: tuple[str, ...] = ()
-    choose: Literal["rules", "measure"] = "rules"
+    choose: Choose = "auto"
     deployment: Deployment = DEFAULT_DEPLOYMENT
     dynamic: Dynamic = (0,)
     strict: Strict = False
     bits: BitWidths = TARGET_BITS
     inside: str | None = None
+
+    @property
+    def choice(self) -> Literal["rules", "guard", "measure"]:
+        """What `choose` means with the other settings; "guard" measures only where the rules turn out to cost time."""
+        return "measure" if self.choose == "measure" else "rules"
 
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
@@ -72,13 +81,13 @@ class CalibratedSettings:
             check_target_takes(self.bits, self.target, "")
         if not isinstance(self.strict, bool) and not (isinstance(self.strict, str) and self.strict == "all"):
             raise SettingError(f'{where}(strict=...): wanted False, True or "all", got {self.strict!r}')
-        if self.choose not in ("rules", "measure"):
-            raise SettingError(f'{where}(choose=...): wanted "rules" or "measure", got {self.choose!r}')
+        if self.choose not in ("auto", "rules", "measure"):
+            raise SettingError(f'{where}(choose=...): wanted "auto", "rules" or "measure", got {self.choose!r}')
         if self.strict == "all" and self.choose == "measure":
             raise SettingError(f'{where}(strict="all"): choose="measure" leaves float what is faster so; leave one of them out')
         if not isinstance(self.deployment, Deployment):
             raise SettingError(f"{where}(deployment=...): wanted Deployment(threads=, batch=), got {self.deployment!r}")
-        if self.choose == "rules" and self.deployment != DEFAULT_DEPLOYMENT:
+        if self.choice == "rules" and self.deployment != DEFAULT_DEPLOYMENT:
             raise SettingError(f'{where}(deployment=...): only a measured choice depends on it; write choose="measure", too')
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Unpack, overload
+from typing import ClassVar, Literal, Unpack, overload
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from compresskit.quant.calibrated import (
     module_to_quantize,
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
-from compresskit.quant.effort.improve import Effort, quantize_with_effort
+from compresskit.quant.effort.improve import FLOAT_MACS, Effort, quantize_with_effort
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.beside_float import beside_float
 from compresskit.quant.measured_placement.latency_search import measured_choice
@@ -35,8 +35,6 @@ from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refu
 from compresskit.quant.numerics.observers import Observer
 from compresskit.quant.passes.prepare_graph import Origin, prepare_graph
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
-
-FLOAT_MACS = {"fast": 0.0, "balanced": 0.25, "best": 0.6}  # share that an effort level may leave float by default
 
 
 class StaticOptions(CalibratedOptions, total=False):
@@ -71,6 +69,13 @@ class StaticSettings(CalibratedSettings):
             raise SettingError(f"{where}(float_macs=...): wanted a share of the MACs, 0 <= share < 1, got {self.float_macs!r}")
 
     @property
+    def choice(self) -> Literal["rules", "guard", "measure"]:
+        """As `choose` says; "auto" guards the speed of a model that an effort level may leave layers float in."""
+        if self.choose == "auto" and self.effort != "fast" and not self.strict:
+            return "guard"
+        return super().choice
+
+    @property
     def most_float(self) -> float:
         """The largest share of the MACs that an effort level may leave float."""
         if self.float_macs is not None:
@@ -101,11 +106,14 @@ def quantize_static(
             linear layers over tokens read, and `MinMax` for all others.
         skip: dotted names of modules that stay float; or names of values, as the placement prints them, that are not rounded, so
             that what reads them stays float, too.
-        choose: "rules" (the default) runs in integers what the target's rules say; "measure" then takes back to float what is
-            faster so on this machine, timed in ONNX Runtime; each part that is tried takes an export and some seconds. A line of
-            the log and `origin.measured` of the result say what it chose and what that took. With an effort, more layers are
-            left float for accuracy only while the file stays faster than the float model's.
-        deployment: threads and batch that "measure" times for; default `Deployment(threads=1, batch=1)`.
+        choose: "rules" runs in integers what the target's rules say; "measure" then takes back to float what is faster so on this
+            machine, timed in ONNX Runtime; each part that is tried takes an export and up to some seconds. A line of the log and
+            `origin.measured` of the result say what it chose and what that took. "auto" (the default) is "rules" with
+            effort="fast". With the other efforts it times the file of the rules beside the float model's, and measures as above
+            where integers save less than a tenth; more layers are then left float for accuracy only while the file stays faster
+            than the float model's. It times nothing with `strict`, and where another type of processor than this one is the
+            target.
+        deployment: threads and batch that are timed; default `Deployment(threads=1, batch=1)`.
         smooth: even out, on a copy and by the first batch, the channels that linear layers read (`smooth_`), and leave the first
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.

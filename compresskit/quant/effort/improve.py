@@ -8,7 +8,7 @@ make what was kept once more, by all of the data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import nn
@@ -16,11 +16,12 @@ from torch import nn
 from compresskit.base.task import Inputs
 from compresskit.quant.effort.samples import halves
 from compresskit.quant.effort.trials import LEAST_DECIBELS, STRENGTHS, Build, Trials
-from compresskit.quant.measured_placement.beside_float import BesideFloat
+from compresskit.quant.measured_placement.beside_float import Timed
 from compresskit.quant.model import Quantized
 
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
+FLOAT_MACS = {"fast": 0.0, "balanced": 0.25, "best": 0.6}  # share that an effort level may leave float by default
 FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
@@ -37,7 +38,7 @@ def quantize_with_effort(
     own_observer: bool,
     float_macs: float,
     where: str,
-    timed: Callable[[Quantized], BesideFloat] | None = None,
+    timed: Timed | None = None,
 ) -> Quantized:
     """Return the best model that the remedies of an effort level reach, calibrated.
 
@@ -48,7 +49,7 @@ def quantize_with_effort(
         own_observer: whether the user chose the observer; ranges are then not chosen.
         float_macs: the largest share of the MACs that may stay float where rounding costs most.
         where: what messages begin with.
-        timed: times a model beside the float one. Layers are then left float only while the model is faster.
+        timed: times a model beside the float one. Layers are then left float only while the model is faster, or gets no slower.
 
     Raises DataError where half of the calibration data is too little.
     """
@@ -76,18 +77,28 @@ def quantize_with_effort(
 def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
-    In "balanced" only until the outputs are close enough, and noise is weighed against time; in "best" a further step must halve
-    the noise. Where the model must
-    stay faster than the float one, a smaller step is the first.
+    The first steps weigh noise against time; "balanced" goes no further than its share, nor than close enough. "best" then weighs
+    noise against work, and the last step must halve the noise. Where the model must stay faster than the float one, a smaller
+    step is the first.
     """
-    first = FIRST_SHARES[effort]
-    steps = [TIMED_SHARE * first, first] if trials.timed is not None else [first]
-    for share in [*(step for step in steps if step < most), most]:
-        further = share > first
+    smaller = [TIMED_SHARE * FIRST_SHARES["balanced"]] if trials.timed is not None else []
+    cheap = [*smaller, FIRST_SHARES["balanced"], most if effort == "balanced" else FLOAT_MACS["balanced"]]
+    for share in _up_to(most, cheap):
         if effort == "balanced" and trials.quality >= ENOUGH:
             return
-        least = LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS
         tried = len(trials.remedies)
-        kept = trials.try_float_layers(share, least=least, by_time=effort == "balanced")
+        kept = trials.try_float_layers(share, by_time=True)
         if not kept and (trials.timed is None or len(trials.remedies) > tried):  # with a clock the first step may be too small
-            return
+            break
+    if effort == "best":
+        smaller = [TIMED_SHARE * FIRST_SHARES["best"]] if trials.timed is not None else []
+        for share in _up_to(most, [*smaller, FIRST_SHARES["best"], most]):
+            least = LEAST_FURTHER if share > FIRST_SHARES["best"] else LEAST_DECIBELS
+            tried = len(trials.remedies)
+            if not trials.try_float_layers(share, least=least) and len(trials.remedies) > tried:
+                return
+
+
+def _up_to(most: float, shares: Sequence[float]) -> list[float]:
+    """Shares in ascending order, none above the most."""
+    return sorted({min(share, most) for share in shares})

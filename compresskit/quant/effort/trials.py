@@ -24,7 +24,7 @@ from compresskit.quant.effort.float_layers import choose_float_layers
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
 from compresskit.quant.effort.samples import OutputError, joined_samples
 from compresskit.quant.effort.tuning import minimise_error_
-from compresskit.quant.measured_placement.beside_float import BesideFloat
+from compresskit.quant.measured_placement.beside_float import Timed
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths
 from compresskit.quant.passes.prepare_graph import Remedy
@@ -81,7 +81,7 @@ class Trials:
         *,
         measure: Callable[[Quantized], float] | None = None,
         tolerance: float = 0.0,
-        timed: Callable[[Quantized], BesideFloat] | None = None,
+        timed: Timed | None = None,
     ) -> None:
         """Set up the trials of one model; `start` begins them.
 
@@ -89,7 +89,7 @@ class Trials:
             module: the float model. fit, judge: inputs that remedies are made by, and that they are judged on.
             build: makes the quantized model.
             measure: a second measure of a model, lower is better. tolerance: how much of it is chance.
-            timed: times a model beside the float one. Layers are then left float only while the model is faster.
+            timed: times a model beside the float one. Layers are then left float only while it is faster, or gets no slower.
         """
         self.module, self.fit, self.judge, self.build = module, fit, judge, build
         self.measure, self.tolerance, self.timed = measure, tolerance, timed
@@ -200,7 +200,7 @@ class Trials:
         began = time.perf_counter()
         noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
         found = choose_float_layers(self.model, noise, most_macs, self.floating, by_time=by_time)
-        if found.noise > MOST_NOISE_LEFT:
+        if not found.names or found.noise > MOST_NOISE_LEFT:
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
         floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
@@ -332,16 +332,17 @@ class Trials:
         began: float,
         least: float = LEAST_DECIBELS,
         *,
-        timed: Callable[[Quantized], BesideFloat] | None = None,
+        timed: Timed | None = None,
     ) -> bool:
         """Keep a candidate where it pays, by `least` dB where the outputs judge, and say what it bought.
 
-        timed: given for a candidate that costs latency, which is kept only where it is still faster than the float model.
+        timed: given for a candidate that may cost latency, which is kept only where it is faster than the float model, or no
+            slower than the model so far.
         """
         quality = self.error.decibels(candidate)
         drop = None if self.measure is None else self.measure(candidate)
         pays = self._pays(quality, drop, least)
-        times = timed(candidate) if timed is not None and pays else None
+        times = timed(candidate, self.model) if timed is not None and pays else None
         remedy = Remedy(
             name=name,
             before=self.quality,

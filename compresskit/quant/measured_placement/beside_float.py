@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -24,38 +24,56 @@ MIN_GAIN = 0.98  # one file is faster than another only below this fraction of i
 
 @dataclass(frozen=True)
 class BesideFloat:
-    """Milliseconds of a quantized model's file and of the float model's, timed in turn."""
+    """Milliseconds of a quantized model's file, of the float model's and, where asked for, of another model's, timed in turn."""
 
     milliseconds: float
     float_milliseconds: float
+    other_milliseconds: float | None = None
 
     @property
     def faster(self) -> bool:
-        """Whether the quantized model is faster by more than noise."""
-        return self.milliseconds < MIN_GAIN * self.float_milliseconds
+        """Whether the quantized model is faster than the float one by more than noise, or no slower than the other."""
+        other = self.other_milliseconds
+        no_slower = other is not None and MIN_GAIN * self.milliseconds <= other
+        return no_slower or self.milliseconds < MIN_GAIN * self.float_milliseconds
+
+
+class Timed(Protocol):
+    """Times a quantized model beside the float one and, where the float one is faster, beside another that it should replace."""
+
+    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat: ...
+
+
+def measures(settings: CalibratedSettings) -> bool:
+    """Whether anything is timed for these settings, on this machine."""
+    return settings.choice == "measure" or (settings.choice == "guard" and settings.target.runs_here)
 
 
 @contextmanager
 def beside_float(
     module: nn.Module, example: Inputs, settings: CalibratedSettings, *, seconds: float = 1.0
-) -> Iterator[Callable[[Quantized], BesideFloat] | None]:
+) -> Iterator[Timed | None]:
     """Give what times a quantized model of the module beside it; None where the settings measure nothing.
 
     Inside the block the files lie in a temporary folder; that of the float model is written at the first call.
     """
-    if settings.choose == "rules":
+    if not measures(settings):
         yield None
         return
     threads, name = settings.deployment.threads, type(module).__name__
     with tempfile.TemporaryDirectory() as folder:
-        floating, rounded = (Path(folder) / f"{kind}.onnx" for kind in ("float", "rounded"))
+        floating, rounded, before = (Path(folder) / f"{kind}.onnx" for kind in ("float", "rounded", "before"))
 
-        def timed(quantized: Quantized) -> BesideFloat:
+        def timed(quantized: Quantized, other: Quantized) -> BesideFloat:
             if not floating.exists():
                 export_onnx(module, floating, example, dynamic=settings.dynamic)
             export_onnx(quantized, rounded, example)
             rows = rows_of_batch(example, settings.deployment, floating, name)
-            return BesideFloat(*latency([rounded, floating], rows, threads=threads, seconds=seconds))
+            times = BesideFloat(*latency([rounded, floating], rows, threads=threads, seconds=seconds))
+            if times.faster:
+                return times
+            export_onnx(other, before, example)
+            return BesideFloat(*latency([rounded, floating, before], rows, threads=threads, seconds=seconds))
 
         yield timed
 

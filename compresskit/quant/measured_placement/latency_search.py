@@ -27,7 +27,7 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
 from compresskit.measure import latency
 from compresskit.quant.calibrated import CalibratedSettings
-from compresskit.quant.measured_placement.beside_float import MIN_GAIN, rows_of_batch
+from compresskit.quant.measured_placement.beside_float import MIN_GAIN, measures, rows_of_batch
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import named_modules
@@ -38,6 +38,10 @@ from compresskit.quant.passes.placement import Placement, place_quantizers
 from compresskit.quant.passes.prepare_graph import MeasuredPlacement, Origin, prepare_graph
 
 log = logging.getLogger(__name__)
+
+#: Where integers save less than this share of the float model's time, a guarded choice looks for a better placement.
+WORTHWHILE = 0.1
+LEAST_SECONDS, ENOUGH_RUNS = 0.3, 500  # that each variant of a network is timed, where its runs are short
 
 Floating = Mapping[str, str]  # node that stays float -> the reason
 Measure = Callable[[Sequence[Floating]], list[float]]  # milliseconds of the variants with these nodes in float, timed in turn
@@ -56,16 +60,17 @@ def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSetti
 
     Every part (see `candidate_parts`) is timed in float, for `settings.deployment`, in turn with the whole model in integers. The
     best of them, all that help together, and the predicted placements are then timed in turn with the file of the float model.
-    Where nothing would be left in integers, everything stays in integers. Logs what was chosen, and a warning where the result is
-    no faster than the file of the float model. Writes to a temporary folder only.
+    Where nothing would be left in integers, everything stays in integers. Where the settings only guard the speed, and integers
+    save `WORTHWHILE`, nothing more is tried. Logs what was chosen, and a warning where the result is no faster than the file of
+    the float model. Writes to a temporary folder only.
 
     Args:
         model: a float module. example: inputs that capture it. settings: of the quantization.
-        seconds: how long each variant is timed.
+        seconds: how long each variant is timed, at most.
 
     Raises SettingError where the model cannot take the batch of the deployment.
     """
-    if settings.choose == "rules":
+    if not measures(settings):
         return MeasuredChoice({})
     began = time.perf_counter()
     target, skip, deployment = settings.target, settings.skip, settings.deployment
@@ -79,12 +84,15 @@ def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSetti
 
     with tempfile.TemporaryDirectory() as folder:
         variants = _Variants(captured, origin, settings, Path(folder), seconds)
-        best = choose_floating(candidate_parts(captured, placement), variants.measure)
         contenders: list[Floating] = [{}]
-        for floating in (best.floating, *(dict.fromkeys(nodes, "predicted") for nodes in variants.predicted(placement))):
-            if runs(floating) and all(set(floating) != set(other) for other in contenders):
-                contenders.append(floating)
         *times, float_ms = variants.measure(contenders, beside_float=True)
+        variants.seconds = min(seconds, max(LEAST_SECONDS, ENOUGH_RUNS * float_ms / 1000))
+        if settings.choice == "measure" or times[0] > (1 - WORTHWHILE) * float_ms:
+            best = choose_floating(candidate_parts(captured, placement), variants.measure)
+            for floating in (best.floating, *(dict.fromkeys(nodes, "predicted") for nodes in variants.predicted(placement))):
+                if runs(floating) and all(set(floating) != set(other) for other in contenders):
+                    contenders.append(floating)
+            *times, float_ms = variants.measure(contenders, beside_float=True)
     ms, chosen = min(zip(times, contenders, strict=True), key=lambda pair: pair[0])
     if ms >= MIN_GAIN * times[0]:
         ms, chosen = times[0], contenders[0]

@@ -13,6 +13,7 @@ Weights are symmetric with one scale per output channel on every target.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -83,6 +84,8 @@ class Target:
         opset: version of the ONNX operator set of the exported file, 13 to 23; see `export_onnx`.
         onnxruntime: whether ONNX Runtime runs the file with its own kernels; the file is then written so that its fusions take no
             layer back to float.
+        processors: where its files are run, as `platform.machine()` names them; choices that are measured by default are measured
+            on these alone. Empty: unknown.
         tuned: whether the file is rewritten for the integer kernels of ONNX Runtime on x86, see `export.rewrite.onnxruntime`.
         runtime: Python package of the runtime; `verify_onnx` executes the file in "openvino", too, where it is installed.
         few_bits: whether the runtime reads constants of 4 and 2 bits and takes activations of other widths than 8.
@@ -101,6 +104,7 @@ class Target:
     saturates: bool = False
     opset: int = 20
     onnxruntime: bool = True
+    processors: tuple[str, ...] = ()
     tuned: bool = False
     runtime: str = "onnxruntime"
     few_bits: bool = True
@@ -122,6 +126,11 @@ class Target:
             raise SettingError(f"Target {self.name}: opset must be {OPSETS.start}..{OPSETS.stop - 1}, got {self.opset}")
         if not w.symmetric:
             self._refuse("weights", "symmetric", True, False, "integer kernels take weights with zero point 0")
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether ONNX Runtime on this processor takes the times that its files will take."""
+        return self.onnxruntime and platform.machine() in self.processors
 
     def _refuse(self, which: str, name: str, wanted: object, got: object, why: str) -> None:
         raise SettingError(f"Target {self.name}: {which}.{name} must be {wanted}, got {got}: {why}")
@@ -145,7 +154,7 @@ _ONNX_RUNTIME = {
 
 #: ONNX Runtime on x86. Without VNNI `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; the weights are such that no pair
 #: overflows, and the integers are the same with VNNI and without.
-X86 = Target(name="X86", operators=_ONNX_RUNTIME, saturates=True, tuned=True)
+X86 = Target(name="X86", operators=_ONNX_RUNTIME, saturates=True, processors=("x86_64", "AMD64"), tuned=True)
 
 #: As X86, with 7-bit weights: the largest sum of two products is 2 * 255 * 63 = 32130, whichever weights a kernel pairs. Only for
 #: runtimes that pack weights in another order than ONNX Runtime does.
@@ -155,7 +164,12 @@ X86_NO_VNNI = replace(X86, name="X86_NO_VNNI", weights=replace(X86.weights, bits
 #: activations of either sign; by its documentation uint8 with int8 is no slower than uint8 with uint8, and faster on small cores;
 #: QNNPACK uses the same formats. Products are widened and nothing saturates there, but on an x86 where a file is proved it does.
 #: NNAPI and TFLite, which a phone may delegate to, give input and output of average pooling one scale.
-ARM = Target(name="ARM", operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)}, saturates=True)
+ARM = Target(
+    name="ARM",
+    operators={**_ONNX_RUNTIME, "avg_pool": Support(follow=True, shared=True)},
+    saturates=True,
+    processors=("aarch64", "arm64", "ARM64"),
+)
 
 #: TensorRT with explicit quantization: int8 with zero point 0 throughout; Q/DQ before the operators that run in integers, none
 #: between a convolution and the operators fused into it (its activation, and the addition of a shortcut, whose other operand is

@@ -38,7 +38,7 @@ class Remedy:
     name: of the remedy. before, after: mean signal-to-noise ratio of the outputs, in dB, on calibration data that it did not see.
     kept: whether it paid. seconds: that it took.
     drop_before, drop_after: what the model loses, in percent, where that was measured, too; see `repair`.
-    milliseconds, float_milliseconds: of its file and of the float model's, where `choose="measure"` asks for the faster one.
+    milliseconds, float_milliseconds: of its file and of the float model's, where the choice was timed.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPlacement:
-    """What `choose="measure"` measured.
+    """What `choose="measure"`, or "auto" with an effort, measured.
 
     threads, batch: how the files were run. milliseconds: of the file that was chosen. float_milliseconds: of the float model's,
     timed in turn with it. integer_milliseconds: of the one with everything in integers that the rules allow.
@@ -98,7 +98,7 @@ class Origin:
     smoothed: how many values `smooth_` and the balancing of channels changed on the way.
     bits: of weights and activations, where they are other than the target's.
     merges: nodes of the graph that were merged into others, see `graph.layers.merge_layers`.
-    remedies: what the effort level of static quantization tried. measured: what `choose="measure"` found.
+    remedies: what the effort level of static quantization tried. measured: what `choose=` found.
     """
 
     float_class: str
