@@ -154,9 +154,14 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.rewrite.onnxruntime import CPU_REWRITES, X86_REWRITES
     from compresskit.export.rewrite.opset import set_ir_version_
     from compresskit.export.rewrite.rotary import expand_rotary_caches
+    from compresskit.export.rewrite.slopes import slopes_in_convolutions, write_slopes
 
     parts = quantized_parts(model).values()
-    rewrites = [*X86_REWRITES] if any(part.tuned for part in parts) else []
+    tuned = any(part.tuned for part in parts)
+    if tuned:
+        slopes_in_convolutions(file)
+    write_slopes(file)
+    rewrites = [*X86_REWRITES] if tuned else []
     rewrites += CPU_REWRITES if any(part.in_onnxruntime for part in parts) else ()
     optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches])
     pack_nibbles(file)

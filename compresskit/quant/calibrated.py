@@ -24,7 +24,6 @@ from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, 
 from compresskit.quant.numerics.observers import Observer, check_observer
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target, check_target
 
-
 Choose = Literal["auto", "rules", "measure"]
 
 

@@ -5,9 +5,6 @@
     DequantizeLinear -> move               -> move (on the integers) -> DequantizeLinear
     DequantizeLinear -> layer with a float weight   -> a Clip without bounds between, which keeps the layer in float
     AveragePool whose windows are cut at the border   -> a Clip without bounds before it, as above
-    PRelu with one slope                   -> LeakyRelu, for which runtimes have an integer kernel
-    PRelu with a slope a for each channel   -> a x + (1 - a) Relu(x) after a float convolution, whose blocked layout these
-        operators keep; elsewhere Max(x, a x), where no slope is above 1: faster kernels than that of PRelu
     constants that the exporter lost       -> initializers again
     names of the exporter, metadata        -> dropped
 
@@ -23,9 +20,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-#: Largest |1 - slope| of a PRelu that is written as a sum: beyond it the two terms cancel too many digits.
-LARGEST_COMPLEMENT = 8
-
 DATA_MOVEMENT = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Slice Split Expand Tile Gather Identity MaxPool Pad Concat DepthToSpace"
     " SpaceToDepth Resize".split()
@@ -39,9 +33,6 @@ def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = 
     for node in list(model.graph) if integers else ():
         if node.op_type == "ReduceMean":
             _global_average_pool(model.graph, node)
-    for node in list(model.graph):
-        if node.op_type == "PRelu":
-            _write_slopes(model.graph, node)
     for node in list(model.graph):
         if node.op_type == "QuantizeLinear":
             _hoist_quantize(model.graph, node)
@@ -102,35 +93,6 @@ def _global_average_pool(graph: ir.Graph, node: ir.Node) -> None:
     pool.outputs[0].shape = ir.Shape([*x.shape[:2], *[1] * (rank - 2)])
     flat = ir.Node("", "Flatten", [pool.outputs[0]], {"axis": ir.AttrInt64("axis", 1)})
     replace(graph, node, [pool, flat], flat.outputs[0])
-
-
-def _write_slopes(graph: ir.Graph, node: ir.Node) -> None:
-    (x, stored), slopes = node.inputs, constant(node.inputs[1])
-    if x is None or stored is None or slopes is None or slopes.dtype not in (np.float32, np.float16):
-        return
-    if slopes.size == 1:
-        leaky = ir.Node("", "LeakyRelu", [x], {"alpha": ir.AttrFloat32("alpha", float(slopes.reshape(())))}, name=node.name)
-        replace(graph, node, [leaky], leaky.outputs[0])
-        return
-    producer = x.producer()
-    scaled = _elementwise("Mul", x, stored)
-    if (slopes <= 1).all() and (producer is None or producer.op_type != "Conv"):
-        larger = _elementwise("Max", x, scaled.outputs[0])
-        replace(graph, node, [scaled, larger], larger.outputs[0])
-    elif np.abs(1 - slopes).max() <= LARGEST_COMPLEMENT:
-        rest = ir.Value(name=f"{stored.name}.complement.{node.name}", const_value=ir.tensor(1 - slopes))
-        graph.register_initializer(rest)
-        positive = _elementwise("Relu", x)
-        bent = _elementwise("Mul", positive.outputs[0], rest)
-        both = _elementwise("Add", scaled.outputs[0], bent.outputs[0])
-        replace(graph, node, [scaled, positive, bent, both], both.outputs[0])
-
-
-def _elementwise(operator: str, x: ir.Value, *others: ir.Value) -> ir.Node:
-    """A node whose result has the shape and type of its first input."""
-    node = ir.Node("", operator, [x, *others])
-    node.outputs[0].shape, node.outputs[0].type = x.shape, x.type
-    return node
 
 
 def _hoist_quantize(graph: ir.Graph, quantize: ir.Node) -> None:

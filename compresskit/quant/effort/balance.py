@@ -9,7 +9,7 @@ its weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,12 +143,15 @@ class _Model:
             self.channels.fix(self.of.get(value, ()))
 
 
-def balance_channels_(module: fx.GraphModule, batches: Sequence[Inputs], *, strength: float = 1.0) -> int:
+def balance_channels_(
+    module: fx.GraphModule, batches: Sequence[Inputs], *, rounded: Collection[str] | None = None, strength: float = 1.0
+) -> int:
     """Balance the ranges of channels in place; the graph computes the same in float.
 
     Args:
         module: a prepared graph, without BatchNorm and quantizers.
         batches: inputs that show the range of each channel.
+        rounded: names of the nodes whose values are rounded; None for all but those that a ReLU alone reads.
         strength: in (0, 1], a power that all factors are raised to. At 1 all channels of what a depthwise layer reads have one
             range; where a reader has one scale for all its inputs, s = sqrt(range / range of its weights).
 
@@ -156,7 +159,7 @@ def balance_channels_(module: fx.GraphModule, batches: Sequence[Inputs], *, stre
     """
     model = _Model(module)
     free = model.channels.free_roots()
-    ranges = _ranges(model, batches, free)
+    ranges = _ranges(model, batches, free, rounded)
     columns = _weight_ranges(model)
     factors = {
         root: value if root not in columns else (value / max(columns[root], LEAST_RANGE)) ** 0.5 for root, value in ranges.items()
@@ -191,10 +194,13 @@ def _factors(model: _Model, factors: dict[int, float], node: Node) -> Tensor:
     return torch.tensor([factors.get(model.channels.root(c), 1.0) for c in model.of[node]])
 
 
-def _ranges(model: _Model, batches: Sequence[Inputs], free: set[int]) -> dict[int, float]:
+def _ranges(model: _Model, batches: Sequence[Inputs], free: set[int], rounded: Collection[str] | None) -> dict[int, float]:
     """The largest |value| of each group of channels, as a fraction of that of the tensor; at least `LEAST_RANGE`."""
     seen = {node for node, channels in model.of.items() if free.intersection(map(model.channels.root, channels))}
-    seen = {node for node in seen if not all(user.target is aten.relu.default for user in node.users)}  # what is rounded
+    if rounded is None:
+        seen = {node for node in seen if not all(user.target is aten.relu.default for user in node.users)}
+    else:
+        seen = {node for node in seen if node.name in rounded}
     largest: dict[Node, Tensor] = {}
 
     def visit(node: Node, value: object) -> None:

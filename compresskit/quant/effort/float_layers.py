@@ -175,10 +175,16 @@ def _sides(node: Node, placement: Placement) -> tuple[frozenset[str], frozenset[
         seen.add(here)
         if here.name in placement.integer:
             found[0 if back else 1].add(here.name)
-        elif here.name in placement.carried or (back and OPERATOR_KINDS.get(here.target) == "clamp"):
+        elif here.name in placement.carried or (back and _is_in_kernel(here, placement)):
             further = here.all_input_nodes if back else here.users
             pending += [(other, back) for other in further if isinstance(other, fx.Node)]
     return frozenset(found[0]), frozenset(found[1])
+
+
+def _is_in_kernel(node: Node, placement: Placement) -> bool:
+    """Whether the kernel before an operator computes it: a clamp, or a PReLU that is neither in integers nor in float."""
+    kind = OPERATOR_KINDS.get(node.target)
+    return kind == "clamp" or (kind == "leaky_relu" and node.name not in placement.floating)
 
 
 def _work(node: Node, placement: Placement) -> int:

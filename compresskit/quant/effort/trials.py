@@ -121,6 +121,11 @@ class Trials:
         """Multiply-accumulates for one sample."""
         return sum(cost.macs for cost in self.model.placement.costs.values())
 
+    @property
+    def gives_maps(self) -> bool:
+        """Whether an output has a value for each position, as those of detectors and of dense predictions."""
+        return any(output.ndim > 2 for output in self.error.outputs[0])
+
     def has_gradients(self) -> bool:
         """Whether gradients of the outputs reach the roundings: an argmax at the end has none, nor have some operators."""
         try:
@@ -136,11 +141,12 @@ class Trials:
     def try_balance(self, strength: float) -> bool:
         """Try to balance channels, once more where they are balanced; returns whether that paid, or there are none to balance."""
         began, counts, before = time.perf_counter(), list[int](), self.adjust
+        rounded = {point.node for point in self.model.placement.points}
 
         def adjust(captured: Captured) -> None:
             if before is not None:
                 before(captured)
-            counts.append(balance_channels_(captured.module, self.fit, strength=strength))
+            counts.append(balance_channels_(captured.module, self.fit, rounded=rounded, strength=strength))
 
         built = self.build(adjust=adjust, bits=self.bits)
         if not counts[0]:

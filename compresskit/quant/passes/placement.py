@@ -10,6 +10,7 @@ Nothing is changed; `passes.insert` carries the decision out.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from compresskit.graph.stored_products import why_no_linear
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible, is_float_tensor, is_global, keeps_grid
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
+
+SLOPES_DIFFER = "its slopes differ between channels"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ class _Placer:
         if kind == "move" or kind == "concat":
             self._carry(node, kind)
             return
-        if kind == "clamp" and self._fused(node):
+        if kind in ("clamp", "leaky_relu") and self._fused(node):
             return  # quantized after it, when its producer was visited
         reason = self._reason_to_stay_float(node, kind)
         if reason is not None:
@@ -207,7 +210,7 @@ class _Placer:
             if node.kwargs.get("alpha", 1) != 1:
                 return "it scales an operand (alpha)"
         if node.target is aten.prelu.default and node.args[1].meta["val"].numel() > 1:
-            return "its slopes differ between channels"
+            return SLOPES_DIFFER
         if kind == "mean" and not is_global(node):
             return "it does not average over all spatial positions"
         if kind == "hardsigmoid" and (operands[0] not in self.rounded or self._fused(operands[0])):
@@ -290,11 +293,27 @@ class _Placer:
         return value
 
     def _clamped(self, node: Node) -> Node:
-        """The clamp that is the only reader of a node, or the node itself."""
+        """The clamp that is the only reader of a node, or a PReLU that its kernel computes; or the node itself."""
         users = list(node.users)
+        if len(users) == 1 and self._bends(node, users[0]):
+            return users[0]
         if len(users) == 1 and OPERATOR_KINDS.get(users[0].target) == "clamp" and fusible(users[0]):
             return node if users[0] in self.unrounded else users[0]
         return node
+
+    def _bends(self, node: Node, reader: Node) -> bool:
+        """Whether a convolution computes a PReLU that reads it, with twice the filters."""
+        if reader.target is not aten.prelu.default or self.integer.get(node) != "conv" or reader in self.unrounded:
+            return False
+        if (
+            self._reason_to_stay_float(reader, "leaky_relu") not in (None, SLOPES_DIFFER)
+            or reader.args[1].meta["val"].numel() == 1
+        ):
+            return False
+        groups = node.args[6] if len(node.args) > 6 else 1
+        products = math.prod(node.args[1].meta["val"].shape[1:])
+        rule = self.target.operators["conv"]
+        return rule.output and groups == 1 and products <= rule.slopes and parameter_name(reader.args[1]) is not None
 
     def _fused(self, node: Node) -> bool:
         """Whether the quantizer replaces this clamp: it is the only reader of a node that runs in integers."""

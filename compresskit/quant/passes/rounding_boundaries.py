@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from compresskit.graph.normalize import Node
+from compresskit.graph.capture import parameter_name
+from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.mixed.formats.parallel import full_tensor
 from compresskit.quant.numerics.operators import OPERATOR_KINDS, is_global
@@ -68,9 +69,10 @@ def _module(body: fx.GraphModule, node: object) -> nn.Module | None:
 
 
 def _maker(node: Node) -> Node:
-    """The operator whose result is rounded; a clamp in between does not move boundaries."""
+    """The operator whose result is rounded; a clamp in between does not move boundaries, nor does a PReLU above zero."""
     source = node.args[0]
-    return source.args[0] if OPERATOR_KINDS.get(source.target) == "clamp" else source
+    bent = source.target is aten.prelu.default and OPERATOR_KINDS.get(source.args[0].target) == "conv"
+    return source.args[0] if bent or OPERATOR_KINDS.get(source.target) == "clamp" else source
 
 
 # -- scales of activations
@@ -153,7 +155,8 @@ def _move_scale_(out: ActivationQuantizer, costs: list[BoundaryCost]) -> None:
 # -- scales of weights
 
 
-Use = tuple[float, Tensor]  # of a weight by a layer: (scale of the input / scale of the output, boundaries of the output)
+#: Of a weight by a layer: (scale of the input / scale of the output, for each channel or for all, boundaries of the output).
+Use = tuple[Tensor, Tensor]
 
 
 def _weights(
@@ -171,16 +174,33 @@ def _weights(
             ):
                 weight = get_tensor(body, node.args[1].args[0].target)
                 uses = weights.setdefault(rounding, (weight, []))[1]
-                uses.append((float(source.scale) / float(out.scale), _boundaries(out)))
+                ratio = torch.tensor([float(source.scale) / float(out.scale)], dtype=torch.float64)
+                uses.append((ratio, _boundaries(out)))
+                if (slopes := _slopes_behind(body, node)) is not None:
+                    uses.append((ratio * slopes, _boundaries(out)))
     return weights
+
+
+def _slopes_behind(body: fx.GraphModule, node: Node) -> Tensor | None:
+    """|slope| of each channel of the PReLU that alone reads a convolution and is rounded in its place, else None."""
+    reader = next(iter(node.users))
+    if reader.target is not aten.prelu.default:
+        return None
+    slopes = get_tensor(body, str(parameter_name(reader.args[1]))).detach().double().abs().cpu()
+    return torch.where(slopes == 0, 1.0, slopes)
 
 
 def _move_weight_(rounding: WeightQuantizer, weight: Tensor, uses: list[Use]) -> None:
     """Enlarge the scales of a weight, each channel separately; the factor stays when the weight is trained further."""
     rounding.scale_factor.fill_(1)
     scales = rounding.qparams(full_tensor(weight))[0].detach()
-    factors = torch.cat([_safest_factors(piece, uses) for piece in scales.cpu().reshape(-1).split(CHANNELS_AT_ONCE)])
-    rounding.scale_factor.copy_(factors.view_as(scales))
+    every = scales.cpu().reshape(-1)
+    wide = [(ratios.expand(len(every)), boundaries) for ratios, boundaries in uses if len(ratios) in (1, len(every))]
+    factors = [
+        _safest_factors(every[rows], [(ratios[rows], boundaries) for ratios, boundaries in wide])
+        for rows in torch.arange(len(every)).split(CHANNELS_AT_ONCE)
+    ]
+    rounding.scale_factor.copy_(torch.cat(factors).view_as(scales))
 
 
 def _safest_factors(scales: Tensor, uses: list[Use]) -> Tensor:
@@ -189,8 +209,8 @@ def _safest_factors(scales: Tensor, uses: list[Use]) -> Tensor:
     best, least = torch.ones_like(scales), torch.full_like(scales, math.inf, dtype=torch.float64)
     factors = torch.tensor([1 + k * NUDGE for k in range(TRIES)], dtype=torch.float32)
     for tried in factors.split(max(1, CHANNELS_AT_ONCE // max(1, len(scales)))):
-        products = (scales * tried[:, None]).double().flatten()
-        costs = torch.stack([_closeness(products * ratio, boundaries) for ratio, boundaries in uses]).sum(0)
+        products = (scales * tried[:, None]).double()
+        costs = torch.stack([_closeness((products * ratio[rows]).flatten(), boundaries) for ratio, boundaries in uses]).sum(0)
         cost, first = costs.view(len(tried), -1).min(0)  # the first of equal ones
         better = cost < least
         least, best = torch.where(better, cost, least), torch.where(better, tried[first], best)

@@ -1,0 +1,157 @@
+"""Rewrites of PRelu (onnx-ir): with one slope, with one for each channel, and behind a convolution that runs in integers.
+
+    PRelu with one slope                   -> LeakyRelu, for which runtimes have an integer kernel
+    PRelu with a slope a for each channel   -> a x + (1 - a) Relu(x) after a float convolution, whose blocked layout these
+        operators keep; elsewhere Max(x, a x), where no slope is above 1: faster kernels than that of PRelu
+    integer Conv -> PRelu -> QuantizeLinear   -> a Conv with the filters w and a w -> QuantizeLinear -> the larger half, where no
+        slope is above 1; a third filter where some are, see `_filters`
+
+The last form rounds once, where it would be twice, and leaves no value in float. The integers of a w are those of w, with the
+sign of a, and its scale is |a| times as large, so the sums in the kernel are exactly those that PRelu would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from compresskit.export.rewrite.common import constant, replace
+
+#: Largest |1 - slope| of a PRelu that is written as a sum: beyond it the two terms cancel too many digits.
+LARGEST_COMPLEMENT = 8
+LARGEST_BIAS = 2**30  # integer of a bias that no value exceeds
+
+
+def write_slopes(model: ir.Model) -> None:
+    """Write every PRelu in operators for which runtimes have fast kernels."""
+    for node in list(model.graph):
+        if node.op_type == "PRelu":
+            _write_in_float(model.graph, node)
+
+
+def slopes_in_convolutions(model: ir.Model) -> None:
+    """Let a convolution that runs in integers compute the PRelu behind it, with two or three filters for each output."""
+    for node in list(model.graph):
+        if node.op_type == "PRelu":
+            _several_filters(model.graph, node)
+
+
+def _write_in_float(graph: ir.Graph, node: ir.Node) -> None:
+    (x, stored), slopes = node.inputs, constant(node.inputs[1])
+    if x is None or stored is None or slopes is None or slopes.dtype not in (np.float32, np.float16):
+        return
+    if slopes.size == 1:
+        leaky = ir.Node("", "LeakyRelu", [x], {"alpha": ir.AttrFloat32("alpha", float(slopes.reshape(())))}, name=node.name)
+        replace(graph, node, [leaky], leaky.outputs[0])
+        return
+    producer = x.producer()
+    scaled = _elementwise("Mul", x, stored)
+    if (slopes <= 1).all() and (producer is None or producer.op_type != "Conv"):
+        larger = _elementwise("Max", x, scaled.outputs[0])
+        replace(graph, node, [scaled, larger], larger.outputs[0])
+    elif np.abs(1 - slopes).max() <= LARGEST_COMPLEMENT:
+        rest = ir.Value(name=f"{stored.name}.complement.{node.name}", const_value=ir.tensor(1 - slopes))
+        graph.register_initializer(rest)
+        positive = _elementwise("Relu", x)
+        bent = _elementwise("Mul", positive.outputs[0], rest)
+        both = _elementwise("Add", scaled.outputs[0], bent.outputs[0])
+        replace(graph, node, [scaled, positive, bent, both], both.outputs[0])
+
+
+def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
+    conv, slopes = None if node.inputs[0] is None else node.inputs[0].producer(), constant(node.inputs[1])
+    readers = [use.node for use in node.outputs[0].uses()]
+    if conv is None or conv.op_type != "Conv" or slopes is None or slopes.size == 1:
+        return
+    if [reader.op_type for reader in readers] != ["QuantizeLinear"] or node.outputs[0].is_graph_output():
+        return
+    if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1 or len(conv.inputs) < 3:
+        return
+    weight, bias = (_dequantize(value) for value in conv.inputs[1:3])
+    if weight is None or bias is None:
+        return
+    slopes = slopes.reshape(-1).astype(np.float64)
+    filters = _filters(slopes)
+    operands = _with_filters(graph, weight, filters), _with_filters(graph, bias, filters)
+    if operands[0] is None or operands[1] is None:
+        return
+    again = ir.Node("", "Conv", [conv.inputs[0], *(o.outputs[0] for o in operands if o)], conv.attributes, name=conv.name)
+    rounded = ir.Node("", "QuantizeLinear", [again.outputs[0], *readers[0].inputs[1:]], readers[0].attributes)
+    shape = conv.outputs[0].shape
+    again.outputs[0].type, rounded.outputs[0].type = conv.outputs[0].type, readers[0].outputs[0].type
+    if shape is not None:
+        again.outputs[0].shape = ir.Shape([shape[0], len(filters) * slopes.size, *list(shape)[2:]])
+    rounded.outputs[0].shape = again.outputs[0].shape
+    count = _stored(graph, np.array([slopes.size] * len(filters), np.int64), f"{node.name or 'prelu'}_parts")
+    axis = {"axis": ir.AttrInt64("axis", 1)}
+    split = ir.Node("", "Split", [rounded.outputs[0], count], axis, num_outputs=len(filters))
+    chosen = [ir.Node("", "Min" if (slopes >= 1).all() else "Max", split.outputs[:2])]
+    if len(filters) > 2:
+        chosen.append(ir.Node("", "Min", [chosen[0].outputs[0], split.outputs[2]]))
+    replace(graph, readers[0], [*(o for o in operands if o), again, rounded, split, *chosen], chosen[-1].outputs[0])
+    graph.remove([node, conv], safe=True)
+
+
+def _filters(slopes: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Filters for each output, as (factor for each channel, whether it is a constant that no value exceeds).
+
+    With slopes a <= 1, max(x, a x); with slopes >= 1, min(x, a x); with both, min(max(x, a x), infinity) and min(max(x, x), a x).
+    """
+    never, ones = np.zeros(slopes.shape, bool), np.ones(slopes.shape)
+    if (slopes <= 1).all() or (slopes >= 1).all():
+        return [(ones, never), (slopes, never)]
+    gentle = slopes <= 1
+    return [(ones, never), (np.where(gentle, slopes, 1), never), (np.where(gentle, 0, slopes), gentle)]
+
+
+def _with_filters(graph: ir.Graph, dequantize: ir.Node, filters: Sequence[tuple[np.ndarray, np.ndarray]]) -> ir.Node | None:
+    """A DequantizeLinear of the weights, or biases, of several filters; None where these are no stored integers with a scale."""
+    integers, scale = constant(dequantize.inputs[0]), constant(dequantize.inputs[1])
+    zero_point = constant(dequantize.inputs[2]) if len(dequantize.inputs) > 2 else None
+    count = filters[0][0].size
+    if integers is None or scale is None or scale.size not in (1, count) or (zero_point is not None and zero_point.any()):
+        return None
+    if dequantize.attributes.get_int("block_size", 0) or (scale.size > 1 and dequantize.attributes.get_int("axis", 1) != 0):
+        return None
+    wide, scale = integers.astype(np.int64), np.broadcast_to(scale.reshape(-1), (count,))
+    parts = [np.sign(factors).astype(np.int64).reshape(-1, *[1] * (wide.ndim - 1)) * wide for factors, _ in filters]
+    if wide.ndim == 1:
+        parts = [np.where(constants, LARGEST_BIAS, part) for part, (_, constants) in zip(parts, filters, strict=True)]
+    both = np.concatenate(parts)
+    if (both.astype(integers.dtype).astype(np.int64) != both).any():
+        return None  # the most negative integer has no opposite
+    scales = np.concatenate([scale * np.where(factors == 0, 1, np.abs(factors)) for factors, _ in filters])
+    source = dequantize.inputs[0]
+    assert source is not None
+    inputs = [
+        _stored(graph, both.astype(integers.dtype), f"{source.name}.filters", source.dtype),
+        _stored(graph, scales.astype(scale.dtype), f"{source.name}.filters.scale"),
+    ]
+    if zero_point is not None:
+        like = dequantize.inputs[2]
+        assert like is not None
+        inputs.append(_stored(graph, np.zeros(scales.shape, zero_point.dtype), f"{source.name}.filters.zero_point", like.dtype))
+    node = ir.Node("", "DequantizeLinear", inputs, {"axis": ir.AttrInt64("axis", 0)})
+    node.outputs[0].type = dequantize.outputs[0].type
+    return node
+
+
+def _dequantize(value: ir.Value | None) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" else None
+
+
+def _stored(graph: ir.Graph, array: np.ndarray, name: str, dtype: ir.DataType | None = None) -> ir.Value:
+    tensor = ir.tensor(array, dtype=dtype, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def _elementwise(operator: str, x: ir.Value, *others: ir.Value) -> ir.Node:
+    """A node whose result has the shape and type of its first input."""
+    node = ir.Node("", operator, [x, *others])
+    node.outputs[0].shape, node.outputs[0].type = x.shape, x.type
+    return node
