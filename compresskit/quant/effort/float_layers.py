@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.normalize import Node
 from compresskit.graph.surgery import get_tensor
+from compresskit.quant.measured_placement.placement_model import OperatorTimes
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.minimum_cut import minimum_cut
 from compresskit.quant.numerics.operators import OPERATOR_KINDS
@@ -61,6 +62,7 @@ def choose_float_layers(
     before: Collection[str] = (),
     *,
     by_time: bool = False,
+    measured: OperatorTimes | None = None,
 ) -> FloatLayers:
     """Choose the operators that should stay float.
 
@@ -71,6 +73,7 @@ def choose_float_layers(
             time, convolutions of few channels do not count.
         before: names of operators that were chosen before, and are float; they count.
         by_time: weigh noise against time, conversions included, and not against the work alone.
+        measured: the times of the operators; None estimates them.
 
     Returns the largest choice within these bounds, which may be empty.
     """
@@ -78,16 +81,25 @@ def choose_float_layers(
     needs = {node: _served(node, placement) for node in noise if noise[node] > 0}
     nodes = {node.name: node for node in quantized.body.graph.nodes}
     work = {name: float(_work(node, placement)) for name, node in nodes.items() if name in placement.integer}
-    conversions, times = (_conversions(noise, placement), _times(quantized, work, noise)) if by_time else ({}, work)
+    all_work = sum(work.values())
+    times, conversion = dict(work), 0.0
+    if by_time and measured is not None:
+        unit = all_work / measured.milliseconds  # work that takes a millisecond
+        times = {name: unit * measured.extra.get(name, 0.0) for name in work}
+        conversion = unit * measured.conversion
+    elif by_time:
+        times, conversion = _times(quantized, work), float(CONVERSION)
+    times = _less_conversions(times, noise, placement, conversion)
     left = {name: float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work}
     free = {name for name in (*work, *left) if by_time and _has_few_channels(quantized.body, nodes[name])}
+    free |= {name for name, time in times.items() if time <= 0}
     spent, counted = sum(left.values()), sum(value for name, value in left.items() if name not in free)
-    all_work, all_noise = sum(work.values()) + spent, sum(noise.values())
+    all_work, all_noise = all_work + spent, sum(noise.values())
     best = FloatLayers(frozenset(), spent / max(1.0, all_work), 1.0)
     if not work or not 0 < all_noise < float("inf"):
         return best
     for price in PRICES:
-        names = _worth(needs, noise, price * all_noise / all_work, times, conversions)
+        names = _worth(needs, noise, price * all_noise / all_work, times, _conversions(noise, placement, conversion))
         share = (spent + sum(work[name] for name in names)) / all_work
         if (counted + sum(work[name] for name in names - free)) / all_work > most_work:
             break
@@ -106,39 +118,45 @@ def _worth(
     """The operators whose roundings save more noise than they cost, by a minimum cut. price: noise for a unit of time."""
     edges: dict[tuple[Any, Any], float] = {("saved", node): noise[node] for node in needs}
     edges |= {(node, name): float("inf") for node, served in needs.items() for name in served}
-    edges |= {(name, "paid"): price * value for name, value in times.items()}
+    edges |= {(name, "paid"): price * value for name, value in times.items() if value >= 0}
+    edges |= {("saved", name): price * -value for name, value in times.items() if value < 0}
     edges |= {pair: price * value for pair, value in conversions.items()}
     return frozenset(name for name in minimum_cut(edges, "saved", "paid") if name in times)
 
 
-def _conversions(roundings: Iterable[Node], placement: Placement) -> dict[tuple[str, str], float]:
-    """What it takes that one of two operators is float and the other is not, for pairs of which one reads the other."""
+def _conversions(roundings: Iterable[Node], placement: Placement, conversion: float) -> dict[tuple[str, str], float]:
+    """What it takes that one of two operators is float and the other is not, for pairs of which one reads the other.
+
+    conversion: of a value.
+    """
     found: dict[tuple[str, str], float] = defaultdict(float)
-    for node in roundings:
+    for node in roundings if conversion else ():
         makers, readers = _sides(node, placement)
         for pair in itertools.product(makers, readers):
             for way in (pair, pair[::-1]):
-                found[way] += CONVERSION * _written(node)
+                found[way] += conversion * _written(node)
     return dict(found)
 
 
-def _times(quantized: Quantized, work: Mapping[str, float], roundings: Iterable[Node]) -> dict[str, float]:
-    """What it takes that an operator is float: its work, without multiplying few channels, less conversions that it saves.
-
-    Those are of inputs that it reads and of outputs that it makes.
-    """
-    placement = quantized.placement
+def _times(quantized: Quantized, work: Mapping[str, float]) -> dict[str, float]:
+    """What it is estimated to take that an operator is float: its work, without multiplying few channels."""
     nodes = {node.name: node for node in quantized.body.graph.nodes}
-    times = dict(work)
-    for name in work:
-        if _has_few_channels(quantized.body, nodes[name]):
-            times[name] = float(_written(nodes[name]))
-    for node in roundings:
+    few = [name for name in work if _has_few_channels(quantized.body, nodes[name])]
+    return {**work, **{name: float(_written(nodes[name])) for name in few}}
+
+
+def _less_conversions(
+    times: Mapping[str, float], roundings: Iterable[Node], placement: Placement, conversion: float
+) -> dict[str, float]:
+    """The times, less conversions that an operator in float saves: of inputs that it reads and of outputs that it makes."""
+    left = dict(times)
+    for node in roundings if conversion else ():
         makers, readers = _sides(node, placement)
         if not makers or not readers:
             for name in makers or readers:
-                times[name] = max(0.0, times[name] - CONVERSION * _written(node))
-    return times
+                left[name] -= conversion * _written(node)
+                left[name] = max(left[name], min(0.0, times[name]))
+    return left
 
 
 def _has_few_channels(body: fx.GraphModule, node: Node) -> bool:

@@ -205,7 +205,8 @@ class Trials:
         """
         began = time.perf_counter()
         noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
-        found = choose_float_layers(self.model, noise, most_macs, self.floating, by_time=by_time)
+        measured = self.timed.operators(self.model) if by_time and self.timed is not None else None
+        found = choose_float_layers(self.model, noise, most_macs, self.floating, by_time=by_time, measured=measured)
         if not found.names or found.noise > MOST_NOISE_LEFT:
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"

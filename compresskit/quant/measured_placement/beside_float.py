@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from compresskit.base.errors import SettingError
 from compresskit.base.task import Inputs, batch_size
 from compresskit.export import export_onnx
+from compresskit.export.check.layer_profile import profile_layers
 from compresskit.measure import latency, session
 from compresskit.quant.calibrated import CalibratedSettings
+from compresskit.quant.measured_placement.placement_model import OperatorTimes, operator_times
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.targets import Deployment
 
@@ -39,9 +41,47 @@ class BesideFloat:
 
 
 class Timed(Protocol):
-    """Times a quantized model beside the float one and, where the float one is faster, beside another that it should replace."""
+    """Times quantized models beside the float one."""
 
-    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat: ...
+    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat:
+        """Time a model and, where the float one is faster, another that it should replace."""
+
+    def operators(self, quantized: Quantized) -> OperatorTimes | None:
+        """What its operators would take in float; None where its file has other layers than that of the float model."""
+
+
+class _Timed:
+    """Files of a float model and of quantized ones in a folder."""
+
+    def __init__(self, module: nn.Module, example: Inputs, settings: CalibratedSettings, folder: Path, seconds: float) -> None:
+        self.module, self.example, self.settings, self.seconds = module, example, settings, seconds
+        self.profiled: Quantized | None = None  # the last one, and its times
+        self.times: OperatorTimes | None = None
+        self.floating, self.rounded, self.before = (folder / f"{kind}.onnx" for kind in ("float", "rounded", "before"))
+
+    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat:
+        rows = self._write(quantized)
+        threads = self.settings.deployment.threads
+        times = BesideFloat(*latency([self.rounded, self.floating], rows, threads=threads, seconds=self.seconds))
+        if times.faster:
+            return times
+        files = [self.rounded, self.floating, export_onnx(other, self.before, self.example)]
+        return BesideFloat(*latency(files, rows, threads=threads, seconds=self.seconds))
+
+    def operators(self, quantized: Quantized) -> OperatorTimes | None:
+        if self.profiled is not quantized:
+            rows = self._write(quantized)
+            threads = self.settings.deployment.threads
+            profile = profile_layers(self.rounded, rows, against=self.floating, threads=threads, seconds=self.seconds)
+            self.profiled, self.times = quantized, operator_times(quantized.body.graph, quantized.placement, profile)
+        return self.times
+
+    def _write(self, quantized: Quantized) -> Inputs:
+        """Write the files; returns what they are run on."""
+        if not self.floating.exists():
+            export_onnx(self.module, self.floating, self.example, dynamic=self.settings.dynamic)
+        export_onnx(quantized, self.rounded, self.example)
+        return rows_of_batch(self.example, self.settings.deployment, self.floating, type(self.module).__name__)
 
 
 def measures(settings: CalibratedSettings) -> bool:
@@ -60,22 +100,8 @@ def beside_float(
     if not measures(settings):
         yield None
         return
-    threads, name = settings.deployment.threads, type(module).__name__
     with tempfile.TemporaryDirectory() as folder:
-        floating, rounded, before = (Path(folder) / f"{kind}.onnx" for kind in ("float", "rounded", "before"))
-
-        def timed(quantized: Quantized, other: Quantized) -> BesideFloat:
-            if not floating.exists():
-                export_onnx(module, floating, example, dynamic=settings.dynamic)
-            export_onnx(quantized, rounded, example)
-            rows = rows_of_batch(example, settings.deployment, floating, name)
-            times = BesideFloat(*latency([rounded, floating], rows, threads=threads, seconds=seconds))
-            if times.faster:
-                return times
-            export_onnx(other, before, example)
-            return BesideFloat(*latency([rounded, floating, before], rows, threads=threads, seconds=seconds))
-
-        yield timed
+        yield _Timed(module, example, settings, Path(folder), seconds)
 
 
 def rows_of_batch(example: Inputs, deployment: Deployment, file: Path, name: str) -> Inputs:

@@ -169,7 +169,7 @@ class _Variants:
         """Operators that should stay float, by the times of the layers."""
         threads = self.deployment.threads
         profile = profile_layers(self._file({}), self.rows, against=self.float_file, threads=threads, seconds=self.seconds)
-        return list(predicted_placements(layer_graph(self.captured, placement), profile))
+        return list(predicted_placements(layer_graph(self.captured.module.graph, placement), profile))
 
     def _file(self, floating: Floating) -> Path:
         nodes = frozenset(floating)

@@ -12,17 +12,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from compresskit.export.check.layer_profile import INPUTS, Profile
-from compresskit.graph.capture import Captured
 from compresskit.quant.numerics.minimum_cut import minimum_cut
+from compresskit.quant.passes.coverage import element_count, example_rows
 from compresskit.quant.passes.placement import Placement
 
 #: Milliseconds for each value that is converted, where the profile shows no conversion.
 USUAL_CONVERSION = 1e-6
 #: Factors to the measured cost of a conversion: leaving a region also costs changes of the memory layout and fusions.
 CONVERSION_FACTORS = (1.0, 3.0, 10.0)
+LAYOUT_CHANGES = 2.0  # factor to it where the rest is not tried
 BEFORE_LAYERS = -1
 
 
@@ -38,15 +39,50 @@ class LayerGraph:
     sizes: Mapping[tuple[int, int], int]
 
 
-def layer_graph(captured: Captured, placement: Placement) -> LayerGraph:
+@dataclass(frozen=True)
+class OperatorTimes:
+    """What operators of a quantized model would take in float, measured.
+
+    extra: milliseconds that an operator takes longer in float than in integers, negative where float is faster; of the operators
+    of a layer, its first has the time of all. conversion: milliseconds for a value that is converted from one to the other, its
+    layout with it. milliseconds: of the model.
+    """
+
+    extra: Mapping[str, float]
+    conversion: float
+    milliseconds: float
+
+
+def operator_times(graph: fx.Graph, placement: Placement, profile: Profile) -> OperatorTimes | None:
+    """The times of a placed graph, with quantizers or without; None where the profile does not fit it.
+
+    profile: of the file of the placement against that of the float model.
+    """
+    layers = layer_graph(graph, placement)
+    times = {layer.place: layer for layer in profile.layers if layer.place is not None}
+    if not layers.members or max(times, default=0) >= len(layers.members):
+        return None
+    extra = {name: 0.0 for some in layers.members for name in some}
+    for place, layer in times.items():
+        if layer.this is None or layer.other is None:
+            return None
+        for name in layers.members[place][:1]:
+            integer, floating = (time.milliseconds - time.conversions for time in (layer.this, layer.other))
+            extra[name] = floating - integer
+    return OperatorTimes(extra, LAYOUT_CHANGES * _conversion_cost(layers, profile), profile.milliseconds)
+
+
+def layer_graph(graph: fx.Graph, placement: Placement) -> LayerGraph:
     """Number the layers of a prepared graph as `export.check.file_layers` numbers those of its file."""
     layer_of: dict[fx.Node, int] = {}
     members: list[list[str]] = []
     sizes: dict[tuple[int, int], int] = defaultdict(int)
     passed: set[tuple[fx.Node, int]] = set()
-    for node in captured.module.graph.nodes:
-        if node.op == "placeholder" and node.name in captured.shapes:
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
             layer_of[node] = BEFORE_LAYERS
+        if node.op == "call_module" and node.args and node.args[0] in layer_of:  # a quantizer belongs to what it rounds
+            layer_of[node] = layer_of[node.args[0]]
         reads = [(source, layer_of[source]) for source in node.all_input_nodes if source in layer_of]
         if node.op != "call_function" or not reads:
             continue
@@ -62,8 +98,13 @@ def layer_graph(captured: Captured, placement: Placement) -> LayerGraph:
         for source, layer in reads:
             if layer != here and (source, here) not in passed:  # one conversion serves all readers in a layer
                 passed.add((source, here))
-                sizes[layer, here] += math.prod(captured.shapes.get(source.name, (0,))[1:])
+                sizes[layer, here] += _values_of_a_sample(source)
     return LayerGraph(tuple(map(tuple, members)), dict(sizes))
+
+
+def _values_of_a_sample(node: fx.Node) -> int:
+    value, rows = node.meta.get("val"), example_rows(node.graph)
+    return element_count(value, rows) // rows if isinstance(value, Tensor) else 0
 
 
 def predicted_placements(graph: LayerGraph, profile: Profile) -> Iterator[tuple[str, ...]]:

@@ -49,7 +49,7 @@ def test_conversions_keep_neighbours_together() -> None:
 def test_layers_are_numbered_as_those_of_the_file(kind, tmp_path) -> None:
     captured, _, _ = prepare_graph(build(kind), image(4), X86)
     placement = place_quantizers(captured.module.graph, X86)
-    graph = layer_graph(captured, placement)
+    graph = layer_graph(captured.module.graph, placement)
     profile = profile_layers(ck.export_onnx(captured.module, tmp_path / "f.onnx", captured.example), image(1), seconds=0.02)
     places = [layer.place for layer in profile.layers if layer.place is not None]
     assert max(places) < len(graph.members)
