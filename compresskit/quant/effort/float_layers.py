@@ -39,6 +39,8 @@ CONVERSION = 20
 #: the windows of its input, a few bytes at a time. Read off kernels of 3x3 and 5x5 with AVX512-VNNI: of 3 channels and 16 outputs
 #: they take 1.3 to 1.6 times as long as in float, of 64 outputs 0.6 times; of one channel and 64 outputs 1.7 times.
 NO_SLOWER_IN_FLOAT = 128
+#: The largest share of the work that may be float where float takes no longer: small files are wanted, too.
+MOST_FREE = 0.5
 PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
 
 
@@ -70,7 +72,7 @@ def choose_float_layers(
         quantized: a calibrated model.
         noise: of each rounding, see `rounding_noise`.
         most_work: the largest share of the work that may be float. A multiply-accumulate is one, and so is a value written. By
-            time, convolutions of few channels do not count.
+            time, convolutions of few channels, and what is measured to take no longer in float, do not count up to `MOST_FREE`.
         before: names of operators that were chosen before, and are float; they count.
         by_time: weigh noise against time, conversions included, and not against the work alone.
         measured: the times of the operators; None estimates them.
@@ -91,6 +93,7 @@ def choose_float_layers(
         times, conversion = _times(quantized, work), float(CONVERSION)
     times = _less_conversions(times, noise, placement, conversion)
     left = {name: float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work}
+    layers = placement.costs.keys() & work.keys()
     free = {name for name in (*work, *left) if by_time and _has_few_channels(quantized.body, nodes[name])}
     free |= {name for name, time in times.items() if time <= 0}
     spent, counted = sum(left.values()), sum(value for name, value in left.items() if name not in free)
@@ -101,8 +104,10 @@ def choose_float_layers(
     for price in PRICES:
         names = _worth(needs, noise, price * all_noise / all_work, times, _conversions(noise, placement, conversion))
         share = (spent + sum(work[name] for name in names)) / all_work
-        if (counted + sum(work[name] for name in names - free)) / all_work > most_work:
+        if (counted + sum(work[name] for name in names - free)) / all_work > most_work or share > max(most_work, MOST_FREE):
             break
+        if layers <= names:
+            break  # at least one layer stays in integers
         saved = sum(noise[node] for node, served in needs.items() if served <= names)
         best = FloatLayers(names, share, 1 - saved / all_noise)
     return best

@@ -23,6 +23,8 @@ from compresskit.quant.numerics.targets import Deployment
 
 MIN_GAIN = 0.98  # one file is faster than another only below this fraction of its latency, more than measurement noise
 
+PROFILED_RUNS = 300  # at most: reading the profile of more takes longer than the runs
+
 
 @dataclass(frozen=True)
 class BesideFloat:
@@ -71,8 +73,14 @@ class _Timed:
     def operators(self, quantized: Quantized) -> OperatorTimes | None:
         if self.profiled is not quantized:
             rows = self._write(quantized)
-            threads = self.settings.deployment.threads
-            profile = profile_layers(self.rounded, rows, against=self.floating, threads=threads, seconds=self.seconds)
+            profile = profile_layers(
+                self.rounded,
+                rows,
+                against=self.floating,
+                threads=self.settings.deployment.threads,
+                seconds=self.seconds,
+                runs=PROFILED_RUNS,
+            )
             self.profiled, self.times = quantized, operator_times(quantized.body.graph, quantized.placement, profile)
         return self.times
 

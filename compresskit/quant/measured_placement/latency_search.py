@@ -27,7 +27,7 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
 from compresskit.measure import latency
 from compresskit.quant.calibrated import CalibratedSettings
-from compresskit.quant.measured_placement.beside_float import MIN_GAIN, measures, rows_of_batch
+from compresskit.quant.measured_placement.beside_float import MIN_GAIN, PROFILED_RUNS, measures, rows_of_batch
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import named_modules
@@ -167,8 +167,14 @@ class _Variants:
 
     def predicted(self, placement: Placement) -> list[tuple[str, ...]]:
         """Operators that should stay float, by the times of the layers."""
-        threads = self.deployment.threads
-        profile = profile_layers(self._file({}), self.rows, against=self.float_file, threads=threads, seconds=self.seconds)
+        profile = profile_layers(
+            self._file({}),
+            self.rows,
+            against=self.float_file,
+            threads=self.deployment.threads,
+            seconds=self.seconds,
+            runs=PROFILED_RUNS,
+        )
         return list(predicted_placements(layer_graph(self.captured.module.graph, placement), profile))
 
     def _file(self, floating: Floating) -> Path:
