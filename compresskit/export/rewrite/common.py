@@ -24,6 +24,8 @@ DATA_MOVEMENT = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Slice Split Expand Tile Gather Identity MaxPool Pad Concat DepthToSpace"
     " SpaceToDepth Resize".split()
 )
+#: Those for which ONNX Runtime has no kernel of 16 bits.
+ONLY_OF_BYTES = frozenset("MaxPool Pad Resize DepthToSpace SpaceToDepth Tile".split())
 
 
 def optimize_(model: ir.Model, rewrites: Sequence[Callable[[ir.Model], None]] = ()) -> None:
@@ -132,6 +134,8 @@ def _sink_dequantize(graph: ir.Graph, move: ir.Node) -> None:
         return
     scale, zero_point = first.inputs[1], first.inputs[2] if len(first.inputs) > 2 else None
     if scale is None or zero_point is None or (len(move.outputs) > 1 and move.op_type != "Split"):
+        return
+    if move.op_type in ONLY_OF_BYTES and zero_point.dtype in (ir.DataType.UINT16, ir.DataType.INT16):
         return
     others = list(move.inputs[count:])
     if move.op_type == "Pad" and not _pad_with(graph, move, others, zero_point):

@@ -70,7 +70,7 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
     if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1 or len(conv.inputs) < 3:
         return
     weight, bias = (_dequantize(value) for value in conv.inputs[1:3])
-    if weight is None or bias is None:
+    if weight is None or bias is None or readers[0].outputs[0].dtype not in (ir.DataType.UINT8, ir.DataType.INT8):
         return
     slopes = slopes.reshape(-1).astype(np.float64)
     filters = _filters(slopes)

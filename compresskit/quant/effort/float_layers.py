@@ -72,7 +72,7 @@ def choose_float_layers(
         quantized: a calibrated model.
         noise: of each rounding, see `rounding_noise`.
         most_work: the largest share of the work that may be float. A multiply-accumulate is one, and so is a value written. By
-            time, convolutions of few channels, and what is measured to take no longer in float, do not count up to `MOST_FREE`.
+            time, convolutions of few channels do not count, nor does what takes no longer in float, up to `MOST_FREE`.
         before: names of operators that were chosen before, and are float; they count.
         by_time: weigh noise against time, conversions included, and not against the work alone.
         measured: the times of the operators; None estimates them.
@@ -94,9 +94,9 @@ def choose_float_layers(
     times = _less_conversions(times, noise, placement, conversion)
     left = {name: float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work}
     layers = placement.costs.keys() & work.keys()
-    free = {name for name in (*work, *left) if by_time and _has_few_channels(quantized.body, nodes[name])}
-    free |= {name for name, time in times.items() if time <= 0}
-    spent, counted = sum(left.values()), sum(value for name, value in left.items() if name not in free)
+    few = {name for name in (*work, *left) if by_time and _has_few_channels(quantized.body, nodes[name])}
+    fast = {name for name, time in times.items() if time <= 0}
+    spent, counted = sum(left.values()), sum(value for name, value in left.items() if name not in few)
     all_work, all_noise = all_work + spent, sum(noise.values())
     best = FloatLayers(frozenset(), spent / max(1.0, all_work), 1.0)
     if not work or not 0 < all_noise < float("inf"):
@@ -104,7 +104,8 @@ def choose_float_layers(
     for price in PRICES:
         names = _worth(needs, noise, price * all_noise / all_work, times, _conversions(noise, placement, conversion))
         share = (spent + sum(work[name] for name in names)) / all_work
-        if (counted + sum(work[name] for name in names - free)) / all_work > most_work or share > max(most_work, MOST_FREE):
+        taken = [(counted + sum(work[name] for name in names - some)) / all_work for some in (few | fast, few)]
+        if taken[0] > most_work or taken[1] > max(most_work, MOST_FREE):
             break
         if layers <= names:
             break  # at least one layer stays in integers

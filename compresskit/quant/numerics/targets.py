@@ -62,6 +62,7 @@ class Support:
     axis: the dimension of the weight that may have one scale per index; None where the whole weight must have one scale.
     slopes: largest number of products for each output of a convolution up to which a PReLU behind it, with a slope for each
         channel, is computed by the convolution: it has two filters for each output then, see `export.rewrite.slopes`. 0: never.
+        It needs `Target.tuned`.
     """
 
     output: bool = True

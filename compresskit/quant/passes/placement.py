@@ -313,7 +313,13 @@ class _Placer:
         groups = node.args[6] if len(node.args) > 6 else 1
         products = math.prod(node.args[1].meta["val"].shape[1:])
         rule = self.target.operators["conv"]
-        return rule.output and groups == 1 and products <= rule.slopes and parameter_name(reader.args[1]) is not None
+        return (
+            rule.output
+            and self.target.tuned
+            and groups == 1
+            and products <= rule.slopes
+            and parameter_name(reader.args[1]) is not None
+        )
 
     def _fused(self, node: Node) -> bool:
         """Whether the quantizer replaces this clamp: it is the only reader of a node that runs in integers."""

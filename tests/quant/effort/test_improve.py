@@ -220,24 +220,30 @@ def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, 
     assert not any(name.startswith(("float layers", "imitate")) for name in names)
 
 
-@pytest.mark.parametrize(("milliseconds", "kept"), [([1.0, 2.0], True), ([1.99, 2.0], False)])
-def test_layers_stay_float_only_while_the_file_is_faster_than_the_float_one(milliseconds, kept, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("milliseconds", "before", "kept"), [([1.0, 2.0], 0.5, True), ([1.99, 2.0], 1.8, False), ([3.0, 2.0], 3.0, True)]
+)
+def test_layers_stay_float_only_while_the_file_is_faster_than_the_float_one(
+    milliseconds, before, kept, monkeypatch, tmp_path
+) -> None:
+    """Or no slower than before, as the third is, where no file in integers is faster."""
     timed = list[tuple[int, int]]()
 
     def made_up(files, inputs, *, threads, seconds):
         timed.append((threads, len(inputs[0])))
-        assert [ck.audit(file).integer_fraction > 0 for file in files] == [True, False]
-        return milliseconds
+        assert [ck.audit(file).integer_fraction > 0 for file in files] == [True, False, True][: len(files)]
+        return [*milliseconds, before][: len(files)]
 
     monkeypatch.setattr(static, "measured_choice", lambda *_: MeasuredChoice({}))
     monkeypatch.setattr(beside_float, "latency", made_up)
+    monkeypatch.setattr(beside_float, "operator_times", lambda *_: None)
     monkeypatch.setattr(improve, "ENOUGH", 200.0)
     settings = {"choose": "measure", "deployment": Deployment(threads=2, batch=3)}
     model, x = build(networks.Residual), image(32)
     quantized = quantize_static(model, [x], effort="balanced", float_macs=0.9, **settings)
     tried = [remedy for remedy in quantized.origin.remedies if remedy.name.startswith("float layers") and remedy.milliseconds]
     assert [remedy.kept for remedy in tried] == [kept] * len(tried)
-    assert len(tried) == len(timed) > 0
+    assert 0 < len(tried) <= len(timed)
     assert kept or len(tried) == 1
     assert set(timed) == {(2, 3)}
     assert f"{milliseconds[0]:.3f} ms where float takes 2.000, {'kept' if kept else 'not kept'}" in str(tried[0])

@@ -20,7 +20,7 @@ from compresskit.quant.passes.placement import place_quantizers
 from compresskit.quant.passes.prepare_graph import prepare_graph
 
 
-def short_profile(path, inputs, *, against, threads, seconds=None):
+def short_profile(path, inputs, *, against, threads, **_):
     return profile_layers(path, inputs, against=against, threads=threads, seconds=0.02)
 
 
@@ -111,7 +111,7 @@ def test_the_choice_is_for_the_threads_and_the_batch_of_the_deployment(monkeypat
         seen.append((threads, inputs[0].shape[0]))
         return by_operators({"all": 3.0, "conv": 2.0, "float": 4.0})(paths, inputs, threads=threads, seconds=seconds)
 
-    def profiled(path, inputs, *, against, threads, seconds):
+    def profiled(path, inputs, *, against, threads, **_):
         seen.append((threads, inputs[0].shape[0]))
         return short_profile(path, inputs, against=against, threads=threads)
 

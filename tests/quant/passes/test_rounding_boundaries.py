@@ -96,7 +96,7 @@ def test_every_kernel_gives_the_same_integers_after_training(tmp_path) -> None:
 def test_no_sum_is_close_to_a_boundary(ratio) -> None:
     """Checked in exact arithmetic over every whole number that lands on the grid."""
     grid = torch.arange(-128, 127, dtype=torch.float64) + 0.5
-    (scale,) = boundaries._safest_factors(torch.tensor([1.0]), [(ratio, grid)]).tolist()
+    (scale,) = boundaries._safest_factors(torch.tensor([1.0]), [(torch.tensor([ratio]).double(), grid)]).tolist()
     assert scale == float(np.float32(scale))
     assert 1 <= scale <= 1 + boundaries.TRIES * boundaries.NUDGE
 
