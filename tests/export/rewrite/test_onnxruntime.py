@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -139,3 +140,50 @@ def test_linear_layers_run_in_integers_whatever_reads_them(activation, bias, lay
     assert planned.macs == (64 * layers, 64 * layers)  # layers of 8 x 8
     assert (found.macs_integer, found.macs) == planned.macs, found.floating
     assert ck.verify_onnx(path, quantized, [(x,)]).passed
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.PReLU(8), nn.Hardswish()], ids=["nothing", "prelu", "hardswish"])
+def test_a_pool_behind_a_float_convolution_runs_in_float(between: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), between, nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(4, 3, 20, 20)
+    quantized = ck.quant.quantize_static(model, [x], skip=("0",))
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    nodes = onnx.load(tmp_path / "optimized.onnx").graph.node
+    makers = {name: node.op_type for node in nodes for name in node.output}
+    (pool,) = [node for node in nodes if "MaxPool" in node.op_type]
+    assert makers[pool.input[0]] != "QuantizeLinear"
+    assert not any(node.op_type == "Clip" for node in nodes), "what keeps the rounding behind it costs nothing"
+
+
+def test_a_pool_behind_an_integer_convolution_stays_in_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(4, 3, 20, 20)
+    path = ck.export_onnx(ck.quant.quantize_static(model, [x]), tmp_path / "m.onnx", x)
+    nodes = onnx.load(path).graph.node
+    (pool,) = [node for node in nodes if node.op_type == "MaxPool"]
+    makers = {name: node.op_type for node in nodes for name in node.output}
+    assert makers[pool.input[0]] == "QuantizeLinear"
+
+
+def test_a_float_pool_whose_value_is_read_rounded_elsewhere_stays(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, stride=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x).relu()
+            return self.second(nn.functional.max_pool2d(x, 2)).mean((2, 3)) + self.third(x).mean((2, 3))
+
+    torch.manual_seed(0)
+    model, x = Twice().eval(), torch.randn(4, 3, 20, 20)
+    quantized = ck.quant.quantize_static(model, [x], skip=("first",))
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x)
+    assert ck.verify_onnx(path, quantized, [x]).passed
