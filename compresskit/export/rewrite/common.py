@@ -72,6 +72,13 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """Register a tensor as an initializer of a graph; returns its value."""
+    value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
     """Replace a node of one result with several nodes; `output`, of the last one, takes the place of the result."""
     result = old.outputs[0]

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from compresskit.export.rewrite.attention import avoid_skip_layernorm, merge_attention_heads
-from compresskit.export.rewrite.common import constant, replace
+from compresskit.export.rewrite.common import constant, initializer, replace
 
 LANES = 4  # input channels that one VNNI instruction multiplies and sums
 ELEMENTWISE = frozenset("Add Clip HardSigmoid HardSwish LeakyRelu Max Min Mul PRelu Relu Sigmoid".split())
@@ -45,7 +45,7 @@ def _pad_channels(graph: ir.Graph, conv: ir.Node) -> None:
     else:
         extra = -channels % LANES
         pads = ir.tensor(np.array([0, 0, 0, 0, 0, extra, 0, 0], np.int64), name=f"{conv.name}_pads")
-        moved = ir.Node("", "Pad", [wide.inputs[0], _initializer(graph, pads), wide.inputs[2]])
+        moved = ir.Node("", "Pad", [wide.inputs[0], initializer(graph, pads), wide.inputs[2]])
         integers = np.pad(integers, ((0, 0), (0, extra), (0, 0), (0, 0)))
     source = wide.inputs[0]
     assert source is not None
@@ -53,7 +53,7 @@ def _pad_channels(graph: ir.Graph, conv: ir.Node) -> None:
     again = ir.Node("", "DequantizeLinear", [moved.outputs[0], *wide.inputs[1:]], wide.attributes)
     again.outputs[0].type = x.type
     assert kernel is not None
-    stored = _initializer(graph, ir.tensor(integers, name=f"{conv.name}_weight"))
+    stored = initializer(graph, ir.tensor(integers, name=f"{conv.name}_weight"))
     turned = ir.Node("", "DequantizeLinear", [stored, *kernel.inputs[1:]], kernel.attributes)
     graph.insert_before(conv, [moved, again, turned])
     conv.replace_input_with(0, again.outputs[0])
@@ -122,7 +122,7 @@ def _pool_to_convolution(graph: ir.Graph, pool: ir.Node) -> None:
         ir.tensor(np.float32(1 / np.prod(kernel)), name=f"{pool.name}_scale"),
         ir.tensor(np.int8(0), name=f"{pool.name}_zero_point"),
     ]
-    ones = ir.Node("", "DequantizeLinear", [_initializer(graph, tensor) for tensor in weight])
+    ones = ir.Node("", "DequantizeLinear", [initializer(graph, tensor) for tensor in weight])
     ones.outputs[0].shape, ones.outputs[0].type = ir.Shape([channels, 1, *kernel]), x.type
     attributes = {name: pool.attributes[name] for name in settings if name in pool.attributes}
     attributes["group"] = ir.AttrInt64("group", channels)
@@ -152,7 +152,7 @@ def _keep_apart(graph: ir.Graph, product: ir.Node) -> None:
     least = ir.tensor(np.float32(0 if relu else -np.inf), name=f"{product.name}_least")
     again = ir.Node("", product.op_type, product.inputs, product.attributes, name=product.name)
     again.outputs[0].shape, again.outputs[0].type = result.shape, result.type
-    bound = ir.Node("", "Max", [again.outputs[0], _initializer(graph, least)])
+    bound = ir.Node("", "Max", [again.outputs[0], initializer(graph, least)])
     replace(graph, product, [again, bound], bound.outputs[0])
     if relu:
         assert clamp is not None
@@ -235,12 +235,6 @@ def _dequantize(value: ir.Value | None) -> ir.Node | None:
 def _is_quantized_input(value: ir.Value | None) -> bool:
     node = None if value is None else value.producer()
     return bool(node is not None and node.op_type == "QuantizeLinear" and node.inputs[0] and node.inputs[0].is_graph_input())
-
-
-def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
 
 
 #: Rewrites for files that ONNX Runtime runs on x86.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import constant, replace
+from compresskit.export.rewrite.common import constant, initializer, replace
 
 #: Largest |1 - slope| of a PRelu that is written as a sum: beyond it the two terms cancel too many digits.
 LARGEST_COMPLEMENT = 8
@@ -69,7 +69,7 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
         return
     if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1 or len(conv.inputs) < 3:
         return
-    weight, bias = (_dequantize(value) for value in conv.inputs[1:3])
+    weight, bias = (_integers_behind(value) for value in conv.inputs[1:3])
     if weight is None or bias is None or readers[0].outputs[0].dtype not in (ir.DataType.UINT8, ir.DataType.INT8):
         return
     slopes = slopes.reshape(-1).astype(np.float64)
@@ -84,7 +84,7 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
     if shape is not None:
         again.outputs[0].shape = ir.Shape([shape[0], len(filters) * slopes.size, *list(shape)[2:]])
     rounded.outputs[0].shape = again.outputs[0].shape
-    count = _stored(graph, np.array([slopes.size] * len(filters), np.int64), f"{node.name or 'prelu'}_parts")
+    count = initializer(graph, ir.tensor([slopes.size] * len(filters), ir.DataType.INT64, name=f"{node.name or 'prelu'}_parts"))
     axis = {"axis": ir.AttrInt64("axis", 1)}
     split = ir.Node("", "Split", [rounded.outputs[0], count], axis, num_outputs=len(filters))
     chosen = [ir.Node("", "Min" if (slopes >= 1).all() else "Max", split.outputs[:2])]
@@ -126,28 +126,22 @@ def _with_filters(graph: ir.Graph, dequantize: ir.Node, filters: Sequence[tuple[
     source = dequantize.inputs[0]
     assert source is not None
     inputs = [
-        _stored(graph, both.astype(integers.dtype), f"{source.name}.filters", source.dtype),
-        _stored(graph, scales.astype(scale.dtype), f"{source.name}.filters.scale"),
+        initializer(graph, ir.tensor(both.astype(integers.dtype), source.dtype, name=f"{source.name}.filters")),
+        initializer(graph, ir.tensor(scales.astype(scale.dtype), name=f"{source.name}.filters.scale")),
     ]
     if zero_point is not None:
         like = dequantize.inputs[2]
         assert like is not None
-        inputs.append(_stored(graph, np.zeros(scales.shape, zero_point.dtype), f"{source.name}.filters.zero_point", like.dtype))
+        zeros = np.zeros(scales.shape, zero_point.dtype)
+        inputs.append(initializer(graph, ir.tensor(zeros, like.dtype, name=f"{source.name}.filters.zero_point")))
     node = ir.Node("", "DequantizeLinear", inputs, {"axis": ir.AttrInt64("axis", 0)})
     node.outputs[0].type = dequantize.outputs[0].type
     return node
 
 
-def _dequantize(value: ir.Value | None) -> ir.Node | None:
+def _integers_behind(value: ir.Value | None) -> ir.Node | None:
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == "DequantizeLinear" else None
-
-
-def _stored(graph: ir.Graph, array: np.ndarray, name: str, dtype: ir.DataType | None = None) -> ir.Value:
-    tensor = ir.tensor(array, dtype=dtype, name=name)
-    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
-    return value
 
 
 def _elementwise(operator: str, x: ir.Value, *others: ir.Value) -> ir.Node:

@@ -23,7 +23,7 @@ from compresskit.quant.numerics.targets import Deployment
 
 MIN_GAIN = 0.98  # one file is faster than another only below this fraction of its latency, more than measurement noise
 
-PROFILED_RUNS = 300  # at most: reading the profile of more takes longer than the runs
+MOST_PROFILED = 300  # at most: reading the profile of more takes longer than the runs
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Timed:
                 against=self.floating,
                 threads=self.settings.deployment.threads,
                 seconds=self.seconds,
-                runs=PROFILED_RUNS,
+                runs=MOST_PROFILED,
             )
             self.profiled, self.times = quantized, operator_times(quantized.body.graph, quantized.placement, profile)
         return self.times

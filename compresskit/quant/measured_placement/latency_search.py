@@ -27,7 +27,7 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
 from compresskit.measure import latency
 from compresskit.quant.calibrated import CalibratedSettings
-from compresskit.quant.measured_placement.beside_float import MIN_GAIN, PROFILED_RUNS, measures, rows_of_batch
+from compresskit.quant.measured_placement.beside_float import MIN_GAIN, MOST_PROFILED, measures, rows_of_batch
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import named_modules
@@ -173,7 +173,7 @@ class _Variants:
             against=self.float_file,
             threads=self.deployment.threads,
             seconds=self.seconds,
-            runs=PROFILED_RUNS,
+            runs=MOST_PROFILED,
         )
         return list(predicted_placements(layer_graph(self.captured.module.graph, placement), profile))
 
