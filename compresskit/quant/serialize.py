@@ -109,6 +109,7 @@ def _target(saved: dict[str, Any]) -> Target:
     fields = dict(saved)
     for name in ("activations", "weights"):
         fields[name] = Scheme(**fields[name])
+    fields["processors"] = tuple(fields.get("processors", ()))
     fields["operators"] = {kind: Support(**rule) for kind, rule in fields["operators"].items()}
     return Target(**fields)
 
