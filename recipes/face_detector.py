@@ -103,8 +103,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20, help="of the training")
     parser.add_argument("--batch-size", type=int, default=32, help="pictures a step")
     parser.add_argument("--effort", default="balanced", choices=("fast", "balanced", "best"), help="of the quantization")
-    parser.add_argument("--choose", default="rules", choices=("rules", "measure"), help="how operators are placed")
-    parser.add_argument("--threads", type=int, default=1, help='that "--choose measure" measures for')
+    parser.add_argument("--choose", default="auto", choices=("auto", "rules", "measure"), help="how operators are placed")
+    parser.add_argument("--threads", type=int, default=1, help="that the placement is timed for")
     parser.add_argument("--seed", type=int, default=0, help="of the pictures, the initial weights and every stage")
     args = parser.parse_args()
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import constant, initializer, replace
+from compresskit.export.rewrite.common import DATA_MOVEMENT, constant, initializer, replace
 
 #: Largest |1 - slope| of a PRelu that is written as a sum: beyond it the two terms cancel too many digits.
 LARGEST_COMPLEMENT = 8
@@ -67,17 +67,23 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
         return
     if [reader.op_type for reader in readers] != ["QuantizeLinear"] or node.outputs[0].is_graph_output():
         return
-    if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1 or len(conv.inputs) < 3:
+    if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1:
         return
-    weight, bias = (_integers_behind(value) for value in conv.inputs[1:3])
-    if weight is None or bias is None or readers[0].outputs[0].dtype not in (ir.DataType.UINT8, ir.DataType.INT8):
+    weight, step = _integers_behind(conv.inputs[1]), constant(readers[0].inputs[1])
+    bias = _integers_behind(conv.inputs[2]) if len(conv.inputs) > 2 else _zeros(graph, conv, weight)
+    if weight is None or bias is None or step is None:
+        return
+    if readers[0].outputs[0].dtype not in (ir.DataType.UINT8, ir.DataType.INT8) or constant(bias.inputs[1]) is None:
         return
     slopes = slopes.reshape(-1).astype(np.float64)
     filters = _filters(slopes)
-    operands = _with_filters(graph, weight, filters), _with_filters(graph, bias, filters)
-    if operands[0] is None or operands[1] is None:
+    # A constant is beyond the range of the result, whatever the scales are.
+    stretch = max(1.0, 2 * 2**8 * float(step) / (LARGEST_BIAS * float(constant(bias.inputs[1]).max())))  # type: ignore[union-attr]
+    made = [_with_filters(graph, given, filters, stretch) for given in (weight, bias)]
+    operands = [node for node in made if node is not None]
+    if len(operands) < len(made):
         return
-    again = ir.Node("", "Conv", [conv.inputs[0], *(o.outputs[0] for o in operands if o)], conv.attributes, name=conv.name)
+    again = ir.Node("", "Conv", [conv.inputs[0], *(node.outputs[0] for node in operands)], conv.attributes, name=conv.name)
     rounded = ir.Node("", "QuantizeLinear", [again.outputs[0], *readers[0].inputs[1:]], readers[0].attributes)
     shape = conv.outputs[0].shape
     again.outputs[0].type, rounded.outputs[0].type = conv.outputs[0].type, readers[0].outputs[0].type
@@ -90,7 +96,7 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
     chosen = [ir.Node("", "Min" if (slopes >= 1).all() else "Max", split.outputs[:2])]
     if len(filters) > 2:
         chosen.append(ir.Node("", "Min", [chosen[0].outputs[0], split.outputs[2]]))
-    replace(graph, readers[0], [*(o for o in operands if o), again, rounded, split, *chosen], chosen[-1].outputs[0])
+    replace(graph, readers[0], [*operands, again, rounded, split, *chosen], chosen[-1].outputs[0])
     graph.remove([node, conv], safe=True)
 
 
@@ -106,8 +112,34 @@ def _filters(slopes: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(ones, never), (np.where(gentle, slopes, 1), never), (np.where(gentle, 0, slopes), gentle)]
 
 
-def _with_filters(graph: ir.Graph, dequantize: ir.Node, filters: Sequence[tuple[np.ndarray, np.ndarray]]) -> ir.Node | None:
-    """A DequantizeLinear of the weights, or biases, of several filters; None where these are no stored integers with a scale."""
+def _zeros(graph: ir.Graph, conv: ir.Node, weight: ir.Node | None) -> ir.Node | None:
+    """A DequantizeLinear of a bias of zeros, for a convolution without one; None where the scale of its input is not known."""
+    source = None if conv.inputs[0] is None else conv.inputs[0].producer()
+    while source is not None and source.op_type in DATA_MOVEMENT and source.inputs[0] is not None:
+        source = source.inputs[0].producer()
+    if source is None or source.op_type != "DequantizeLinear" or weight is None:
+        return None
+    integers, *scales = (constant(value) for value in (weight.inputs[0], weight.inputs[1], source.inputs[1]))
+    if integers is None or scales[0] is None or scales[1] is None or scales[1].size != 1:
+        return None
+    scale = np.broadcast_to(scales[0].reshape(-1) * scales[1].reshape(()), (integers.shape[0],)).astype(np.float32)
+    name = f"{conv.name}_zeros"
+    inputs = [
+        initializer(graph, ir.tensor(np.zeros(scale.shape, np.int32), name=name)),
+        initializer(graph, ir.tensor(np.ascontiguousarray(scale), name=f"{name}.scale")),
+    ]
+    node = ir.Node("", "DequantizeLinear", inputs, {"axis": ir.AttrInt64("axis", 0)})
+    node.outputs[0].type = conv.outputs[0].type
+    return node
+
+
+def _with_filters(
+    graph: ir.Graph, dequantize: ir.Node, filters: Sequence[tuple[np.ndarray, np.ndarray]], stretch: float
+) -> ir.Node | None:
+    """A DequantizeLinear of the weights, or biases, of several filters; None where these are no stored integers with a scale.
+
+    stretch: factor to the scale of constants.
+    """
     integers, scale = constant(dequantize.inputs[0]), constant(dequantize.inputs[1])
     zero_point = constant(dequantize.inputs[2]) if len(dequantize.inputs) > 2 else None
     count = filters[0][0].size
@@ -122,7 +154,9 @@ def _with_filters(graph: ir.Graph, dequantize: ir.Node, filters: Sequence[tuple[
     both = np.concatenate(parts)
     if (both.astype(integers.dtype).astype(np.int64) != both).any():
         return None  # the most negative integer has no opposite
-    scales = np.concatenate([scale * np.where(factors == 0, 1, np.abs(factors)) for factors, _ in filters])
+    stretched = [np.where(constants, scale.max() * stretch, scale) for _, constants in filters]
+    sizes = [np.where(factors == 0, 1, np.abs(factors)) for factors, _ in filters]
+    scales = np.concatenate([one * size for one, size in zip(stretched, sizes, strict=True)])
     source = dequantize.inputs[0]
     assert source is not None
     inputs = [

@@ -151,6 +151,31 @@ def test_where_the_slopes_stay_behind_the_convolution(why, tmp_path: Path) -> No
     assert ck.verify_onnx(path, quantized, [x[:5]]).passed
 
 
+@pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
+def test_without_biases(slopes, tmp_path: Path) -> None:
+    model = Bent(slopes, bias=False).eval()
+    model.second.bias = None
+    x = torch.randn(16, 3, 18, 18)
+    quantized = quantize_static(model, [x])
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:1])
+    assert ck.audit(path).integer_fraction == 1
+    assert ck.verify_onnx(path, quantized, [x[:5]]).passed
+
+
+def test_a_channel_of_tiny_weights_keeps_its_bias(tmp_path: Path) -> None:
+    """The constant that no value exceeds does not depend on the scale of the channel."""
+    model = Bent(SLOPES["both"]).eval()
+    with torch.no_grad():
+        model.first.weight[0] *= 1e-9
+        model.first.bias[0] = 3.0
+        model.first.weight[4] *= 1e-9  # of slope above 1
+        model.first.bias[4] = -1.0
+    x = torch.randn(16, 3, 18, 18)
+    quantized = quantize_static(model, [x])
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:1])
+    assert ck.verify_onnx(path, quantized, [x[:5]]).passed
+
+
 def test_slopes_that_a_training_moved_are_exported(tmp_path: Path) -> None:
     model, x = Bent(SLOPES["gentle"]), torch.randn(16, 3, 18, 18)
     quantized = prepare_qat(model, [x])
