@@ -16,8 +16,9 @@ pnet, rnet, onet
 fsrcnn_*   calibration: 64 crops of photographs. PSNR in dB on the whole pictures of sr/, 8 pixels cut off at each edge
 resnet*    three draws of 512 training images; top-1 in % on the 10,000 test images
 
-ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations), our efforts, "measured": fast with
-           choose="measure" for one thread, and "two": balanced with that for two threads
+ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations); NNCF's and AIMET's with their defaults,
+           from the float file of `export_onnx`, where `pip install nncf aimet-onnx` has put them; our efforts, "measured": fast
+           with choose="measure" for one thread, and "two": balanced with that for two threads
 latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, in OpenVINO too where it is installed, medians; torch is
            torch's own ONNX export of the float network, export the one of `export_onnx`
 bound      below which no placement of integers can come in this runtime: each layer by the faster of its kernels in export and
@@ -40,6 +41,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import onnx
 import onnxruntime
 import torch
 from onnxruntime.quantization import QuantType, quantize_static
@@ -58,7 +60,8 @@ import compresskit as ck  # noqa: E402
 from compresskit.export.check.layer_profile import profile_layers  # noqa: E402
 from compresskit.measure import numpy_inputs, session  # noqa: E402
 
-WAYS = ("onnxruntime", "fast", "measured", "balanced", "best", "two")
+PEERS = {"onnxruntime": "onnxruntime", "nncf": "nncf", "aimet": "aimet_onnx"}  # way -> package
+WAYS = (*PEERS, "fast", "measured", "balanced", "best", "two")
 HOW: dict[str, dict[str, Any]] = {
     "measured": {"choose": "measure"},
     "two": {"effort": "balanced", "choose": "measure", "deployment": ck.quant.targets.Deployment(threads=2)},
@@ -228,14 +231,41 @@ def by_onnxruntime(network: Network, batches: list[Tensor], path: Path) -> None:
     )  # fmt: skip
 
 
+def by_nncf(network: Network, batches: list[Tensor], path: Path) -> None:
+    import nncf
+
+    source, feeds = float_file(network, batches, path)
+    onnx.save(nncf.quantize(source, nncf.Dataset(feeds), subset_size=len(feeds)), path)
+
+
+def by_aimet(network: Network, batches: list[Tensor], path: Path) -> None:
+    from aimet_onnx import QuantizationSimModel
+
+    source, feeds = float_file(network, batches, path)
+    simulation = QuantizationSimModel(source)
+    simulation.compute_encodings(feeds)
+    onnx.save(simulation.to_onnx_qdq(export_int32_bias=True, prequantize_constants=True), path)
+
+
+def float_file(network: Network, batches: list[Tensor], path: Path) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
+    """The float network as a file, and calibration batches by the name of its input."""
+    start = path.with_suffix(".fp32.onnx")
+    ck.export_onnx(network.model, start, (batches[0][:2],), dynamic=network.dynamic)
+    name = session(start).get_inputs()[0].name
+    return onnx.load(start), [{name: x.numpy()} for x in batches]
+
+
+BY_PEER = {"onnxruntime": by_onnxruntime, "nncf": by_nncf, "aimet": by_aimet}
+
+
 def measure(name: str, network: Network, way: str, folder: Path) -> dict[str, Any]:
     """Quantize in one way for every draw, and measure the files."""
     rows = []
     for k, batches in enumerate(network.draws):
         path, row = file_of(folder, name, way, k), dict[str, Any]()
         began = time.perf_counter()
-        if way == "onnxruntime":
-            by_onnxruntime(network, batches, path)
+        if way in PEERS:
+            BY_PEER[way](network, batches, path)
         else:
             how = HOW.get(way) or {"effort": way}
             quantized = ck.quant.quantize_static(network.model, [(x,) for x in batches], dynamic=network.dynamic, **how)
@@ -296,7 +326,7 @@ def write(result: dict[str, Any]) -> None:
         for way, some in row["ways"].items():
             lines.append(
                 f"| {name} | {way} | {some['quality']:.3f} | {some['db']:.2f} | {some['integer_macs']:.1%}"
-                f" | {some['seconds']:.0f} | {'' if way == 'onnxruntime' else 'yes' if some['verified'] else 'no'} |"
+                f" | {some['seconds']:.0f} | {'' if way in PEERS else 'yes' if some['verified'] else 'no'} |"
             )
     lines += [
         "",
@@ -338,7 +368,7 @@ def main() -> None:
         row = result["networks"].setdefault(name, {"ways": {}})
         with torch.no_grad():
             row["float"] = network.quality(float_run(network.model))
-            for way in () if args.latency else args.ways:
+            for way in () if args.latency else [w for w in args.ways if importlib.util.find_spec(PEERS.get(w, "compresskit"))]:
                 row["ways"][way] = measure(name, network, way, args.folder)
                 row["ways"] = {w: row["ways"][w] for w in WAYS if w in row["ways"]}
                 write(result)

@@ -239,7 +239,7 @@ def deployed() -> str:
     return f"""\
 ## Networks that people deploy
 
-Trained by others, static int8 without labels, at the effort levels of `quantize_static`, beside onnxruntime's quantizer. Every file ran
+Trained by others, static int8 without labels, at the effort levels of `quantize_static`, beside onnxruntime's quantizer, NNCF's and AIMET's. Every file ran
 in ONNX Runtime, on pictures that calibrated nothing. Latencies on a CPU with {found["cpu"]}. *two*: "balanced", placed by measurement for
 two threads. *bound*: each layer by the faster of its float and
 its integer kernel, without a single conversion, which no placement can beat in this runtime. {source("real_networks")}
