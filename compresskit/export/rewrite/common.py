@@ -73,8 +73,10 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
 
 
 def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """Register a tensor as an initializer of a graph; returns its value."""
-    value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    """Register a tensor as an initializer of a graph, by a name of its own; returns its value."""
+    names = itertools.chain([tensor.name], (f"{tensor.name}_{i}" for i in itertools.count(1)))
+    name = next(name for name in names if name not in graph.initializers)
+    value = ir.Value(name=name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 

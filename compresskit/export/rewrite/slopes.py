@@ -13,6 +13,7 @@ sign of a, and its scale is |a| times as large, so the sums in the kernel are ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -33,9 +34,10 @@ def write_slopes(model: ir.Model) -> None:
 
 def slopes_in_convolutions(model: ir.Model) -> None:
     """Let a convolution that runs in integers compute the PRelu behind it, with two or three filters for each output."""
+    made: dict[Any, ir.Node] = {}
     for node in list(model.graph):
         if node.op_type == "PRelu":
-            _several_filters(model.graph, node)
+            _several_filters(model.graph, node, made)
 
 
 def _write_in_float(graph: ir.Graph, node: ir.Node) -> None:
@@ -60,7 +62,8 @@ def _write_in_float(graph: ir.Graph, node: ir.Node) -> None:
         replace(graph, node, [scaled, positive, bent, both], both.outputs[0])
 
 
-def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
+def _several_filters(graph: ir.Graph, node: ir.Node, made: dict[Any, ir.Node]) -> None:
+    """made: weights and biases with several filters that other convolutions have, by what they were made from."""
     conv, slopes = None if node.inputs[0] is None else node.inputs[0].producer(), constant(node.inputs[1])
     readers = [use.node for use in node.outputs[0].uses()]
     if conv is None or conv.op_type != "Conv" or slopes is None or slopes.size == 1:
@@ -70,7 +73,7 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
     if len(list(conv.outputs[0].uses())) != 1 or conv.attributes.get_int("group", 1) != 1:
         return
     weight, step = _integers_behind(conv.inputs[1]), constant(readers[0].inputs[1])
-    bias = _integers_behind(conv.inputs[2]) if len(conv.inputs) > 2 else _zeros(graph, conv, weight)
+    bias = _integers_behind(conv.inputs[2]) if len(conv.inputs) > 2 else _no_bias(graph, conv, weight)
     if weight is None or bias is None or step is None:
         return
     if readers[0].outputs[0].dtype not in (ir.DataType.UINT8, ir.DataType.INT8) or constant(bias.inputs[1]) is None:
@@ -79,10 +82,15 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
     filters = _filters(slopes)
     # A constant is beyond the range of the result, whatever the scales are.
     stretch = max(1.0, 2 * 2**8 * float(step) / (LARGEST_BIAS * float(constant(bias.inputs[1]).max())))  # type: ignore[union-attr]
-    made = [_with_filters(graph, given, filters, stretch) for given in (weight, bias)]
-    operands = [node for node in made if node is not None]
-    if len(operands) < len(made):
+    if not all(_takes_signs(given, slopes) for given in (weight, bias)):
         return
+    operands, inserted = list[ir.Node](), list[ir.Node]()
+    for given in (weight, bias):
+        key = (*(value.name for value in given.inputs if value is not None), slopes.tobytes(), stretch)
+        if key not in made:
+            made[key] = _with_filters(graph, given, filters, stretch)
+            inserted.append(made[key])
+        operands.append(made[key])
     again = ir.Node("", "Conv", [conv.inputs[0], *(node.outputs[0] for node in operands)], conv.attributes, name=conv.name)
     rounded = ir.Node("", "QuantizeLinear", [again.outputs[0], *readers[0].inputs[1:]], readers[0].attributes)
     shape = conv.outputs[0].shape
@@ -96,7 +104,7 @@ def _several_filters(graph: ir.Graph, node: ir.Node) -> None:
     chosen = [ir.Node("", "Min" if (slopes >= 1).all() else "Max", split.outputs[:2])]
     if len(filters) > 2:
         chosen.append(ir.Node("", "Min", [chosen[0].outputs[0], split.outputs[2]]))
-    replace(graph, readers[0], [*operands, again, rounded, split, *chosen], chosen[-1].outputs[0])
+    replace(graph, readers[0], [*inserted, again, rounded, split, *chosen], chosen[-1].outputs[0])
     graph.remove([node, conv], safe=True)
 
 
@@ -112,7 +120,7 @@ def _filters(slopes: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(ones, never), (np.where(gentle, slopes, 1), never), (np.where(gentle, 0, slopes), gentle)]
 
 
-def _zeros(graph: ir.Graph, conv: ir.Node, weight: ir.Node | None) -> ir.Node | None:
+def _no_bias(graph: ir.Graph, conv: ir.Node, weight: ir.Node | None) -> ir.Node | None:
     """A DequantizeLinear of a bias of zeros, for a convolution without one; None where the scale of its input is not known."""
     source = None if conv.inputs[0] is None else conv.inputs[0].producer()
     while source is not None and source.op_type in DATA_MOVEMENT and source.inputs[0] is not None:
@@ -133,27 +141,34 @@ def _zeros(graph: ir.Graph, conv: ir.Node, weight: ir.Node | None) -> ir.Node | 
     return node
 
 
+def _takes_signs(dequantize: ir.Node, slopes: np.ndarray) -> bool:
+    """Whether a DequantizeLinear is of stored integers with a scale for each output, or for all, that have opposites."""
+    integers, scale = constant(dequantize.inputs[0]), constant(dequantize.inputs[1])
+    zero_point = constant(dequantize.inputs[2]) if len(dequantize.inputs) > 2 else None
+    if integers is None or scale is None or scale.size not in (1, slopes.size) or (zero_point is not None and zero_point.any()):
+        return False
+    if dequantize.attributes.get_int("block_size", 0) or (scale.size > 1 and dequantize.attributes.get_int("axis", 1) != 0):
+        return False
+    opposite = -integers.astype(np.int64)
+    return bool((slopes >= 0).all() or (opposite.astype(integers.dtype).astype(np.int64) == opposite).all())
+
+
 def _with_filters(
     graph: ir.Graph, dequantize: ir.Node, filters: Sequence[tuple[np.ndarray, np.ndarray]], stretch: float
-) -> ir.Node | None:
-    """A DequantizeLinear of the weights, or biases, of several filters; None where these are no stored integers with a scale.
+) -> ir.Node:
+    """A DequantizeLinear of the weights, or biases, of several filters.
 
     stretch: factor to the scale of constants.
     """
     integers, scale = constant(dequantize.inputs[0]), constant(dequantize.inputs[1])
     zero_point = constant(dequantize.inputs[2]) if len(dequantize.inputs) > 2 else None
-    count = filters[0][0].size
-    if integers is None or scale is None or scale.size not in (1, count) or (zero_point is not None and zero_point.any()):
-        return None
-    if dequantize.attributes.get_int("block_size", 0) or (scale.size > 1 and dequantize.attributes.get_int("axis", 1) != 0):
-        return None
-    wide, scale = integers.astype(np.int64), np.broadcast_to(scale.reshape(-1), (count,))
+    assert integers is not None
+    assert scale is not None
+    wide, scale = integers.astype(np.int64), np.broadcast_to(scale.reshape(-1), filters[0][0].shape)
     parts = [np.sign(factors).astype(np.int64).reshape(-1, *[1] * (wide.ndim - 1)) * wide for factors, _ in filters]
     if wide.ndim == 1:
         parts = [np.where(constants, LARGEST_BIAS, part) for part, (_, constants) in zip(parts, filters, strict=True)]
     both = np.concatenate(parts)
-    if (both.astype(integers.dtype).astype(np.int64) != both).any():
-        return None  # the most negative integer has no opposite
     stretched = [np.where(constants, scale.max() * stretch, scale) for _, constants in filters]
     sizes = [np.where(factors == 0, 1, np.abs(factors)) for factors, _ in filters]
     scales = np.concatenate([one * size for one, size in zip(stretched, sizes, strict=True)])

@@ -49,12 +49,13 @@ class FloatLayers:
     """Operators that should stay float, and what that is predicted to do.
 
     names: of their nodes. work: their share of the work, with those that were float before. noise: the share of the noise that is
-    left, of what there was with these.
+    left, of what there was with these. free: those that are measured to take no longer in float.
     """
 
     names: frozenset[str]
     work: float
     noise: float
+    free: frozenset[str] = frozenset()
 
 
 def choose_float_layers(
@@ -63,6 +64,7 @@ def choose_float_layers(
     most_work: float,
     before: Collection[str] = (),
     *,
+    free: Collection[str] = (),
     by_time: bool = False,
     measured: OperatorTimes | None = None,
 ) -> FloatLayers:
@@ -74,6 +76,7 @@ def choose_float_layers(
         most_work: the largest share of the work that may be float. A multiply-accumulate is one, and so is a value written. By
             time, convolutions of few channels do not count, nor does what takes no longer in float, up to `MOST_FREE`.
         before: names of operators that were chosen before, and are float; they count.
+        free: names of operators that were chosen before since they take no longer in float.
         by_time: weigh noise against time, conversions included, and not against the work alone.
         measured: the times of the operators; None estimates them.
 
@@ -95,8 +98,9 @@ def choose_float_layers(
     left = {name: float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work}
     layers = placement.costs.keys() & work.keys()
     few = {name for name in (*work, *left) if by_time and _has_few_channels(quantized.body, nodes[name])}
-    fast = {name for name, time in times.items() if time <= 0}
-    spent, counted = sum(left.values()), sum(value for name, value in left.items() if name not in few)
+    fast = {name for name in work if by_time and measured is not None and measured.extra.get(name, 0.0) < 0}
+    spent = sum(left.values())
+    counted = [sum(value for name, value in left.items() if name not in some) for some in (few.union(free), few)]
     all_work, all_noise = all_work + spent, sum(noise.values())
     best = FloatLayers(frozenset(), spent / max(1.0, all_work), 1.0)
     if not work or not 0 < all_noise < float("inf"):
@@ -104,13 +108,14 @@ def choose_float_layers(
     for price in PRICES:
         names = _worth(needs, noise, price * all_noise / all_work, times, _conversions(noise, placement, conversion))
         share = (spent + sum(work[name] for name in names)) / all_work
-        taken = [(counted + sum(work[name] for name in names - some)) / all_work for some in (few | fast, few)]
+        chosen = [sum(work[name] for name in names - some) for some in (few | fast, few)]
+        taken = [(earlier + here) / all_work for earlier, here in zip(counted, chosen, strict=True)]
         if taken[0] > most_work or taken[1] > max(most_work, MOST_FREE):
             break
         if layers <= names:
             break  # at least one layer stays in integers
         saved = sum(noise[node] for node, served in needs.items() if served <= names)
-        best = FloatLayers(names, share, 1 - saved / all_noise)
+        best = FloatLayers(names, share, 1 - saved / all_noise, frozenset(names & fast))
     return best
 
 

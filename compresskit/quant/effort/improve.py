@@ -50,7 +50,7 @@ def quantize_with_effort(
         own_observer: whether the user chose the observer; ranges are then not chosen.
         float_macs: the largest share of the MACs that may stay float where rounding costs most.
         where: what messages begin with.
-        timed: times a model beside the float one. Layers are then left float only while the model is faster, or gets no slower.
+        timed: times a model beside the float one. Layers are then left float only while it is faster, or no slower than at first.
 
     Raises DataError where half of the calibration data is too little.
     """

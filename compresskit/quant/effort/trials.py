@@ -89,7 +89,7 @@ class Trials:
             module: the float model. fit, judge: inputs that remedies are made by, and that they are judged on.
             build: makes the quantized model.
             measure: a second measure of a model, lower is better. tolerance: how much of it is chance.
-            timed: times a model beside the float one. Layers are then left float only while it is faster, or gets no slower.
+            timed: times a model beside the float one. Layers are left float only while it is faster, or no slower than at first.
         """
         self.module, self.fit, self.judge, self.build = module, fit, judge, build
         self.measure, self.tolerance, self.timed = measure, tolerance, timed
@@ -98,6 +98,7 @@ class Trials:
         self.adjust: Callable[[Captured], object] | None = None
         self.bits: BitWidths | None = None
         self.floating: dict[str, str] = {}
+        self.free: frozenset[str] = frozenset()
         self.moved = 0
         self.norms: list[str] = []
         self.uneven_norms: dict[str, str] = {}
@@ -106,7 +107,7 @@ class Trials:
 
     def start(self) -> None:
         """Make the model without remedies."""
-        self.model = self.calibrated(self.build(adjust=self._find_norms), self.fit)
+        self.first = self.model = self.calibrated(self.build(adjust=self._find_norms), self.fit)
         self.rows = max(1, CALIBRATION_BYTES // self.model.row_bytes)
         self.error = self.error_on(self.judge)
         self.quality = self.error.decibels(self.model)
@@ -206,7 +207,9 @@ class Trials:
         began = time.perf_counter()
         noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
         measured = self.timed.operators(self.model) if by_time and self.timed is not None else None
-        found = choose_float_layers(self.model, noise, most_macs, self.floating, by_time=by_time, measured=measured)
+        found = choose_float_layers(
+            self.model, noise, most_macs, self.floating, free=self.free, by_time=by_time, measured=measured
+        )
         if not found.names or found.noise > MOST_NOISE_LEFT:
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
@@ -215,7 +218,7 @@ class Trials:
         name = f"float layers, {len(floating)} operators, {found.work:.1%} of the work"
         kept = self.judged(name, candidate, began, least, timed=self.timed)
         if kept:
-            self.floating = floating
+            self.floating, self.free = floating, self.free | found.free
         return kept
 
     def try_bits(self, name: str, bits: BitWidths) -> bool:
@@ -344,12 +347,12 @@ class Trials:
         """Keep a candidate where it pays, by `least` dB where the outputs judge, and say what it bought.
 
         timed: given for a candidate that may cost latency, which is kept only where it is faster than the float model, or no
-            slower than the model so far.
+            slower than the first model.
         """
         quality = self.error.decibels(candidate)
         drop = None if self.measure is None else self.measure(candidate)
         pays = self._pays(quality, drop, least)
-        times = timed(candidate, self.model) if timed is not None and pays else None
+        times = timed(candidate, self.first) if timed is not None and pays else None
         remedy = Remedy(
             name=name,
             before=self.quality,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import CompressError, SettingError
 from compresskit.base.task import Inputs, batch_size
 from compresskit.export import export_onnx
 from compresskit.export.check.layer_profile import profile_layers
@@ -20,6 +21,8 @@ from compresskit.quant.calibrated import CalibratedSettings
 from compresskit.quant.measured_placement.placement_model import OperatorTimes, operator_times
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.targets import Deployment
+
+log = logging.getLogger(__name__)
 
 MIN_GAIN = 0.98  # one file is faster than another only below this fraction of its latency, more than measurement noise
 
@@ -45,8 +48,8 @@ class BesideFloat:
 class Timed(Protocol):
     """Times quantized models beside the float one."""
 
-    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat:
-        """Time a model and, where the float one is faster, another that it should replace."""
+    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat | None:
+        """Time a model and, where the float one is faster, another that it should replace; None where it cannot be timed."""
 
     def operators(self, quantized: Quantized) -> OperatorTimes | None:
         """What its operators would take in float; None where its file has other layers than that of the float model."""
@@ -61,7 +64,10 @@ class _Timed:
         self.times: OperatorTimes | None = None
         self.floating, self.rounded, self.before = (folder / f"{kind}.onnx" for kind in ("float", "rounded", "before"))
 
-    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat:
+    def __call__(self, quantized: Quantized, other: Quantized) -> BesideFloat | None:
+        return unless_guarding(self.settings, type(self.module).__name__, lambda: self._times(quantized, other))
+
+    def _times(self, quantized: Quantized, other: Quantized) -> BesideFloat:
         rows = self._write(quantized)
         threads = self.settings.deployment.threads
         times = BesideFloat(*latency([self.rounded, self.floating], rows, threads=threads, seconds=self.seconds))
@@ -72,17 +78,21 @@ class _Timed:
 
     def operators(self, quantized: Quantized) -> OperatorTimes | None:
         if self.profiled is not quantized:
-            rows = self._write(quantized)
-            profile = profile_layers(
-                self.rounded,
-                rows,
-                against=self.floating,
-                threads=self.settings.deployment.threads,
-                seconds=self.seconds,
-                runs=MOST_PROFILED,
-            )
-            self.profiled, self.times = quantized, operator_times(quantized.body.graph, quantized.placement, profile)
+            self.times = unless_guarding(self.settings, type(self.module).__name__, lambda: self._operators(quantized))
+            self.profiled = quantized
         return self.times
+
+    def _operators(self, quantized: Quantized) -> OperatorTimes | None:
+        rows = self._write(quantized)
+        profile = profile_layers(
+            self.rounded,
+            rows,
+            against=self.floating,
+            threads=self.settings.deployment.threads,
+            seconds=self.seconds,
+            runs=MOST_PROFILED,
+        )
+        return operator_times(quantized.body.graph, quantized.placement, profile)
 
     def _write(self, quantized: Quantized) -> Inputs:
         """Write the files; returns what they are run on."""
@@ -90,6 +100,23 @@ class _Timed:
             export_onnx(self.module, self.floating, self.example, dynamic=self.settings.dynamic)
         export_onnx(quantized, self.rounded, self.example)
         return rows_of_batch(self.example, self.settings.deployment, self.floating, type(self.module).__name__)
+
+
+Found = TypeVar("Found")
+
+
+def unless_guarding(settings: CalibratedSettings, name: str, measure: Callable[[], Found]) -> Found | None:
+    """What a measurement gives; where it fails and was not asked for, None, after a warning.
+
+    name: of the model, for the warning.
+    """
+    try:
+        return measure()
+    except CompressError as error:
+        if settings.choice == "measure":
+            raise
+        log.warning('%s is not timed beside its float model, choose="rules" does not try to: %s', name, error)
+        return None
 
 
 def measures(settings: CalibratedSettings) -> bool:
@@ -121,7 +148,7 @@ def rows_of_batch(example: Inputs, deployment: Deployment, file: Path, name: str
     Raises SettingError where the file takes another batch.
     """
     batch, held = deployment.batch, batch_size(example)
-    fixed = session(file).get_inputs()[0].shape[0]
+    fixed = next((given.shape[0] for given in session(file).get_inputs() if given.shape), batch)
     if isinstance(fixed, int) and fixed != batch:
         raise SettingError(
             f"Deployment(batch={batch}): {name} takes {fixed} samples at a time, since dynamic= leaves the batch fixed;"

@@ -27,7 +27,7 @@ from compresskit.graph.capture import Captured
 from compresskit.graph.normalize import Node
 from compresskit.measure import latency
 from compresskit.quant.calibrated import CalibratedSettings
-from compresskit.quant.measured_placement.beside_float import MIN_GAIN, MOST_PROFILED, measures, rows_of_batch
+from compresskit.quant.measured_placement.beside_float import MIN_GAIN, MOST_PROFILED, measures, rows_of_batch, unless_guarding
 from compresskit.quant.measured_placement.placement_model import layer_graph, predicted_placements
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import named_modules
@@ -68,10 +68,16 @@ def measured_choice(model: nn.Module, example: Inputs, settings: CalibratedSetti
         model: a float module. example: inputs that capture it. settings: of the quantization.
         seconds: how long each variant is timed, at most.
 
-    Raises SettingError where the model cannot take the batch of the deployment.
+    Raises SettingError where the model cannot take the batch of the deployment, ExportError where it cannot be exported;
+    where the settings only guard the speed, either is a warning.
     """
     if not measures(settings):
         return MeasuredChoice({})
+    found = unless_guarding(settings, type(model).__name__, lambda: _searched_choice(model, example, settings, seconds))
+    return found or MeasuredChoice({})
+
+
+def _searched_choice(model: nn.Module, example: Inputs, settings: CalibratedSettings, seconds: float) -> MeasuredChoice:
     began = time.perf_counter()
     target, skip, deployment = settings.target, settings.skip, settings.deployment
     captured, origin, _ = prepare_graph(model, example, target, skip, settings.dynamic, named=named_modules(settings.bits))

@@ -44,8 +44,8 @@ class OperatorTimes:
     """What operators of a quantized model would take in float, measured.
 
     extra: milliseconds that an operator takes longer in float than in integers, negative where float is faster; of the operators
-    of a layer, its first has the time of all. conversion: milliseconds for a value that is converted from one to the other, its
-    layout with it. milliseconds: of the model.
+    of a layer, its first has the time of all. conversion: milliseconds for a value of a sample that is converted from one to
+    the other, its layout with it. milliseconds: of the model. All for the batch that was timed.
     """
 
     extra: Mapping[str, float]
@@ -69,7 +69,7 @@ def operator_times(graph: fx.Graph, placement: Placement, profile: Profile) -> O
         for name in layers.members[place][:1]:
             integer, floating = (time.milliseconds - time.conversions for time in (layer.this, layer.other))
             extra[name] = floating - integer
-    return OperatorTimes(extra, LAYOUT_CHANGES * _conversion_cost(layers, profile), profile.milliseconds)
+    return OperatorTimes(extra, LAYOUT_CHANGES * profile.rows * _conversion_cost(layers, profile), profile.milliseconds)
 
 
 def layer_graph(graph: fx.Graph, placement: Placement) -> LayerGraph:

@@ -305,21 +305,13 @@ class _Placer:
         """Whether a convolution computes a PReLU that reads it, with twice the filters."""
         if reader.target is not aten.prelu.default or self.integer.get(node) != "conv" or reader in self.unrounded:
             return False
-        if (
-            self._reason_to_stay_float(reader, "leaky_relu") not in (None, SLOPES_DIFFER)
-            or reader.args[1].meta["val"].numel() == 1
-        ):
+        slopes, weight = reader.args[1].meta["val"], node.args[1].meta["val"]
+        if slopes.numel() == 1 or self._reason_to_stay_float(reader, "leaky_relu") not in (None, SLOPES_DIFFER):
             return False
-        groups = node.args[6] if len(node.args) > 6 else 1
-        products = math.prod(node.args[1].meta["val"].shape[1:])
-        rule = self.target.operators["conv"]
-        return (
-            rule.output
-            and self.target.tuned
-            and groups == 1
-            and products <= rule.slopes
-            and parameter_name(reader.args[1]) is not None
-        )
+        groups, rule = node.args[6] if len(node.args) > 6 else 1, self.target.operators["conv"]
+        fits = groups == 1 and math.prod(weight.shape[1:]) <= rule.slopes and weight.ndim == node.meta["val"].ndim
+        stored = parameter_name(reader.args[1]) is not None
+        return fits and stored and rule.output and self.target.tuned and not self.target.activations.signed
 
     def _fused(self, node: Node) -> bool:
         """Whether the quantizer replaces this clamp: it is the only reader of a node that runs in integers."""

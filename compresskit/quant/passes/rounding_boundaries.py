@@ -184,9 +184,10 @@ def _weights(
 def _slopes_behind(body: fx.GraphModule, node: Node) -> Tensor | None:
     """|slope| of each channel of the PReLU that alone reads a convolution and is rounded in its place, else None."""
     reader = next(iter(node.users))
-    if reader.target is not aten.prelu.default:
+    name = parameter_name(reader.args[1]) if reader.target is aten.prelu.default else None
+    if name is None:
         return None
-    slopes = get_tensor(body, str(parameter_name(reader.args[1]))).detach().double().abs().cpu()
+    slopes = get_tensor(body, name).detach().double().abs().cpu()
     return torch.where(slopes == 0, 1.0, slopes)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.measure import numpy_inputs, session
 from compresskit.quant import Bits, prepare_qat, quantize_static
-from compresskit.quant.numerics.targets import ARM, X86
+from compresskit.quant.numerics.targets import ARM, TARGETS, X86
 
 SLOPES = {
     "gentle": [0.3, -0.5, 1.0, 0.0, 0.1, -1.2],
@@ -205,3 +205,45 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path: Path) -> None:
     ck.save(quantized, tmp_path / "saved")
     again = ck.load(Bent(SLOPES["gentle"]).eval(), tmp_path / "saved")
     assert torch.equal(again(x), quantized(x))
+
+
+class Siamese(nn.Module):
+    """One convolution at two places, with one PReLU behind both or with two."""
+
+    def __init__(self, second: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.last = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+        self.bends = nn.ModuleList([nn.PReLU(6, init=0.3), nn.PReLU(6, init=0.7)][: 1 + second])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(self.bends[0](self.conv(x))), self.last(self.bends[-1](self.conv(-x)))
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_convolution_at_two_places(second, tmp_path: Path) -> None:
+    model, x = Siamese(second).eval(), torch.randn(16, 3, 18, 18)
+    quantized = quantize_static(model, [x])
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", x[:1])
+    assert ck.verify_onnx(path, quantized, [x[:5]]).passed
+    wide = [tensor for tensor in onnx.load(path).graph.initializer if list(tensor.dims)[:1] == [12] and len(tensor.dims) == 4]
+    assert len(wide) == 1 + second, "equal weights are stored once"
+
+
+class Computed(nn.Module):
+    """Slopes that are no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1)
+        self.slopes = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.prelu(self.conv(x), self.slopes.abs()))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_computed_slopes_on_every_target(target) -> None:
+    x = torch.randn(16, 3, 18, 18)
+    quantized = quantize_static(Computed().eval(), [x], target=target)
+    assert torch.isfinite(quantized(x)).all()

@@ -252,3 +252,20 @@ def test_measured_times_take_the_place_of_estimates() -> None:
         assert found.names == wanted
     dear = OperatorTimes({n: -1.0 if n == small else 5.0 for n in quantized.placement.integer}, conversion=1.0, milliseconds=10.0)
     assert not choose_float_layers(quantized, noise, 0.01, by_time=True, measured=dear).names
+
+
+def test_what_takes_no_longer_in_float_does_not_count_in_the_next_step() -> None:
+    x = image(16)
+    first = quantize_static(build(networks.Chain), [x])
+    convs = [name for name, kind in first.placement.integer.items() if kind == "conv"]
+    free = min(convs, key=lambda name: first.placement.costs[name].macs)
+    extra = {name: -1.0 if name == free else 5.0 for name in first.placement.integer}
+    measured = OperatorTimes(extra, conversion=0.0, milliseconds=10.0)
+    found = choose_float_layers(first, rounding_noise(first, x), 0.0, by_time=True, measured=measured)
+    assert found.free == found.names == {free}
+    again = quantize_static(build(networks.Chain), [x], skip=[free])
+    last = next(name for name, kind in again.placement.integer.items() if kind == "linear")
+    loud = {node: 1.0 if node.name == last else 1e-9 for node in rounding_noise(again, x)}
+    work = choose_float_layers(again, loud, 0.05, found.names, free=found.free).names
+    assert last in work
+    assert last not in choose_float_layers(again, loud, 0.05, found.names).names

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from networks import Chain, build, image
+from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import ExportError, SettingError
 from compresskit.export.check.layer_profile import LayerTime, Profile, ProfiledLayer
 from compresskit.quant import quantize_static
 from compresskit.quant.effort import improve
@@ -31,7 +32,7 @@ class Clock:
 
     def __call__(self, paths, inputs, *, threads, seconds) -> list[float]:
         self.files += len(paths)
-        self.deployments.add((threads, len(inputs[0])))
+        self.deployments.add((threads, len(inputs[-1])))
         kinds = [{kind for kind, (done, _) in ck.audit(path).operators.items() if done} for path in paths]
         return [self.times["all" if "Gemm" in k else "part" if "Conv" in k else "float"] for k in kinds]
 
@@ -118,6 +119,40 @@ def test_a_deployment_belongs_to_what_is_timed() -> None:
             ck.StaticQuant(deployment=Deployment(threads=2), **settings)
 
 
+class Unknown(nn.Module):
+    """An operator without an ONNX form behind what is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.lgamma(self.linear(x).abs() + 1)
+
+
+def test_a_guard_that_cannot_measure_warns_and_goes_on(here, caplog) -> None:
+    here(1.0, 1.0, 2.0)
+    found = quantize_static(Unknown().eval(), [torch.randn(32, 8)], effort="balanced")
+    assert found.origin.measured is None
+    assert "Unknown is not timed beside its float model" in caplog.text
+    with pytest.raises(ExportError):
+        quantize_static(Unknown().eval(), [torch.randn(32, 8)], effort="balanced", choose="measure")
+
+
+def test_a_first_input_without_dimensions(here) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, k: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).relu() * k
+
+    here(1.0, 1.0, 2.0)
+    batches = [(torch.tensor(2.0), torch.randn(8, 8)) for _ in range(4)]
+    assert quantize_static(Scaled().eval(), batches, effort="balanced").origin.measured.float_milliseconds == 2.0
+
+
 def test_times_of_operators_are_those_of_their_layers() -> None:
     captured, _, _ = prepare_graph(build(Chain), image(4), X86)
     graph = captured.module.graph
@@ -137,6 +172,8 @@ def test_times_of_operators_are_those_of_their_layers() -> None:
     assert [found.extra[name] for name in names] == pytest.approx([-1.25, -0.25, 0.75])
     assert found.milliseconds == 3.0
     assert found.conversion > 0
+    more = operator_times(graph, placement, replace(profile, rows=16))
+    assert more.conversion == pytest.approx(16 * found.conversion)
     wrong = replace(profile, layers=(*rows, replace(rows[0], place=7)))
     assert operator_times(graph, placement, wrong) is None
     one = replace(profile, layers=(replace(rows[0], other=None), *rows[1:]))
