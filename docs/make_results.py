@@ -283,7 +283,8 @@ is right in one of two networks at 3 bits. Activations have 8 bits. {source("low
 {table(("network", "fp32", "bits of weights", "nearest", "learned", "tuned", "file / int8 file"), rows)}
 
 Trained with labels: ResNet-20 of the first rows (88.02), learned ranges, the first and the last layer and the sums of residual blocks in 8
-bits; W1A1 are layers of signs (`Binarize`), computed in float. {source("low_bit_qat")}
+bits; W1A1 are layers of signs (`Binarize`), computed in float: XNOR-Net++ (1909.13863), whose form they have, publishes a loss of 12.2 points
+for a ResNet-18 on ImageNet (57.1 of 69.3 %), after many more epochs. {source("low_bit_qat")}
 
 {table(("weights and activations", "top-1, %", "file / int8 file", "epochs"), trained)}
 """

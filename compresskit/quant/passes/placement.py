@@ -27,6 +27,7 @@ from compresskit.quant.numerics.operators import OPERATOR_KINDS, bounds, fusible
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.coverage import Coverage, LayerCost, coverage_of, layer_costs
 
+MOST_BENT = 20_000  # weights of a convolution that is given twice or thrice the filters, for the size of the file
 SLOPES_DIFFER = "its slopes differ between channels"
 
 
@@ -309,7 +310,8 @@ class _Placer:
         if slopes.numel() == 1 or self._reason_to_stay_float(reader, "leaky_relu") not in (None, SLOPES_DIFFER):
             return False
         groups, rule = node.args[6] if len(node.args) > 6 else 1, self.target.operators["conv"]
-        fits = groups == 1 and math.prod(weight.shape[1:]) <= rule.slopes and weight.ndim == node.meta["val"].ndim
+        fits = math.prod(weight.shape[1:]) <= rule.slopes and math.prod(weight.shape) <= MOST_BENT
+        fits = fits and groups == 1 and weight.ndim == node.meta["val"].ndim
         stored = parameter_name(reader.args[1]) is not None
         return fits and stored and rule.output and self.target.tuned and not self.target.activations.signed
 
