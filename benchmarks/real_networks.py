@@ -232,17 +232,15 @@ def by_onnxruntime(network: Network, batches: list[Tensor], path: Path) -> None:
 
 
 def by_nncf(network: Network, batches: list[Tensor], path: Path) -> None:
-    import nncf
-
+    nncf: Any = importlib.import_module("nncf")
     source, feeds = float_file(network, batches, path)
     onnx.save(nncf.quantize(source, nncf.Dataset(feeds), subset_size=len(feeds)), path)
 
 
 def by_aimet(network: Network, batches: list[Tensor], path: Path) -> None:
-    from aimet_onnx import QuantizationSimModel
-
+    aimet: Any = importlib.import_module("aimet_onnx")
     source, feeds = float_file(network, batches, path)
-    simulation = QuantizationSimModel(source)
+    simulation = aimet.QuantizationSimModel(source)
     simulation.compute_encodings(feeds)
     onnx.save(simulation.to_onnx_qdq(export_int32_bias=True, prequantize_constants=True), path)
 
