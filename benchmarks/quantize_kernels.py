@@ -38,11 +38,25 @@ def stem(channels: int, kernel: int, stride: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, channels, kernel, stride, kernel // 2), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1))
 
 
+def bent(channels: int, steepest: float) -> nn.Module:
+    """Convolutions on 56x56, each with a PReLU behind it, whose slopes go from 0 to the steepest."""
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 4, 4)]
+    for _ in range(4):
+        slopes = nn.PReLU(channels)
+        slopes.weight.data.copy_(torch.linspace(0, steepest, channels))
+        layers += [nn.Conv2d(channels, channels, 3, 1, 1), slopes]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
+
+
 ROWS = {
     "Conv 3x3/2, 3 -> 32": lambda: stem(32, 3, 2),
     "Conv 3x3/1, 3 -> 64": lambda: stem(64, 3, 1),
     "Conv 7x7/2, 3 -> 64": lambda: stem(64, 7, 2),
     "AveragePool 3x3 between Convs, 192 channels": Pools,
+    "PReLU behind Conv 3x3, 16 channels, slopes to 0.5": lambda: bent(16, 0.5),
+    "PReLU behind Conv 3x3, 16 channels, slopes to 1.5": lambda: bent(16, 1.5),
+    "PReLU behind Conv 3x3, 28 channels, slopes to 0.5": lambda: bent(28, 0.5),
+    "PReLU behind Conv 3x3, 28 channels, slopes to 1.5": lambda: bent(28, 1.5),
 }
 
 

@@ -159,8 +159,7 @@ _ONNX_RUNTIME = {
 
 #: ONNX Runtime on x86. Without VNNI `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; the weights are such that no pair
 #: overflows, and the integers are the same with VNNI and without. Twice the filters cost no more than a PReLU in float up to some
-#: 250 products for each output, and one rounding is saved: convolutions of 16 channels at 56x56, kernel 3, take 0.74 of the time
-#: so, 0.80 with thrice the filters; of 28 channels 1.20 with these.
+#: 250 products for each output, and one rounding is saved (benchmarks/quantize_kernels.md has 16 and 28 channels).
 X86 = Target(
     name="X86",
     operators={**_ONNX_RUNTIME, "conv": Support(slopes=256)},
