@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.mixed.formats.fp8 import check_fp8
-from compresskit.mixed.formats.parallel import is_sharded
+from compresskit.mixed.formats.parallel import is_dtensor, is_sharded
 from compresskit.mixed.formats.policy import HALVES, Policy, is_positive
 from compresskit.mixed.step.compiled import check_compiled, has_compiler
 from compresskit.mixed.step.flat import check_flat
 from compresskit.mixed.step.masters import check_not_in_run
+from compresskit.mixed.step.native import native_update
 from compresskit.mixed.step.scaler import LossScaler
+
+COMPILED_UNASKED = 1_000_000  # weights whose steps soon earn back the seconds of a compiler
 
 
 def check_clip(clip: object) -> None:
@@ -100,29 +103,57 @@ def new_parameters(group: Mapping[str, Any], model: nn.Module, optimized: Contai
     return parameters
 
 
-def use_compiled_step(
-    policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str
-) -> bool:
-    """Whether to compile the step; refuses what the chosen layout or backend does not cover."""
-    if backend not in ("foreach", "compiled"):
-        raise SettingError(f"backend must be 'foreach' or 'compiled', got {backend!r}")
+class StepForm(NamedTuple):
+    """How a step is computed: with flat masters, in one compiled pass, from fp32 gradients of half weights."""
+
+    flat: bool
+    compiled: bool
+    fp32_gradients: bool
+
+
+def step_form(
+    policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool, backend: str | None
+) -> StepForm:
+    """The form of the step; refuses what the chosen layout or backend does not cover."""
+    if backend not in (None, "foreach", "compiled"):
+        raise SettingError(f"backend must be None, 'foreach' or 'compiled', got {backend!r}")
     if flat:
         check_flat(policy, optimizer)
-    if backend == "foreach":
-        return False
+    if backend == "compiled":
+        compiled = _can_compile(policy, optimizer, device, flat=flat)
+    else:
+        compiled = backend is None and not flat and _pays_to_compile(policy, optimizer, device)
+    return StepForm(flat, compiled, fp32_gradients=not compiled or backend is None)
+
+
+def _can_compile(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device, *, flat: bool) -> bool:
+    """Whether a compiler is here, which is said where it is not; refuses what the compiled step does not cover."""
     check_compiled(policy, optimizer)
     if flat:
         raise SettingError("backend='compiled' visits every weight once as it is; leave flat=True out")
     if not has_compiler(device):
         missing = "Triton" if device.type == "cuda" else "a C++ compiler"
-        warnings.warn(f"backend='compiled' needs {missing}, which is not here: going on with 'foreach'", stacklevel=3)
+        warnings.warn(f"backend='compiled' needs {missing}, which is not here: going on with 'foreach'", stacklevel=4)
         return False
-    if device.type == "cpu" and policy.bf16_format in ("split", "stochastic"):
+    if device.type == "cpu" and policy.bf16_format in ("split", "stochastic") and native_update() is None:
         warnings.warn(
-            f"backend='compiled': on a CPU the compiler writes slow code for {policy.name}; 'foreach' is faster",
-            stacklevel=3,
+            f"backend='compiled': on a CPU torch.compile writes slow code for {policy.name}; 'foreach' is faster", stacklevel=4
         )
     return True
+
+
+def _pays_to_compile(policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether a step of bf16 weights without masters, on a CPU, is long enough to compile it unasked."""
+    if policy.bf16_format is None or device.type != "cpu":
+        return False
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if sum(p.numel() for p in weights) < COMPILED_UNASKED or any(map(is_dtensor, weights)):
+        return False
+    try:
+        check_compiled(policy, optimizer)
+    except SettingError:
+        return False
+    return native_update() is not None
 
 
 def requires_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import CheckpointError, SettingError, TrainingError
 from compresskit.mixed.checks import (
+    StepForm,
     capturing_cuda_graph,
     check_clip,
     check_closure,
@@ -27,12 +28,12 @@ from compresskit.mixed.checks import (
     check_policy,
     new_parameters,
     requires_closure,
-    use_compiled_step,
+    step_form,
 )
 from compresskit.mixed.formats.casts import cast_floating
 from compresskit.mixed.formats.fp8 import Fp8Conversion, convert_by_policy
 from compresskit.mixed.formats.levels import require_policy
-from compresskit.mixed.formats.parallel import check_optimizer_shards, check_sync, is_sharded, shard_by_name, sharded_policy
+from compresskit.mixed.formats.parallel import check_sync, is_sharded, shard_by_name, sharded_policy
 from compresskit.mixed.formats.policy import FP32, Policy
 from compresskit.mixed.formats.tf32 import tf32
 from compresskit.mixed.optim.ema import WeightEMA
@@ -61,7 +62,7 @@ def prepare(
     losses: Sequence[str] = (),
     scaler: Callable[[], LossScaler] | None = None,
     flat: bool = False,
-    backend: Literal["foreach", "compiled"] = "foreach",
+    backend: Literal["foreach", "compiled"] | None = None,
 ) -> Run:
     """Cast a model and give its optimizer fp32 masters, as a policy says; both are changed in place until `run.finish()`.
 
@@ -73,7 +74,8 @@ def prepare(
         losses: names of losses that each have a scale of their own, for `run.backward(loss, scaler=name)`.
         scaler: makes a loss scaler instead of the policy's, such as `partial(LossScaler, interval=500)`.
         flat: keep the masters of each param group in one flat tensor, bit-equal to separate ones; for elementwise optimizers.
-        backend: "foreach" steps any torch optimizer; "compiled" AdamW, SGD and Lion in one pass where there is a compiler.
+        backend: "foreach" steps any torch optimizer; "compiled" AdamW, SGD and Lion in one pass, from half gradients as they are.
+            None is that pass, from fp32 ones, for a million bf16 weights without masters on a CPU with a compiler; `repr` says.
 
     Returns:
         The run, to be called like the model.
@@ -87,13 +89,12 @@ def prepare(
     check_model(model, optimizer, policy)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_policy(policy, optimizer, device)
-    compiled = use_compiled_step(policy, optimizer, device, flat=flat, backend=backend)
+    form = step_form(policy, optimizer, device, flat=flat, backend=backend)
     scalers = make_scalers(policy, losses, scaler, device)
     float8 = convert_by_policy(model, policy)
     if is_sharded(model):
-        check_optimizer_shards(model, optimizer)
-        policy = sharded_policy(model, policy, flat=flat, compiled=compiled)
-    return Run(model, optimizer, policy, device=device, clip=clip, scalers=scalers, float8=float8, flat=flat, compiled=compiled)
+        policy = sharded_policy(model, optimizer, policy, flat=flat, compiled=form.compiled)
+    return Run(model, optimizer, policy, device=device, clip=clip, scalers=scalers, float8=float8, form=form)
 
 
 class Run:
@@ -117,18 +118,17 @@ class Run:
         clip: float | None,
         scalers: dict[str, LossScaler],
         float8: Fp8Conversion | None,
-        flat: bool,
-        compiled: bool,
+        form: StepForm,
     ) -> None:
         self.optimizer, self.policy, self.device, self.clip = optimizer, policy, device, clip
-        self.scalers, self.float8 = scalers, float8
+        self.scalers, self.float8, self._form = scalers, float8, form
         self.grad_norm: Tensor | None = None
         self.after_update: list[Callable[[], None]] = []
         self._model = model
         self._weights = MasterWeights(model, optimizer, policy, device)
-        self._compiled = CompiledStep(self._weights, optimizer) if compiled else None
-        self._weights.use_fp32_gradients_(enabled=not compiled)
-        self._flat = FlatMasters(self._weights, optimizer) if flat else None
+        self._weights.use_fp32_gradients_(enabled=form.fp32_gradients)
+        self._compiled = CompiledStep(self._weights, optimizer) if form.compiled else None
+        self._flat = FlatMasters(self._weights, optimizer) if form.flat else None
         self._optimizer_state = OptimizerState(optimizer, self._weights, self._flat)
         self._overflow = OverflowTracker(scalers, device)
         self._schedulers: list[RunScheduler] = []
@@ -142,8 +142,8 @@ class Run:
         self._guard = OptimizerGuard(optimizer, zero_grad=self.zero_grad, add_group=self.add_group)
 
     def __repr__(self) -> str:
-        lines = [f"{type(self.optimizer).__name__} on {self.device}, {self.policy}"]
-        return "\n".join([*lines, *([str(self.float8)] if self.float8 else [])])
+        end = ("; a step is one compiled pass" if self._form.compiled else "") + (f"\n{self.float8}" if self.float8 else "")
+        return f"{type(self.optimizer).__name__} on {self.device}, {self.policy}{end}"
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -386,7 +386,7 @@ class Run:
         had_halves = bool(weights.halves)
         gone = weights.forget_removed_(flat=self._flat is not None)
         weights.cast_new_parameters()
-        weights.use_fp32_gradients_(enabled=weights.fp32_gradients if had_halves else self._compiled is None)
+        weights.use_fp32_gradients_(enabled=weights.fp32_gradients if had_halves else self._form.fp32_gradients)
         weights.add_optimized(parameters)
         masters: dict[Any, Tensor] = {half.parameter: half.master for half in weights.halves}
         self._guard.add_param_group({**group, "params": [masters.get(p, p) for p in parameters]})

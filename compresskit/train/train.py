@@ -119,7 +119,7 @@ class Train(Stage):
     clip: float | None = None
     accumulate: int = 1
     flat: bool = False
-    backend: Literal["foreach", "compiled"] = "foreach"
+    backend: Literal["foreach", "compiled"] | None = None
     compile: bool = False
     channels_last: bool = False
     validate_every: int | None = None
@@ -138,8 +138,8 @@ class Train(Stage):
         if self.clip is not None and self.clip <= 0:
             raise SettingError(f"Train(clip=...): wanted a positive norm, got {self.clip}")
         require_policy(self.precision, "Train(precision=...)")
-        if self.backend not in ("foreach", "compiled"):
-            raise SettingError(f"Train(backend=...): wanted 'foreach' or 'compiled', got {self.backend!r}")
+        if self.backend not in (None, "foreach", "compiled"):
+            raise SettingError(f"Train(backend=...): wanted None, 'foreach' or 'compiled', got {self.backend!r}")
         if self.compile and self.exact:
             raise SettingError(
                 "Train(compile=True, exact=True): messages in every layer cannot be compiled; leave one of the two out"

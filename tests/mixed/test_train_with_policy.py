@@ -78,6 +78,6 @@ def test_train_passes_layout_and_backend_on(monkeypatch) -> None:
     monkeypatch.setattr(ck.mixed, "prepare", recorded)
     trained(flat=True)
     trained(precision=MASTER_BF16, backend="compiled")
-    assert [(kwargs["flat"], kwargs["backend"]) for kwargs in seen] == [(True, "foreach"), (False, "compiled")]
-    with pytest.raises(SettingError, match=r"Train\(backend=...\): wanted 'foreach' or 'compiled', got 'fast'"):
+    assert [(kwargs["flat"], kwargs["backend"]) for kwargs in seen] == [(True, None), (False, "compiled")]
+    with pytest.raises(SettingError, match=r"Train\(backend=...\): wanted None, 'foreach' or 'compiled', got 'fast'"):
         ck.Train(epochs=1, backend="fast")

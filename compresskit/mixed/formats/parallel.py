@@ -92,8 +92,9 @@ def check_fsdp_policy(policy: Policy) -> None:
         )
 
 
-def sharded_policy(model: nn.Module, policy: Policy, *, flat: bool, compiled: bool) -> Policy:
+def sharded_policy(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, *, flat: bool, compiled: bool) -> Policy:
     """The policy of a model under FSDP2, which casts by itself and whose fp32 shards are the masters."""
+    check_optimizer_shards(model, optimizer)
     check_fsdp_policy(policy)
     check_fsdp_casts(model, policy)
     if flat or compiled:

@@ -1,7 +1,8 @@
-"""The optimizer step as one pass of torch.compile: unscale, update, skip and copy to half read and write every value once.
+"""The optimizer step as one compiled pass: unscale, update, skip and copy to half read and write every value once.
 
-For AdamW and SGD of torch and for `Lion`. Bytes per parameter and step of AdamW with bf16 weights: 30, against 46 for fp32
-gradients, check, write-back and copy one after another; a bare fused fp32 AdamW has 28.
+For AdamW and SGD of torch and for `Lion`. By torch.compile, or on a CPU by `native.py` where that covers the tensors. Bytes per
+parameter and step of AdamW with bf16 weights: 30, against 46 for fp32 gradients, check, write-back and copy one after another;
+a bare fused fp32 AdamW has 28.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.policy import Bf16Format, Policy
 from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.step.masters import MasterWeights
+from compresskit.mixed.step.native import native_update, runs_natively, update_natively
 from compresskit.mixed.step.scaler import total_norm
 from compresskit.mixed.step.update import UnscaleAndClip
 
@@ -37,7 +39,8 @@ def adamw(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[s
 
 def sgd(w: Tensor, g: Tensor, state: list[Tensor], rate: Tensor, group: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
     """Update by SGD with momentum in torch's form (Sutskever et al., 2013); its buffer starts from zeros."""
-    g = g + group["weight_decay"] * w
+    if group["weight_decay"]:  # 0 times inf is nan
+        g = g + group["weight_decay"] * w
     if state:
         buffer = group["momentum"] * state[0] + g
         state, g = [buffer], g + group["momentum"] * buffer if group["nesterov"] else buffer
@@ -99,7 +102,11 @@ class StepTensors(NamedTuple):
     offsets: list[int]
     grads: list[Tensor]
     states: list[list[Tensor]]
-    rates: list[Tensor]
+
+    def of_each(self) -> list[list[Tensor | None]]:
+        """The tensors of each parameter together."""
+        lists = (self.masters, self.halves, self.remainders, self.grads, self.states)
+        return [[*own, *state] for *own, state in zip(*lists, strict=True)]
 
 
 class CompiledStep:
@@ -128,18 +135,16 @@ class CompiledStep:
         ok = None if found_inf is None else found_inf == 0
         self.weights.steps += 1
         for index, group in enumerate(self.optimizer.param_groups):
-            if index not in self.kernels:
-                self.kernels[index] = _compile_copy(_step_tensors)
             owned = [p for p in group["params"] if self._parameter(p) in grads]
             if owned:
-                self._step_group(self.kernels[index], group, owned, grads, inverse, ok)
+                self._step_group(index, group, owned, grads, inverse, ok)
 
     def _parameter(self, owned: Any) -> nn.Parameter:
         return self.half_of[owned].parameter if owned in self.half_of else owned
 
     def _step_group(
         self,
-        kernel: Callable[..., None],
+        index: int,
         group: dict[str, Any],
         owned: list[Any],
         grads: Mapping[nn.Parameter, Tensor],
@@ -158,11 +163,18 @@ class CompiledStep:
             offsets=[0 if h is None else h.offset for h in halves],
             grads=[grads[self._parameter(p)] for p in owned],
             states=states,
-            rates=rates,
         )
-        settings = {k: group[k] for k in ("betas", "eps", "weight_decay", "momentum", "nesterov") if k in group}
+        settings: dict[str, Any] = {k: group[k] for k in ("betas", "eps", "weight_decay", "momentum", "nesterov") if k in group}
+        formats = policy.bf16_format, policy.seed
+        if runs_natively(tensors.of_each(), policy.bf16_format) and native_update() is not None:
+            if ok is None or bool(ok):
+                rule = "momentum" if self.rule is sgd and states[0] else self.rule.__name__
+                update_natively(rule, settings, formats, tensors, rates, inverse, self.weights.steps)
+            return
+        if index not in self.kernels:
+            self.kernels[index] = _compile_copy(_step_tensors)
         with torch.no_grad():
-            kernel(self.rule, settings, (policy.bf16_format, policy.seed), tensors, inverse, ok, self.weights.steps)
+            self.kernels[index](self.rule, settings, formats, tensors, list(rates.unbind()), inverse, ok, self.weights.steps)
 
     def _state(self, owned: Any, group: dict[str, Any]) -> list[Tensor]:
         if "momentum" in group and not group["momentum"]:
@@ -173,12 +185,12 @@ class CompiledStep:
                 state[key] = torch.zeros_like(owned)
         return [state[key] for key in self.keys]
 
-    def _rates(self, group: dict[str, Any], owned: list[Any], ok: Tensor | None) -> list[Tensor]:
-        """(lr, and AdamW's two corrections) of every tensor, in float64 until they are done; counts the step where it is ok."""
+    def _rates(self, group: dict[str, Any], owned: list[Any], ok: Tensor | None) -> Tensor:
+        """A row for every tensor, (lr, and AdamW's two corrections), in float64 until done; counts the step where it is ok."""
         device = self.weights.steps.device
         lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=device)
         if "exp_avg_sq" not in self.keys:
-            return [lr.float().reshape(1)] * len(owned)
+            return lr.float().expand(len(owned), 1)
         states = [self.optimizer.state[p] for p in owned]
         for state in states:
             step = state.get("step", torch.zeros(()))
@@ -188,7 +200,7 @@ class CompiledStep:
         beta1, beta2 = group["betas"]
         table = torch.stack([lr.expand_as(t), lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], dim=1).float()
         torch._foreach_add_(steps, 1.0 if ok is None else ok.float())
-        return list(table.unbind())
+        return table
 
     def finish(self) -> None:
         """Move step counters to where torch's optimizer expects them."""
@@ -204,6 +216,7 @@ def _step_tensors(
     settings: dict[str, Any],
     policy: tuple[Bf16Format | None, int],
     tensors: StepTensors,
+    rates: list[Tensor],
     inverse: Tensor | None,
     ok: Tensor | None,
     steps: Tensor,
@@ -218,7 +231,7 @@ def _step_tensors(
             assert half is not None, "a weight is in fp32, or half"
             old = bf16_formats.to_fp32(half, remainder, bf16_format)
         grad = grad.float() if inverse is None else grad.float() * inverse
-        new, new_states = rule(old, grad, tensors.states[i], tensors.rates[i], settings)
+        new, new_states = rule(old, grad, tensors.states[i], rates[i], settings)
         new = new if ok is None else torch.where(ok, new, old)
         for state, value in zip(tensors.states[i], new_states, strict=True):
             state.copy_(value if ok is None else torch.where(ok, value, state))

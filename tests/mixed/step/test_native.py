@@ -1,0 +1,96 @@
+"""The step's one file of C++ gives the bits of the formats in Python, for all layouts and numbers of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mixed_runs import HAS_COMPILER
+
+from compresskit.mixed.formats import bf16_formats
+from compresskit.mixed.step import native
+from compresskit.mixed.step.compiled import StepTensors
+
+pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
+FORMATS = [None, "split", "kahan", "stochastic"]
+RATE, SEED, OFFSET = 0.25, 2**33 + 7, 3  # an odd place, and a seed of two words
+SETTINGS = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+
+
+def half_weights(bf16_format, count=2**17 + 1001):
+    """A master and what holds it; numbers that are not finite, too."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(count, generator=generator)
+    value[:4] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0])
+    half = torch.zeros_like(value, dtype=torch.bfloat16)
+    half, remainder = bf16_formats.from_fp32(value, half, half, bf16_format, SEED, torch.tensor(0), OFFSET)
+    remainder = None if remainder is None else remainder.clone()
+    grad = torch.randn(count, generator=generator)
+    grad[4:7] = torch.tensor([float("inf"), float("nan"), 0.0])
+    return value, half.clone(), None if bf16_format in (None, "stochastic") else remainder, grad
+
+
+def as_tensors(master, half, remainder, grad, offset=OFFSET):
+    return StepTensors([master], [half], [remainder], [offset], [grad], [[]])
+
+
+def step(bf16_format, tensors, steps=5):
+    native.update_natively(
+        "sgd", SETTINGS, (bf16_format, SEED), tensors, torch.full((1, 1), RATE), torch.tensor(0.5), torch.tensor(steps)
+    )
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bf16_format", FORMATS)
+def test_weights_are_those_of_the_formats_bit_for_bit(bf16_format, grad_dtype) -> None:
+    value, half, remainder, grad = half_weights(bf16_format)
+    grad = grad.to(grad_dtype)
+    old = value if bf16_format is None else bf16_formats.to_fp32(half, remainder, bf16_format)
+    wanted_value = old - RATE * (grad.float() * 0.5)
+    wanted = bf16_formats.from_fp32(wanted_value, half, remainder, bf16_format, SEED, torch.tensor(5), OFFSET)
+    wanted = [None if t is None else t.clone() for t in wanted]
+    master = value.clone() if bf16_format is None else None
+    step(bf16_format, as_tensors(master, half, remainder, grad))
+    finite = ~wanted_value.isnan()  # of the others, the remainder is free
+    for got, expected in ((master, wanted_value), (half, wanted[0]), (remainder, wanted[1])):
+        if got is not None:
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got[finite], expected[finite], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(half.isnan(), wanted[0].isnan())
+
+
+@pytest.mark.parametrize("bf16_format", FORMATS)
+def test_threads_change_nothing(bf16_format, monkeypatch) -> None:
+    monkeypatch.setattr(native, "VALUES_OF_THREAD", 1000)
+    results = []
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        value, half, remainder, grad = half_weights(bf16_format)
+        step(bf16_format, as_tensors(value if bf16_format is None else None, half, remainder, grad))
+        results.append(half.view(torch.int16))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_tensors_that_lie_alike_run_natively_and_others_do_not() -> None:
+    weight, half = torch.randn(8, 4, 3, 3), torch.randn(8, 4, 3, 3).bfloat16()
+    last = [t.contiguous(memory_format=torch.channels_last) for t in (weight, half)]
+    assert native.runs_natively([[weight, half, None]], None)
+    assert native.runs_natively([last], None)
+    assert not native.runs_natively([last], "stochastic")  # whose bits are counted in the order of the indices
+    assert not native.runs_natively([[weight, last[1]]], None)
+    assert not native.runs_natively([[torch.randn(8, 8)[:, ::2]]], None)
+    assert not native.runs_natively([[weight.half()]], None)
+    assert not native.runs_natively([[weight.to("meta")]], None)
+
+
+def test_a_compiler_that_cannot_build_the_file_is_not_asked_again(monkeypatch, tmp_path) -> None:
+    broken = tmp_path / "update.cpp"
+    broken.write_text("this is not C++")
+    monkeypatch.setattr(native, "SOURCE", broken)
+    native.native_update.cache_clear()
+    try:
+        assert native.native_update() is None
+        monkeypatch.undo()
+        assert native.native_update() is None
+    finally:
+        native.native_update.cache_clear()
