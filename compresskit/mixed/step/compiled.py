@@ -19,7 +19,7 @@ from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.policy import Bf16Format, Policy
 from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.step.masters import MasterWeights
-from compresskit.mixed.step.native import native_update, runs_natively, update_natively
+from compresskit.mixed.step.native import laid_as, native_update, runs_natively, update_natively
 from compresskit.mixed.step.scaler import total_norm
 from compresskit.mixed.step.update import UnscaleAndClip
 
@@ -161,12 +161,12 @@ class CompiledStep:
             halves=[None if h is None else h.parameter.data for h in halves],
             remainders=[None if h is None else h.remainder for h in halves],
             offsets=[0 if h is None else h.offset for h in halves],
-            grads=[grads[self._parameter(p)] for p in owned],
+            grads=[laid_as(grads[self._parameter(p)], p) for p in owned],
             states=states,
         )
         settings: dict[str, Any] = {k: group[k] for k in ("betas", "eps", "weight_decay", "momentum", "nesterov") if k in group}
         formats = policy.bf16_format, policy.seed
-        if runs_natively(tensors.of_each(), policy.bf16_format) and native_update() is not None:
+        if runs_natively(tensors.of_each()) and native_update() is not None:
             if ok is None or bool(ok):
                 rule = "momentum" if self.rule is sgd and states[0] else self.rule.__name__
                 update_natively(rule, settings, formats, tensors, rates, inverse, self.weights.steps)

@@ -69,21 +69,24 @@ def native_update() -> NativeUpdate | None:
     return None
 
 
-def runs_natively(tensors: Sequence[Sequence[Tensor | None]], bf16_format: Bf16Format | None) -> bool:
+def runs_natively(tensors: Sequence[Sequence[Tensor | None]]) -> bool:
     """Whether update.cpp covers tensors: one sequence for each parameter, of its weight, gradient, state and remainder.
 
-    All of a parameter must lie alike in the CPU's memory without gaps; random bits are counted in the order of the indices.
+    All of a parameter must lie alike in the CPU's memory, without gaps. Random bits are counted as the values lie.
     """
     for own in tensors:
         present = [t for t in own if t is not None]
         if any(t.device.type != "cpu" or t.dtype not in (torch.float32, torch.bfloat16, torch.int16) for t in present):
             return False
-        if all(t.is_contiguous() for t in present):
-            continue
-        laid = present[0].dim() == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in present)
-        if not laid or bf16_format == "stochastic":
+        last = present[0].dim() == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in present)
+        if not last and not all(t.is_contiguous() for t in present):
             return False
     return True
+
+
+def laid_as(grad: Tensor, weight: Tensor) -> Tensor:
+    """A gradient in the memory layout of its weight, which convolutions with channels last do not always give it."""
+    return grad if grad.stride() == weight.stride() else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
 def update_natively(

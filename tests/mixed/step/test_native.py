@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from mixed_runs import HAS_COMPILER
+from torch import nn
 
+from compresskit.mixed import MASTER_BF16, SPLIT_BF16, SR_BF16, prepare
 from compresskit.mixed.formats import bf16_formats
-from compresskit.mixed.step import native
+from compresskit.mixed.step import compiled, native
 from compresskit.mixed.step.compiled import StepTensors
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
@@ -74,13 +76,30 @@ def test_threads_change_nothing(bf16_format, monkeypatch) -> None:
 def test_tensors_that_lie_alike_run_natively_and_others_do_not() -> None:
     weight, half = torch.randn(8, 4, 3, 3), torch.randn(8, 4, 3, 3).bfloat16()
     last = [t.contiguous(memory_format=torch.channels_last) for t in (weight, half)]
-    assert native.runs_natively([[weight, half, None]], None)
-    assert native.runs_natively([last], None)
-    assert not native.runs_natively([last], "stochastic")  # whose bits are counted in the order of the indices
-    assert not native.runs_natively([[weight, last[1]]], None)
-    assert not native.runs_natively([[torch.randn(8, 8)[:, ::2]]], None)
-    assert not native.runs_natively([[weight.half()]], None)
-    assert not native.runs_natively([[weight.to("meta")]], None)
+    assert native.runs_natively([[weight, half, None]])
+    assert native.runs_natively([last])
+    assert not native.runs_natively([[weight, last[1]]])
+    assert not native.runs_natively([[torch.randn(8, 8)[:, ::2]]])
+    assert not native.runs_natively([[weight.half()]])
+    assert not native.runs_natively([[weight.to("meta")]])
+    assert native.laid_as(weight, last[0]).stride() == last[0].stride()
+    assert torch.equal(native.laid_as(weight, last[0]), weight)
+    assert native.laid_as(weight, weight) is weight
+
+
+@pytest.mark.parametrize("policy", [MASTER_BF16, SPLIT_BF16, SR_BF16], ids=lambda policy: policy.name)
+def test_convolutions_with_channels_last_are_covered(policy, monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "_compile_copy", lambda function: pytest.fail("asked for torch.compile"))
+    x, results = torch.randn(4, 8, 6, 6), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Conv2d(8, 16, 3).to(memory_format=layout)
+        run = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), policy, backend="compiled")
+        for _ in range(3):
+            run.backward(run(x.contiguous(memory_format=layout)).square().mean())
+            run.step()
+        results.append(run.finish().weight.detach())
+    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
 
 
 def test_a_compiler_that_cannot_build_the_file_is_not_asked_again(monkeypatch, tmp_path) -> None:
