@@ -7,8 +7,9 @@ W4A4 ...  `QAT(bits=..., learned=True)`: bits of weights and of what the layers 
 W1A1      `quant.qat.Binarize`: signs of weights and inputs, factors for channels, rows and columns, in all layers but the first
           and the last. `WeightQuant` stores the signs in 1 bit and these two in 8; the file computes in float.
 
-Batch 128, crops and flips, cosine; half the task's loss and half the distance to the float model's predictions, the default.
-SGD with rate 0.01, momentum 0.9 and weight decay 1e-4 for W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and 4e-3 for W1A1.
+Batch 128, crops and flips, cosine; half the task's loss and half the distance to the float model's predictions, the default; in
+W2A2 also the squared distance to its features behind each of the three stages (hints). SGD with rate 0.01, momentum 0.9 and
+weight decay 1e-4 for W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and 4e-3 for W1A1.
 
 What is not trained again is kept in `low_bit_qat.json` and `.md` beside this file.
 """
@@ -36,6 +37,10 @@ HERE = Path(__file__).parent
 EIGHT = Bits(weights=8, activations=8)
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
 ADAM = partial(torch.optim.Adam, lr=1e-3)
+#: The default objective, and hints: what the float model has behind each stage.
+HINTS = partial(
+    ck.imitate, temperature=1.0, weight=0.5, task_weight=0.5, terms=[ck.distill.Term(ck.distill.losses.hint, "layer?")]
+)
 ARMS: dict[str, tuple[Bits, Callable[..., torch.optim.Optimizer]]] = {
     "W4A4": (Bits(weights=4, activations=4, shortcuts=8), SGD),
     "W2A8": (Bits(weights=2), SGD),
@@ -61,7 +66,8 @@ def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: i
         stages = Binarize(finetune=train_signs), WeightQuant(scheme=by_row, convolutions=by_row, overrides=formats)
     else:
         ends = {"conv1": EIGHT, "linear": EIGHT}
-        stages = (ck.QAT(epochs=epochs, bits={"": bits} | ends, learned=True, optimizer=optimizer, validate_every=0),)
+        settings: dict[str, Any] = {"objective": HINTS()} if name == "W2A2" else {}
+        stages = (ck.QAT(epochs=epochs, bits={"": bits} | ends, learned=True, optimizer=optimizer, validate_every=0, **settings),)
     recipe = ck.Recipe(*stages, seed=seed, export="last", on_epoch=lambda report: print(name, report, flush=True))
     rows = recipe.run(trained("resnet20", checkpoints), task, folder / f"{name}-{epochs}-{seed}").rows
     path = folder / f"{name}-{epochs}-{seed}" / "model.onnx"
