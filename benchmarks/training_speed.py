@@ -139,7 +139,7 @@ def masters(width: int, layers: int, rounds: int) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        run = None if policy is ck.mixed.FP32 else ck.mixed.prepare(model, optimizer, policy)
+        run = None if policy is ck.mixed.FP32 else ck.mixed.prepare(model, optimizer, policy, backend="foreach")
 
         def step() -> float:
             optimizer.zero_grad()

@@ -485,6 +485,10 @@ def mixed() -> str:
     found = load("mixed_cpu")
     rows = [(r["row"], f"{r['ms']:.0f}", f"{r['times_fp32']:.2f}x") for r in found["CPU-2"]]
     step = {r["row"]: r["times_bare"] for r in found["CPU-1"]}
+    bare = ("SPLIT_BF16", "KAHAN_BF16", "SR_BF16")
+    unasked, listed = (
+        ", ".join(f"{step[f'{name}, {form}']:.2f} ({name})" for name in bare) for form in ("as it is chosen", "foreach")
+    )
     parts: dict[str, dict[str, Any]] = {}
     for row in load("sources")["rows"]:
         parts.setdefault(row["network"], {})[row["policy"]] = row
@@ -507,7 +511,8 @@ but for O3, weights in fp16 without masters, which learned nothing. Memory too: 
 {table(("network", "ms in fp32", *steps), articles)}
 
 * The optimizer's step with fp32 masters takes {step["MASTER_BF16, foreach"]:.2f} times a bare fused AdamW, {step["MASTER_BF16, compiled"]:.2f} times
-  compiled; torch's GradScaler {step["fused AdamW + torch GradScaler"]:.2f} times.
+  compiled; torch's GradScaler {step["fused AdamW + torch GradScaler"]:.2f} times. Weights without masters, as the step is chosen where a
+  compiler is at hand: {unasked}; by torch's operations: {listed}.
 """
 
 
