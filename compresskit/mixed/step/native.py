@@ -32,7 +32,7 @@ OWN_INSTRUCTIONS = ("-march=native", "-mcpu=native")
 VALUES_OF_THREAD = 2**19  # fewer are not worth a thread
 
 #: As in update.cpp.
-RULES = ("adamw", "sgd", "momentum", "lion")
+STEP_RULES = ("adamw", "sgd", "momentum", "lion")
 FORMATS: dict[Bf16Format | None, int] = {None: 1, "split": 2, "kahan": 3, "stochastic": 4}
 POINTERS = ("master", "half", "remainder", "grad", "first", "second")
 TENSORS = np.dtype(
@@ -40,8 +40,8 @@ TENSORS = np.dtype(
     + [("numel", np.int64), ("offset", np.int64), ("rates", np.float32, 3), ("format", np.int32), ("bf16_grad", np.int32)],
     align=True,
 )
-FLOATS = ("inverse", "beta1", "rest1", "beta2", "rest2", "eps", "weight_decay", "momentum")
-SETTINGS = np.dtype([(name, np.float32) for name in FLOATS] + [("key", np.uint32), ("rule", np.int32), ("nesterov", np.int32)])
+STEP_NUMBERS = ("inverse", "beta1", "rest1", "beta2", "rest2", "eps", "weight_decay", "momentum")
+SETTINGS = np.dtype([(name, np.float32) for name in STEP_NUMBERS] + [("key", np.uint32), ("rule", np.int32), ("nesterov", np.int32)])
 
 #: (table of TENSORS, their number, SETTINGS, first value, end) -> None; gives Python's lock away while it runs.
 NativeUpdate = Callable[[Any, int, Any, int, int], None]
@@ -101,7 +101,7 @@ def update_natively(
     """One pass over all tensors of a group, in as many threads as torch has.
 
     Args:
-        rule: of `RULES`.
+        rule: of `STEP_RULES`.
         settings: of the param group.
         policy: format of bf16 weights without masters, and the seed of their draws.
         tensors: `StepTensors` of the group.
@@ -121,7 +121,7 @@ def update_natively(
     table["format"] = [0 if half is None else FORMATS[policy[0]] for half in tensors.halves]
     table["bf16_grad"] = [grad.dtype == torch.bfloat16 for grad in tensors.grads]
     beta1, beta2 = settings.get("betas", (0.0, 0.0))
-    known = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "rule": RULES.index(rule)}
+    known = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "rule": STEP_RULES.index(rule)}
     known |= {"inverse": 1.0 if inverse is None else inverse.item(), "key": int(random_key(policy[1], steps)) & 0xFFFFFFFF}
     known |= {name: settings[name] for name in ("eps", "weight_decay", "momentum", "nesterov") if name in settings}
     record = np.zeros(1, SETTINGS)
