@@ -19,6 +19,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def pictures(count: int, size: int, seed: int) -> Tensor:
     return F.interpolate(torch.randn(count, 3, size // 8, size // 8, generator=generator), size=size, mode="bilinear")
 
 
+class Loader:
+    """Batches that are made when they are asked for."""
+
+    def __init__(self, images: int, size: int) -> None:
+        self.images, self.size = images, size
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return ((pictures(32, self.size, seed),) for seed in range(self.images // 32))
+
+
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = CifarResNet(20) if name == "ResNet-20" else resnet18()
@@ -60,7 +71,7 @@ def decibels(model: nn.Module, quantized: nn.Module, x: Tensor) -> float:
 
 def row_of(name: str, way: str, images: int) -> dict[str, Any]:
     model, size = model_of(name), SIZES[name]
-    batches = [(pictures(32, size, seed),) for seed in range(images // 32)]
+    batches = Loader(images, size)
     other = pictures(64, size, 2000)
     quantized = ck.quant.quantize_static(model, batches, bits=ck.quant.Bits(weights=4))
     before = decibels(model, quantized, other)

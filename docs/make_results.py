@@ -280,6 +280,11 @@ def few_bits() -> str:
         (name, f"{row['top1']:.2f}", f"{row['bytes'] / found['resnet20'][1]['bytes']:.3f}", row["epochs"])
         for name, row in load("low_bit_qat").items()
     ]
+    costs = "; ".join(
+        f"{row['network']} {row['seconds'] / 60:.1f} minutes and {row['peak_gib']:.1f} GiB"
+        for row in load("reconstruct_cost")["rows"][1:]
+    )
+    costs = f"Block reconstruction, 512 images, 60 steps a block, two threads, memory of the whole process: {costs}. {source('reconstruct_cost')}"
     return f"""\
 ## Few bits
 
@@ -293,10 +298,12 @@ of 3 and 2 bits. {source("low_bit")}
 {table(("network", "fp32", "bits of weights", "file / int8 file", "nearest", "learned", "tuned", *peers), rows)}
 
 Trained with labels: ResNet-20 of the first rows (88.02), learned ranges, the first and the last layer and the sums of residual blocks in 8
-bits; W1A1 are layers of signs (`Binarize`), computed in float: XNOR-Net++ (1909.13863), whose form they have, publishes a loss of 12.2 points
+bits, W2A2 with hints; W1A1 are layers of signs (`Binarize`), computed in float: XNOR-Net++ (1909.13863), whose form they have, publishes a loss of 12.2 points
 for a ResNet-18 on ImageNet (57.1 of 69.3 %), after many more epochs. {source("low_bit_qat")}
 
 {table(("weights and activations", "top-1, %", "file / int8 file", "epochs"), trained)}
+
+{costs}
 """
 
 

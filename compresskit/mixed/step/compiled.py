@@ -103,6 +103,11 @@ class StepTensors(NamedTuple):
     grads: list[Tensor]
     states: list[list[Tensor]]
 
+    def detached(self) -> StepTensors:
+        """The same without what autograd knows of the weights."""
+        masters, halves = ([None if p is None else p.data for p in own] for own in (self.masters, self.halves))
+        return StepTensors(masters, halves, *self[2:])
+
     def of_each(self) -> list[list[Tensor | None]]:
         """The tensors of each parameter together."""
         lists = (self.masters, self.halves, self.remainders, self.grads, self.states)
@@ -157,8 +162,8 @@ class CompiledStep:
         in_memory, policy = self.weights.masters_in_memory, self.weights.policy
         tensors = StepTensors(
             # Masters that exist only around the step have no memory here; the kernel works on half weight and remainder.
-            masters=[p.detach() if h is None or in_memory else None for p, h in zip(owned, halves, strict=True)],
-            halves=[None if h is None else h.parameter.data for h in halves],
+            masters=[p if h is None or in_memory else None for p, h in zip(owned, halves, strict=True)],
+            halves=[None if h is None else h.parameter for h in halves],
             remainders=[None if h is None else h.remainder for h in halves],
             offsets=[0 if h is None else h.offset for h in halves],
             grads=[laid_as(grads[self._parameter(p)], p) for p in owned],
@@ -174,7 +179,8 @@ class CompiledStep:
         if index not in self.kernels:
             self.kernels[index] = _compile_copy(_step_tensors)
         with torch.no_grad():
-            self.kernels[index](self.rule, settings, formats, tensors, list(rates.unbind()), inverse, ok, self.weights.steps)
+            free = tensors.detached()
+            self.kernels[index](self.rule, settings, formats, free, list(rates.unbind()), inverse, ok, self.weights.steps)
 
     def _state(self, owned: Any, group: dict[str, Any]) -> list[Tensor]:
         if "momentum" in group and not group["momentum"]:
@@ -193,8 +199,9 @@ class CompiledStep:
             return lr.float().expand(len(owned), 1)
         states = [self.optimizer.state[p] for p in owned]
         for state in states:
-            step = state.get("step", torch.zeros(()))
-            state["step"] = torch.as_tensor(step, dtype=torch.float32).to(device)
+            step = state.get("step", 0.0)
+            if not isinstance(step, Tensor) or step.device != device or step.dtype != torch.float32:
+                state["step"] = torch.as_tensor(step, dtype=torch.float32).to(device)
         steps = [state["step"] for state in states]
         t = torch.stack(steps).double() + 1
         beta1, beta2 = group["betas"]

@@ -41,7 +41,9 @@ TENSORS = np.dtype(
     align=True,
 )
 STEP_NUMBERS = ("inverse", "beta1", "rest1", "beta2", "rest2", "eps", "weight_decay", "momentum")
-SETTINGS = np.dtype([(name, np.float32) for name in STEP_NUMBERS] + [("key", np.uint32), ("rule", np.int32), ("nesterov", np.int32)])
+SETTINGS = np.dtype(
+    [(name, np.float32) for name in STEP_NUMBERS] + [("key", np.uint32), ("rule", np.int32), ("nesterov", np.int32)]
+)
 
 #: (table of TENSORS, their number, SETTINGS, first value, end) -> None; gives Python's lock away while it runs.
 NativeUpdate = Callable[[Any, int, Any, int, int], None]
@@ -122,7 +124,9 @@ def update_natively(
     table["bf16_grad"] = [grad.dtype == torch.bfloat16 for grad in tensors.grads]
     beta1, beta2 = settings.get("betas", (0.0, 0.0))
     known = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "rule": STEP_RULES.index(rule)}
-    known |= {"inverse": 1.0 if inverse is None else inverse.item(), "key": int(random_key(policy[1], steps)) & 0xFFFFFFFF}
+    known["inverse"] = 1.0 if inverse is None else inverse.item()
+    if policy[0] == "stochastic":
+        known["key"] = int(random_key(policy[1], steps)) & 0xFFFFFFFF
     known |= {name: settings[name] for name in ("eps", "weight_decay", "momentum", "nesterov") if name in settings}
     record = np.zeros(1, SETTINGS)
     for name, value in known.items():

@@ -135,10 +135,11 @@ def _reconstruct_(
         raise SettingError(f"{where}(rate=...): wanted a positive number, got {settings.rate}")
     if not 0 <= settings.drop < 1:
         raise SettingError(f"{where}(drop=...): wanted a probability, 0 <= drop < 1, got {settings.drop}")
-    data = list(first_and_all(batches, where)[1])
     blocks = find_graph_blocks(quantized) if blocks is None else blocks
     generator = torch.Generator().manual_seed(seed)
-    frontier = _Frontier(quantized.body, shuffled_parts(data, batch_size, generator), blocks)
+    parts = shuffled_parts(list(first_and_all(batches, where)[1]), batch_size, generator)
+    frontier = _Frontier(quantized.body, parts, blocks)
+    del parts  # what the first blocks read goes with them
     layers = [layer for block in blocks for layer in block.layers if _only_rounded(quantized.body, layer.weight)]
     for layer in layers:
         fit_scale_(get_tensor(quantized.body, layer.weight).detach(), layer.quantizer)
@@ -256,8 +257,10 @@ def _run_block(block: GraphBlock, inputs: Mapping[Node, Any], compute: Compute, 
     for node in block.nodes:
         value_of(node)
         if node is until:
-            return values[node]
-    return values[block.output]
+            break
+    found = values[block.output if until is None else until]
+    values.clear()  # value_of refers to itself, and would keep them until Python looks for cycles
+    return found
 
 
 def _parameter_readers(body: fx.GraphModule, name: str) -> list[Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from dataclasses import replace
 
@@ -197,3 +198,17 @@ def test_no_batch_and_bad_settings_are_refused() -> None:
     for drop in (-0.1, 1.0):
         with pytest.raises(SettingError, match=r"reconstruct_blocks_\(drop=...\): wanted a probability, 0 <= drop < 1"):
             reconstruct_blocks_(quantized, [image(4)], drop=drop)
+
+
+def test_what_is_inside_a_block_is_freed_at_once() -> None:
+    """Not when Python next looks for cycles: a ResNet-18 at 224 pixels took four times the memory."""
+    model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 5, 3), nn.ReLU()).eval()
+    quantized = quantize_static(model, [image(32)], target=bits(4))
+    gc.collect()
+    gc.disable()
+    try:
+        reconstruct_blocks_(quantized, [image(32)], steps=3, batch_size=8)
+        inside = [o for o in gc.get_objects() if type(o) is Tensor and o.ndim == 4 and o.shape[1] == 7 and o.shape[2] > 3]
+    finally:
+        gc.enable()
+    assert not inside
