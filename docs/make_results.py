@@ -290,8 +290,8 @@ def few_bits() -> str:
 
 ResNets and transformer: top-1 in % on 10,000 test pictures of CIFAR-10, one draw of 512 calibration pictures without labels; face detector: F1 in % of
 confident cells against those of the float network. Executed in ONNX Runtime. *nearest* is `quantize_static(bits=)`, *learned* is `reconstruct_blocks_` after it, *tuned* `imitate_float_` after that;
-"on average" are bits by layer of `choose_bits`; learned, with `check=False`. Its check takes uniform bits where the outputs say so: that
-is right in one of three networks at 3 bits. Activations have 8 bits, in rows "4, A4" 4, but for the first and the last layer and sums of
+"on average" are bits by layer of `choose_bits`; learned, with `check=False`. Its check takes uniform bits where the outputs say so: the choice
+is right in two of three networks at 3 bits. Activations have 8 bits, in rows "4, A4" 4, but for the first and the last layer and sums of
 residual paths. The last four columns are other quantizers with the same pictures and bits, all but onnxruntime's simulated; it has no weights
 of 3 and 2 bits. {source("low_bit")}
 
