@@ -125,7 +125,7 @@ BAD = {
     "an unknown backend": (
         lambda: ck.Train(epochs=1, backend="fused"),
         SettingError,
-        "wanted 'foreach' or 'compiled', got 'fused'",
+        "wanted None, 'foreach' or 'compiled', got 'fused'",
     ),
     "save every 0 steps": (lambda: ck.Every(steps=0), SettingError, "wanted a whole number >= 1, or None, got 0"),
     "save before now": (lambda: ck.Every(seconds=-1), SettingError, "wanted a number >= 0, or None, got -1"),
