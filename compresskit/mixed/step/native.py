@@ -1,7 +1,7 @@
 """The compiled step on a CPU: `update.cpp`, built once a process by the C++ compiler that torch.compile would call.
 
-torch.compile writes the same pass, but loads and stores sixteen half values under a mask, which takes 1.4 times as long as one
-instruction for all of them (AMD Zen 5), and hashes for stochastic rounding value by value. It stays the way for fp16, for tensors
+torch.compile writes the same pass, but loads and stores sixteen half values under a mask, which takes longer than one plain
+instruction for all of them (figures of both: `benchmarks/mixed_cpu.md` and its history), and hashes for stochastic rounding value by value. It stays the way for fp16, for tensors
 whose layouts differ, and where this file cannot be built.
 """
 
