@@ -1,8 +1,10 @@
 """The compiled step on a CPU: `update.cpp`, built once a process by the C++ compiler that torch.compile would call.
 
 torch.compile writes the same pass, but loads and stores sixteen half values under a mask, which takes longer than one plain
-instruction for all of them (figures of both: `benchmarks/mixed_cpu.md` and its history), and hashes for stochastic rounding value by value. It stays the way for fp16, for tensors
-whose layouts differ, and where this file cannot be built.
+instruction for all of them, and hashes for stochastic rounding value by value. It stays the way for fp16, for tensors whose
+layouts differ, and where this file cannot be built. Figures: `benchmarks/mixed_cpu.md`.
+
+A new format or rule goes into `update.cpp`, and its name into `FORMATS` or `STEP_RULES` at the same place.
 """
 
 from __future__ import annotations
