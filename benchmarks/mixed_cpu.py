@@ -133,7 +133,7 @@ def stepper(make: Maker, width: int, depth: int) -> Callable[[], float]:
 
 def cpu_1(*, smoke: bool) -> list[dict[str, Any]]:
     """Process time of one step, and times the bare one."""
-    width, depth, turns = (32, 2, 4) if smoke else (1024, 24, 16)
+    width, depth, turns = (32, 2, 4) if smoke else (1024, 24, 30)
     found, every = [], makers()
     for name, make in every.items():
         pair = stepper(every[BARE], width, depth), stepper(make, width, depth)

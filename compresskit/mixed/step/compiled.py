@@ -19,7 +19,7 @@ from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.formats.policy import Bf16Format, Policy
 from compresskit.mixed.optim.lion import Lion
 from compresskit.mixed.step.masters import MasterWeights
-from compresskit.mixed.step.native import laid_as, native_update, runs_natively, update_natively
+from compresskit.mixed.step.native import NativeGroup, laid_as
 from compresskit.mixed.step.scaler import total_norm
 from compresskit.mixed.step.update import UnscaleAndClip
 
@@ -121,6 +121,7 @@ class CompiledStep:
         self.weights, self.optimizer = weights, optimizer
         self.rule, self.keys = UPDATE_RULES[type(optimizer)]
         self.kernels: dict[int, Callable[..., None]] = {}
+        self.native: dict[int, NativeGroup] = {}
         self.find_masters()
 
     def find_masters(self) -> None:
@@ -156,8 +157,7 @@ class CompiledStep:
         inverse: Tensor | None,
         ok: Tensor | None,
     ) -> None:
-        states = [self._state(p, group) for p in owned]
-        rates = self._rates(group, owned, ok)
+        states, counters = [self._state(p, group) for p in owned], self._counters(owned)
         halves = [self.half_of.get(p) for p in owned]
         in_memory, policy = self.weights.masters_in_memory, self.weights.policy
         tensors = StepTensors(
@@ -170,12 +170,13 @@ class CompiledStep:
             states=states,
         )
         settings: dict[str, Any] = {k: group[k] for k in ("betas", "eps", "weight_decay", "momentum", "nesterov") if k in group}
-        formats = policy.bf16_format, policy.seed
-        if runs_natively(tensors.of_each()) and native_update() is not None:
+        native = self.native.setdefault(index, NativeGroup())
+        if self.weights.steps.device.type == "cpu" and native.covers(tensors, counters, policy.bf16_format):
             if ok is None or bool(ok):
                 rule = "momentum" if self.rule is sgd and states[0] else self.rule.__name__
-                update_natively(rule, settings, formats, tensors, rates, inverse, self.weights.steps)
+                native.update(rule, settings | {"lr": group["lr"]}, policy.seed, inverse, self.weights.steps)
             return
+        rates, formats = self._rates(group, counters, len(owned), ok), (policy.bf16_format, policy.seed)
         if index not in self.kernels:
             self.kernels[index] = _compile_copy(_step_tensors)
         with torch.no_grad():
@@ -191,22 +192,28 @@ class CompiledStep:
                 state[key] = torch.zeros_like(owned)
         return [state[key] for key in self.keys]
 
-    def _rates(self, group: dict[str, Any], owned: list[Any], ok: Tensor | None) -> Tensor:
-        """A row for every tensor, (lr, and AdamW's two corrections), in float64 until done; counts the step where it is ok."""
-        device = self.weights.steps.device
-        lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=device)
+    def _counters(self, owned: list[Any]) -> list[Tensor]:
+        """AdamW's counters of steps, fp32 where the step is; none for other rules."""
         if "exp_avg_sq" not in self.keys:
-            return lr.float().expand(len(owned), 1)
-        states = [self.optimizer.state[p] for p in owned]
-        for state in states:
+            return []
+        device, counters = self.weights.steps.device, []
+        for p in owned:
+            state = self.optimizer.state[p]
             step = state.get("step", 0.0)
             if not isinstance(step, Tensor) or step.device != device or step.dtype != torch.float32:
-                state["step"] = torch.as_tensor(step, dtype=torch.float32).to(device)
-        steps = [state["step"] for state in states]
-        t = torch.stack(steps).double() + 1
+                step = state["step"] = torch.as_tensor(step, dtype=torch.float32).to(device)
+            counters.append(step)
+        return counters
+
+    def _rates(self, group: dict[str, Any], counters: list[Tensor], count: int, ok: Tensor | None) -> Tensor:
+        """A row for every tensor, (lr, and AdamW's two corrections), in float64 until done; counts the step where it is ok."""
+        lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=self.weights.steps.device)
+        if not counters:
+            return lr.float().expand(count, 1)
+        t = torch.stack(counters).double() + 1
         beta1, beta2 = group["betas"]
         table = torch.stack([lr.expand_as(t), lr / (1 - beta1**t), (1 - beta2**t).rsqrt()], dim=1).float()
-        torch._foreach_add_(steps, 1.0 if ok is None else ok.float())
+        torch._foreach_add_(counters, 1.0 if ok is None else ok.float())
         return table
 
     def finish(self) -> None:

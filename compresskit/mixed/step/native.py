@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +29,14 @@ from compresskit.mixed.formats.policy import Bf16Format
 SOURCE = Path(__file__).with_name("update.cpp")
 #: Of GCC and Clang. No contraction: all formats and all instruction sets then give the same bits.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-#: One of these is known to the compiler of a machine.
-OWN_INSTRUCTIONS = ("-march=native", "-mcpu=native")
+#: The first of these that the compiler of a machine knows; GCC would leave half of a 512-bit register empty.
+OWN_INSTRUCTIONS = (("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",))
 VALUES_OF_THREAD = 2**19  # fewer are not worth a thread
 
 #: As in update.cpp.
 STEP_RULES = ("adamw", "sgd", "momentum", "lion")
 FORMATS: dict[Bf16Format | None, int] = {None: 1, "split": 2, "kahan": 3, "stochastic": 4}
-POINTERS = ("master", "half", "remainder", "grad", "first", "second")
+POINTERS = ("master", "half", "remainder", "grad", "first", "second", "step")
 TENSORS = np.dtype(
     [(name, np.uintp) for name in POINTERS]
     + [("numel", np.int64), ("offset", np.int64), ("rates", np.float32, 3), ("format", np.int32), ("bf16_grad", np.int32)],
@@ -44,16 +44,27 @@ TENSORS = np.dtype(
 )
 STEP_NUMBERS = ("inverse", "beta1", "rest1", "beta2", "rest2", "eps", "weight_decay", "momentum")
 SETTINGS = np.dtype(
-    [(name, np.float32) for name in STEP_NUMBERS] + [("key", np.uint32), ("rule", np.int32), ("nesterov", np.int32)]
+    [(name, np.float64) for name in ("lr", "power1", "power2")]
+    + [(name, np.float32) for name in STEP_NUMBERS]
+    + [("key", np.uint32), ("rule", np.int32), ("nesterov", np.int32)],
+    align=True,
 )
 
-#: (table of TENSORS, their number, SETTINGS, first value, end) -> None; gives Python's lock away while it runs.
-NativeUpdate = Callable[[Any, int, Any, int, int], None]
+
+class NativeUpdate(NamedTuple):
+    """The functions of `update.cpp`; Python's lock is free while one runs.
+
+    begin: (table of TENSORS, their number, SETTINGS) -> None; once a step, before `update`.
+    update: the same, first value, end -> None.
+    """
+
+    begin: Callable[[Any, int, Any], None]
+    update: Callable[[Any, int, Any, int, int], None]
 
 
 @functools.cache
 def native_update() -> NativeUpdate | None:
-    """The compiled function of `update.cpp`; None where there is no compiler that builds it."""
+    """The compiled functions of `update.cpp`; None where there is no compiler that builds it."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -64,12 +75,13 @@ def native_update() -> NativeUpdate | None:
         built = Path(folder) / "update.so"
         for own in OWN_INSTRUCTIONS:
             try:
-                subprocess.run([compiler, *FLAGS, own, str(SOURCE), "-o", str(built)], check=True, capture_output=True)
-                function = ctypes.CDLL(str(built)).update
+                subprocess.run([compiler, *FLAGS, *own, str(SOURCE), "-o", str(built)], check=True, capture_output=True)
+                library = ctypes.CDLL(str(built))
             except (OSError, subprocess.CalledProcessError):
                 continue
-            function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2]
-            return function  # type: ignore[no-any-return]
+            library.begin.restype, library.begin.argtypes = None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+            library.update.restype, library.update.argtypes = None, [*library.begin.argtypes, ctypes.c_int64, ctypes.c_int64]
+            return NativeUpdate(library.begin, library.update)
     return None
 
 
@@ -93,49 +105,75 @@ def laid_as(grad: Tensor, weight: Tensor) -> Tensor:
     return grad if grad.stride() == weight.stride() else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
-def update_natively(
-    rule: str,
-    settings: dict[str, Any],
-    policy: tuple[Bf16Format | None, int],
-    tensors: Any,
-    rates: Tensor,
-    inverse: Tensor | None,
-    steps: Tensor,
-) -> None:
-    """One pass over all tensors of a group, in as many threads as torch has.
+class NativeGroup:
+    """The tensors of one param group as `update.cpp` reads them: a table that is kept until one of them moves.
 
-    Args:
-        rule: of `STEP_RULES`.
-        settings: of the param group.
-        policy: format of bf16 weights without masters, and the seed of their draws.
-        tensors: `StepTensors` of the group.
-        rates: (tensors, 1) or (tensors, 3), fp32: see the rules of `compiled.py`.
-        inverse: factor of the gradients, None for 1.
-        steps: counter of the steps, int64 of no dimension.
+    For many small tensors, looking at each of them takes longer than their update.
     """
-    function = native_update()
-    assert function is not None, "asked for before"
-    table = np.zeros(len(tensors.grads), TENSORS)
-    firsts, seconds = ([state[k] if k < len(state) else None for state in tensors.states] for k in (0, 1))
-    lists = (tensors.masters, tensors.halves, tensors.remainders, tensors.grads, firsts, seconds)
-    for name, values in zip(POINTERS, lists, strict=True):
-        table[name] = [0 if t is None else t.data_ptr() for t in values]
-    table["numel"], table["offset"] = [grad.numel() for grad in tensors.grads], tensors.offsets
-    table["rates"][:, : rates.shape[1]] = rates.numpy()
-    table["format"] = [0 if half is None else FORMATS[policy[0]] for half in tensors.halves]
-    table["bf16_grad"] = [grad.dtype == torch.bfloat16 for grad in tensors.grads]
-    beta1, beta2 = settings.get("betas", (0.0, 0.0))
-    known = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "rule": STEP_RULES.index(rule)}
-    known["inverse"] = 1.0 if inverse is None else inverse.item()
-    if policy[0] == "stochastic":
-        known["key"] = int(random_key(policy[1], steps)) & 0xFFFFFFFF
-    known |= {name: settings[name] for name in ("eps", "weight_decay", "momentum", "nesterov") if name in settings}
-    record = np.zeros(1, SETTINGS)
-    for name, value in known.items():
-        record[name] = float(value) if isinstance(value, Tensor) else value
-    _in_threads(functools.partial(function, table.ctypes.data, len(table), record.ctypes.data), int(table["numel"].sum()))
-    written = (tensors.masters, tensors.halves, tensors.remainders, firsts, seconds)
-    torch.autograd.graph.increment_version([t for values in written for t in values if t is not None])
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, ...] | None = None
+        self._covered = False
+        self._table = np.zeros(0, TENSORS)
+        self._written: list[Tensor] = []  # of which autograd may know
+
+    def covers(self, tensors: Any, counters: Sequence[Tensor], bf16_format: Bf16Format | None) -> bool:
+        """Take the tensors of a step; False where `update.cpp` does not cover them.
+
+        Args:
+            tensors: `StepTensors` of the group.
+            counters: AdamW's counters of steps, fp32; none for other rules.
+            bf16_format: of half weights without masters.
+        """
+        firsts, seconds = ([state[k] if k < len(state) else None for state in tensors.states] for k in (0, 1))
+        lists = (tensors.masters, tensors.halves, tensors.remainders, firsts, seconds, counters)
+        known = (
+            [None if t is None else (t.data_ptr(), t.dtype, t.stride()) for values in lists for t in values],
+            [(grad.dtype, grad.stride()) for grad in tensors.grads],
+            tensors.offsets,
+        )
+        if known != self._known:
+            self._known = known
+            self._covered = native_update() is not None and runs_natively(tensors.of_each())
+            if self._covered:
+                table = self._table = np.zeros(len(tensors.grads), TENSORS)
+                for name, values in zip((name for name in POINTERS if name != "grad"), lists, strict=True):
+                    if values:
+                        table[name] = [0 if t is None else t.data_ptr() for t in values]
+                table["numel"], table["offset"] = [grad.numel() for grad in tensors.grads], tensors.offsets
+                table["format"] = [0 if half is None else FORMATS[bf16_format] for half in tensors.halves]
+                table["bf16_grad"] = [grad.dtype == torch.bfloat16 for grad in tensors.grads]
+        if self._covered:
+            self._table["grad"] = [grad.data_ptr() for grad in tensors.grads]
+            self._written = [t for values in lists[:3] for t in values if t is not None]
+        return self._covered
+
+    def update(self, rule: str, settings: dict[str, Any], seed: int, inverse: Tensor | None, steps: Tensor) -> None:
+        """One pass over the tensors that were taken, in as many threads as torch has.
+
+        Args:
+            rule: of `STEP_RULES`.
+            settings: of the param group, with its "lr".
+            seed: of the draws of stochastic rounding.
+            inverse: factor of the gradients, None for 1.
+            steps: counter of the steps, int64 of no dimension.
+        """
+        native = native_update()
+        assert native is not None, "covers() has asked"
+        beta1, beta2 = settings.get("betas", (0.0, 0.0))
+        known = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "rule": STEP_RULES.index(rule)}
+        known |= {"inverse": 1.0 if inverse is None else inverse.item(), "power1": beta1, "power2": beta2}
+        if FORMATS["stochastic"] in self._table["format"]:
+            known["key"] = int(random_key(seed, steps)) & 0xFFFFFFFF
+        known |= {name: settings[name] for name in ("lr", "eps", "weight_decay", "momentum", "nesterov") if name in settings}
+        record = np.zeros(1, SETTINGS)
+        for name, value in known.items():
+            record[name] = float(value) if isinstance(value, Tensor) else value
+        arguments = self._table.ctypes.data, len(self._table), record.ctypes.data
+        native.begin(*arguments)
+        _in_threads(functools.partial(native.update, *arguments), int(self._table["numel"].sum()))
+        torch.autograd.graph.increment_version(self._written)
+        self._written = []
 
 
 def _in_threads(part: Callable[[int, int], None], total: int) -> None:

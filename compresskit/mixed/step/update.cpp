@@ -1,8 +1,8 @@
 // One optimizer step in one pass: every weight, gradient and state is read and written once.
 //
-// `native.py` compiles this for the machine it runs on and calls `update` from as many threads as torch has, each with its part of
-// the values. The rules are those of `compiled.py`, the formats those of `formats/bf16_formats.py`, whose names are used here. Loops
-// have no branches, so that a compiler turns them into vector instructions by itself.
+// `native.py` compiles this for the machine it runs on, calls `begin` once a step and `update` from as many threads as torch has,
+// each with its part of the values. The rules are those of `compiled.py`, the formats those of `formats/bf16_formats.py`, whose names
+// are used here. Loops have no branches, so that a compiler turns them into vector instructions by itself.
 
 #include <cmath>
 #include <cstdint>
@@ -21,14 +21,16 @@ struct Tensors {
     const void* grad;
     float* first;   // exp_avg, or momentum_buffer
     float* second;  // exp_avg_sq
+    float* step;    // counter of AdamW's steps
     int64_t numel;
     int64_t offset;  // of the first value, for STOCHASTIC
-    float rates[3];
+    float rates[3];  // lr, and AdamW's lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t); `begin` writes them
     int32_t format;
     int32_t bf16_grad;
 };
 
 struct Settings {
+    double lr, power1, power2;  // power1, power2: AdamW's betas, whose powers take double precision
     float inverse;  // of the gradients' divisor
     float beta1, rest1, beta2, rest2, eps, weight_decay, momentum;
     uint32_t key;  // of the draws of this step
@@ -168,6 +170,18 @@ void of_gradient(const Tensors& t, const Settings& s, int64_t begin, int64_t end
 }
 
 }  // namespace
+
+// Begin the step of all tensors: their rates, and one more in their counters.
+extern "C" void begin(Tensors* tensors, int64_t count, const Settings* settings) {
+    for (Tensors* t = tensors; t < tensors + count; ++t) {
+        t->rates[0] = float(settings->lr);
+        if (!t->step) continue;
+        const double steps = double(*t->step) + 1;
+        t->rates[1] = float(settings->lr / (1 - std::pow(settings->power1, steps)));
+        t->rates[2] = float(1 / std::sqrt(1 - std::pow(settings->power2, steps)));
+        *t->step += 1;
+    }
+}
 
 // Update the values from `begin` to `end` of all tensors laid end to end.
 extern "C" void update(const Tensors* tensors, int64_t count, const Settings* settings, int64_t begin, int64_t end) {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 #: Values of each weight that are compared on the CPU, as a write through `.data` leaves torch's version counter alone.
 COMPARED_VALUES = 64
@@ -21,43 +23,47 @@ class WeightWatch:
     def __init__(self) -> None:
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._views: list[Tensor] = []
-        self._sample: Tensor | None = None
+        self._views: list[NDArray[np.int16]] = []
+        self._sample = np.zeros(0, np.int16)
 
     def record(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remember the weights as they are now."""
         self._versions = [p._version for p in parameters]
         addresses = [p.data_ptr() for p in parameters]
         if addresses != self._addresses:
-            self._addresses, self._views = addresses, [_sampled(p) for p in parameters if _is_sampled(p)]
+            self._addresses, self._views = addresses, [_view(p) for p in parameters if _is_sampled(p)]
         self.record_values()
 
     def record_values(self) -> None:
         """Remember new values of the weights, written through `.data` into the memory where they were."""
-        self._sample = torch.cat(self._views) if self._views else None
+        self._sample = self._sampled()
 
     def changed(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that were written into since `record` was called with the same ones."""
         versions, addresses = [p._version for p in parameters], [p.data_ptr() for p in parameters]
-        same = self._sample is None or torch.equal(torch.cat(self._views), self._sample)
+        same = np.array_equal(self._sampled(), self._sample)
         if same and versions == self._versions and addresses == self._addresses:
             return []
-        if self._sample is None or same:
-            differ = set()
-        else:
-            parts = self._sample.split([view.numel() for view in self._views])
+        differ = set()
+        if not same:
+            parts = np.split(self._sample, np.cumsum([len(view) for view in self._views])[:-1])
             here = [p for p in parameters if _is_sampled(p)]
-            differ = {p for p, view, part in zip(here, self._views, parts, strict=False) if not torch.equal(view, part)}
+            differ = {p for p, view, part in zip(here, self._views, parts, strict=False) if not np.array_equal(view, part)}
         marks, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
         return [p for p, now, then in zip(parameters, marks, before, strict=True) if now != then or p in differ]
+
+    def _sampled(self) -> NDArray[np.int16]:
+        # By numpy, which needs a tenth of torch's time for a part of 64 values.
+        return np.concatenate(self._views) if self._views else np.zeros(0, np.int16)
 
 
 def _is_sampled(parameter: nn.Parameter) -> bool:
     return parameter.device.type == "cpu" and parameter.numel() > 0
 
 
-def _sampled(parameter: nn.Parameter) -> Tensor:
+def _view(parameter: nn.Parameter) -> NDArray[np.int16]:
     """A view of values across the whole parameter, as whole numbers, so that nan equals itself."""
     data = parameter.data
     count = min(data.numel(), COMPARED_VALUES)
-    return data.as_strided((count,), (data.numel() // count,)).view(torch.int16)
+    view: NDArray[np.int16] = data.as_strided((count,), (data.numel() // count,)).view(torch.int16).numpy()
+    return view

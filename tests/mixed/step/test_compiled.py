@@ -14,7 +14,7 @@ from torch import nn
 from compresskit import mixed
 from compresskit.base.errors import SettingError
 from compresskit.mixed import AMP_FP16, FP32, KAHAN_BF16, MASTER_BF16, MASTER_FP16, PURE_BF16, SPLIT_BF16, SR_BF16, Lion, prepare
-from compresskit.mixed.step import compiled
+from compresskit.mixed.step import compiled, native
 from compresskit.mixed.step.native import native_update
 
 pytestmark = [
@@ -39,7 +39,7 @@ CASES = BY_POLICY + [(MASTER_BF16, name) for name in OPTIMIZERS if name != "adam
 def way(request, monkeypatch):
     """Which of the two writes the step."""
     if request.param == "by torch.compile":
-        monkeypatch.setattr(compiled, "native_update", lambda: None)
+        monkeypatch.setattr(native, "native_update", lambda: None)
     else:
         assert native_update() is not None
         monkeypatch.setattr(compiled, "_compile_copy", lambda function: pytest.fail("asked for torch.compile"))

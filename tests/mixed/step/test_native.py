@@ -7,7 +7,7 @@ import torch
 from mixed_runs import HAS_COMPILER
 from torch import nn
 
-from compresskit.mixed import MASTER_BF16, SPLIT_BF16, SR_BF16, prepare
+from compresskit.mixed import FP32, MASTER_BF16, SPLIT_BF16, SR_BF16, prepare
 from compresskit.mixed.formats import bf16_formats
 from compresskit.mixed.step import compiled, native
 from compresskit.mixed.step.compiled import StepTensors
@@ -15,7 +15,7 @@ from compresskit.mixed.step.compiled import StepTensors
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler here")
 FORMATS = [None, "split", "kahan", "stochastic"]
 RATE, SEED, OFFSET = 0.25, 2**33 + 7, 3  # an odd place, and a seed of two words
-SETTINGS = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+SETTINGS = {"lr": RATE, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
 
 
 def half_weights(bf16_format, count=2**17 + 1001):
@@ -36,9 +36,9 @@ def as_tensors(master, half, remainder, grad, offset=OFFSET):
 
 
 def step(bf16_format, tensors, steps=5):
-    native.update_natively(
-        "sgd", SETTINGS, (bf16_format, SEED), tensors, torch.full((1, 1), RATE), torch.tensor(0.5), torch.tensor(steps)
-    )
+    group = native.NativeGroup()
+    assert group.covers(tensors, [], bf16_format)
+    group.update("sgd", SETTINGS, SEED, torch.tensor(0.5), torch.tensor(steps))
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
@@ -113,3 +113,27 @@ def test_a_compiler_that_cannot_build_the_file_is_not_asked_again(monkeypatch, t
         assert native.native_update() is None
     finally:
         native.native_update.cache_clear()
+
+
+def test_tensors_that_move_are_found_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    plain = nn.Linear(8, 8)
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
+    run = prepare(model, optimizers[0], FP32, backend="compiled")
+    x = torch.randn(4, 8)
+    for step in range(6):
+        run.backward(run(x).square().mean())
+        run.step()
+        optimizers[1].zero_grad()
+        plain(x).square().mean().backward()
+        optimizers[1].step()
+        if step == 1:  # state of the user's: another memory, other values
+            for optimizer in optimizers:
+                for state in optimizer.state.values():
+                    state["exp_avg"], state["step"] = state["exp_avg"].clone() * 0.5, state["step"] + 3
+        if step == 3:
+            for each in (model, plain):
+                each.weight.data = each.weight.data.clone() * 2
+    torch.testing.assert_close(model.weight, plain.weight)
