@@ -1,6 +1,7 @@
-"""Training with few bits: ResNet-20 on CIFAR-10, accuracy of the executed file, its size, and the time of the training.
+"""Training with few bits on CIFAR-10: accuracy of the executed file, its size, and the time of the training.
 
     python benchmarks/low_bit_qat.py --data CIFAR10 --checkpoints FOLDER --arms W4A4 W2A8 --epochs 5
+    python benchmarks/low_bit_qat.py --data CIFAR10 --checkpoints FOLDER --network vit --arms W4A4 --epochs 1
 
 W4A4 ...  `QAT(bits=..., learned=True)`: bits of weights and of what the layers read; sums of residual blocks keep 8 bits
           (`Bits(shortcuts=8)`), and so do the first and the last layer. BatchNorm statistics are frozen after 80 % of the steps.
@@ -11,12 +12,15 @@ Batch 128, crops and flips, cosine; half the task's loss and half the distance t
 W2A2 also the squared distance to its features behind each of the three stages (hints). SGD with rate 0.01, momentum 0.9 and
 weight decay 1e-4 for W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and 4e-3 for W1A1.
 
+`--network vit`: the transformer that `low_bit.py` trains, read from `--out`; its arms have Adam with rate 1e-4.
+
 What is not trained again is kept in `low_bit_qat.json` and `.md` beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from low_bit import ends, transformer
 from quantize_cifar import MEAN, STD, draw, trained
 from vision import Images, cifar10
 
@@ -34,9 +39,11 @@ from compresskit.quant.numerics.block_grid import BlockScheme
 from compresskit.quant.qat import Binarize, binarize_, sign_formats
 
 HERE = Path(__file__).parent
+NETWORKS = ("resnet20", "resnet56", "vit")
 EIGHT = Bits(weights=8, activations=8)
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
 ADAM = partial(torch.optim.Adam, lr=1e-3)
+ADAM_OF_TRANSFORMER = partial(torch.optim.Adam, lr=1e-4)
 #: The default objective, and hints: what the float model has behind each stage.
 HINTS = partial(
     ck.imitate, temperature=1.0, weight=0.5, task_weight=0.5, terms=[ck.distill.Term(ck.distill.losses.hint, "layer?")]
@@ -49,9 +56,12 @@ ARMS: dict[str, tuple[Bits, Callable[..., torch.optim.Optimizer]]] = {
 }
 
 
-def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: int, folder: Path) -> dict[str, Any]:
+def arm(name: str, data: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm, and measure the executed file. An interrupted training goes on where it was."""
     bits, optimizer = ARMS[name]
+    epochs, seed, folder = args.epochs, args.seed, args.out / f"{args.network}-{name}-{args.epochs}-{args.seed}"
+    model = transformer(args) if args.network == "vit" else trained(args.network, args.checkpoints)
+    optimizer = ADAM_OF_TRANSFORMER if args.network == "vit" else optimizer
     pixels, labels = data["train"]
     train = Images(pixels, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
     test, answers = data["test"]
@@ -61,16 +71,24 @@ def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: i
     if name == "W1A1":
         half = ck.imitate(temperature=1.0, weight=0.5, task_weight=0.5)
         train_signs = ck.Train(epochs=epochs, optimizer=optimizer, objective=half, validate_every=0)
-        formats = sign_formats(binarize_(trained("resnet20", checkpoints), drawn[0]))
+        formats = sign_formats(binarize_(copy.deepcopy(model), drawn[0]))
         by_row = BlockScheme(bits=8, block_size=None)
         stages = Binarize(finetune=train_signs), WeightQuant(scheme=by_row, convolutions=by_row, overrides=formats)
     else:
-        ends = {"conv1": EIGHT, "linear": EIGHT}
         settings: dict[str, Any] = {"objective": HINTS()} if name == "W2A2" else {}
-        stages = (ck.QAT(epochs=epochs, bits={"": bits} | ends, learned=True, optimizer=optimizer, validate_every=0, **settings),)
+        stages = (
+            ck.QAT(
+                epochs=epochs,
+                bits={"": bits} | dict.fromkeys(ends(model), EIGHT),
+                learned=True,
+                optimizer=optimizer,
+                validate_every=0,
+                **settings,
+            ),
+        )
     recipe = ck.Recipe(*stages, seed=seed, export="last", on_epoch=lambda report: print(name, report, flush=True))
-    rows = recipe.run(trained("resnet20", checkpoints), task, folder / f"{name}-{epochs}-{seed}").rows
-    path = folder / f"{name}-{epochs}-{seed}" / "model.onnx"
+    rows = recipe.run(model, task, folder).rows
+    path = folder / "model.onnx"
     return {
         "top1": 100 * rows[-1].metric,
         "bytes": path.stat().st_size,
@@ -81,41 +99,44 @@ def arm(name: str, data: dict[str, Any], checkpoints: Path, epochs: int, seed: i
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    static = {row["weights"]: row for row in json.loads((HERE / "low_bit.json").read_text())["networks"]["resnet20"]}
-    whole, start = static["8"]["bytes"], static["fp32"]["quality"]
+def table(found: dict[str, dict[str, Any]]) -> str:
+    static = json.loads((HERE / "low_bit.json").read_text())["networks"]
     lines = [
-        "| arm | epochs | top-1 % | lost | file, KiB | of int8 | in integers | minutes |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| network | arm | epochs | top-1 % | lost | file, KiB | of int8 | in integers | minutes |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    lines.append(f"| fp32 | | {start:.2f} | | | | | |")
-    for name, row in found.items():
-        cells = [name, row["epochs"], f"{row['top1']:.2f}", f"{start - row['top1']:.2f}", f"{row['bytes'] / 1024:.0f}"]
-        cells += [f"{row['bytes'] / whole:.3f}", f"{row['integers']:.0%}", f"{row['minutes']:.0f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
-        "ResNet-20 on CIFAR-10; 10,000 test images, executed in ONNX Runtime. Minutes: one core, beside other jobs.",
-    ]
+    for network, rows in found.items():
+        after = {row["weights"]: row for row in static[network]}
+        whole, start = after["8"]["bytes"], after["fp32"]["quality"]
+        lines.append(f"| {network} | fp32 | | {start:.2f} | | | | | |")
+        for name, row in rows.items():
+            cells = [network, name, row["epochs"], f"{row['top1']:.2f}", f"{start - row['top1']:.2f}"]
+            cells += [f"{row['bytes'] / 1024:.0f}", f"{row['bytes'] / whole:.3f}", f"{row['integers']:.0%}"]
+            cells.append(f"{row['minutes']:.0f}")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "CIFAR-10; 10,000 test images, executed in ONNX Runtime. Minutes: one core, beside other jobs."]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="CIFAR-10: train/<class>/* and test/<class>/*")
+    parser.add_argument("--data", dest="cifar", type=Path, required=True, help="CIFAR-10: train/<class>/* and test/<class>/*")
     parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--network", choices=NETWORKS, default="resnet20")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="of the order of the images, their crops, and the calibration images")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    data = cifar10(args.data, None)
+    data = cifar10(str(args.cifar), None)
     path = HERE / "low_bit_qat.json"
     for name in args.arms:
-        row = arm(name, data, args.checkpoints, args.epochs, args.seed, args.out)
+        row = arm(name, data, args)
         found = json.loads(path.read_text()) if path.exists() else {}
-        found = {key: {**found, name: row}[key] for key in ARMS if key in found or key == name}
+        rows = found.get(args.network, {}) | {name: row}
+        found[args.network] = {key: rows[key] for key in ARMS if key in rows}
+        found = {key: found[key] for key in NETWORKS if key in found}
         path.write_text(json.dumps(found, indent=1) + "\n")
         path.with_suffix(".md").write_text(table(found))
         print(name, row, flush=True)

@@ -5,6 +5,9 @@ compared by CPU time, because others may use the machine: a ratio is the median 
 that were taken one right after the other. `kept` is what autograd keeps for the backward pass, parameters and buffers left out;
 `peak` is the most that all tensors take at once in a step. `compiled`: the float model, as by `Train(compile=True)`;
 `channels_last`: as by `Train(channels_last=True)`.
+
+The last group is the chain of `chain_cifar.py`: a ResNet-56 cut to half of its MACs, under the one that was, in AMP_BF16 with
+channels_last. What a loop of torch alone needs for it, with and without the teacher, bounds what a chain can take.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import compresskit as ck  # noqa: E402
 from compresskit.mixed.memory import StorageTracker  # noqa: E402
 from compresskit.quant import prepare_qat  # noqa: E402
 
+GROUPS = ("masters", "resnet20", "mobilenet_v2", "teacher", "chain")
 POLICIES = (ck.mixed.MASTER_BF16, ck.mixed.SPLIT_BF16, ck.mixed.KAHAN_BF16, ck.mixed.SR_BF16)
 
 
@@ -192,23 +196,83 @@ def taught(depth: int, size: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def chain(size: int, rounds: int) -> list[dict[str, Any]]:
+    """A step of the chain: in loops of torch, the student alone and with its teacher, and in the stages' own."""
+    x = torch.randn(size, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    y = torch.arange(size) % 10
+    torch.manual_seed(0)
+    teacher = CifarResNet(56).eval()
+    student = copy.deepcopy(teacher)
+    ck.prune.apply_(student, ck.prune.plan_channels(student, (x[:2],), ck.keep(macs=0.5)))
+    rounding = prepare_qat(copy.deepcopy(student), [x])
+    for model in (student, rounding):
+        model.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    task = ck.Task(train=[(x, y)], val=[(x, y)])
+
+    def by_torch(model: nn.Module, *, taught: bool) -> Callable[[], float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+        def step() -> float:
+            begin = time.process_time()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                predicted = model(x)
+                with torch.no_grad():
+                    wanted = teacher(x) if taught else torch.zeros_like(predicted)
+            F.kl_div(predicted.float().log_softmax(1), wanted.float().softmax(1), reduction="batchmean").backward()
+            optimizer.step()
+            return time.process_time() - begin
+
+        return step
+
+    def by_stage(model: nn.Module) -> Callable[[], float]:
+        bound = ck.imitate(teacher).bind(model, task)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        run = ck.mixed.prepare(model, optimizer, ck.mixed.AMP_BF16)
+
+        def step() -> float:
+            begin = time.process_time()
+            run.backward(torch.stack([*bound(run, (x, y)).values()]).sum())
+            run.step()
+            return time.process_time() - begin
+
+        return step
+
+    steps = {
+        "torch, the student alone": by_torch(copy.deepcopy(student), taught=False),
+        "torch, with the teacher": by_torch(copy.deepcopy(student), taught=True),
+        "fine-tuning": by_stage(student),
+        "QAT": by_stage(rounding),
+    }
+    return rows_of(f"half of a ResNet-56 under the whole, AMP_BF16, channels_last, batch {size}", in_turn(steps, rounds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="steps of each kind that are timed")
     parser.add_argument("--batch-size", type=int, default=128, help="images a step of ResNet-20; a quarter for MobileNetV2")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="measured again; the others stay")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     load = os.getloadavg()[0]
     size = args.batch_size
-    rows = masters(512, 10, 2 * args.rounds)
-    rows += qat(f"ResNet-20, batch {size}", CifarResNet(20), torch.randn(size, 3, 32, 32), args.rounds, compiled=True)
-    pictures = torch.randn(size // 4, 3, 64, 64)
-    rows += qat(f"MobileNetV2 at 64 px, batch {size // 4}", mobilenet_v2(num_classes=10), pictures, args.rounds, compiled=False)
-    rows += taught(56, size, args.rounds)
+    images, pictures = torch.randn(size, 3, 32, 32), torch.randn(size // 4, 3, 64, 64)
+    mobile = f"MobileNetV2 at 64 px, batch {size // 4}"
+    groups: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "masters": lambda: masters(512, 10, 2 * args.rounds),
+        "resnet20": lambda: qat(f"ResNet-20, batch {size}", CifarResNet(20), images, args.rounds, compiled=True),
+        "mobilenet_v2": lambda: qat(mobile, mobilenet_v2(num_classes=10), pictures, args.rounds, compiled=False),
+        "teacher": lambda: taught(56, size, args.rounds),
+        "chain": lambda: chain(size, args.rounds),
+    }
+    path = HERE / "training_speed.json"
+    found = json.loads(path.read_text())["groups"] if path.exists() else {}
+    found |= {name: measure() for name, measure in groups.items() if name in args.groups}
+    rows = [row for name in groups for row in found.get(name, [])]
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1, "rounds": args.rounds, "load": load}
-    (HERE / "training_speed.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"about": about, "groups": found}, indent=1) + "\n")
     lines = ["| | step | CPU ms | ratio | kept for the backward pass | peak |", "|---|---|--:|--:|--:|--:|"]
     for row in rows:
         kept, peak = ("" if row[kind] is None else f"{row[kind]:.2f}" for kind in ("kept", "peak"))

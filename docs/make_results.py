@@ -276,12 +276,17 @@ def few_bits() -> str:
             ways += [cells.get((bits, peer)) for peer in peers]
             figures = ["" if row is None else f"{row['quality']:.2f}" for row in ways]
             rows.append((labels.get(name, name), f"{cells['fp32', '']['quality']:.2f}", bits, f"{size:.3f}", *figures))
-    trained = [
-        (name, f"{row['top1']:.2f}", f"{row['bytes'] / found['resnet20'][1]['bytes']:.3f}", row["epochs"])
-        for name, row in load("low_bit_qat").items()
-    ]
+    short = {"resnet20": "ResNet-20", "resnet56": "ResNet-56", "vit": "vision transformer"}
+    trained = []
+    for network, arms in load("low_bit_qat").items():
+        cells = {(row["weights"], row["way"]): row for row in found[network]}
+        start, whole = cells["fp32", ""]["quality"], cells["8", "nearest"]["bytes"]
+        for name, row in arms.items():
+            size = f"{row['bytes'] / whole:.3f}"
+            trained.append((short[network], name, f"{row['top1']:.2f}", f"{start - row['top1']:.2f}", size, row["epochs"]))
     costs = "; ".join(
-        f"{row['network']} {row['seconds'] / 60:.1f} minutes and {row['peak_gib']:.1f} GiB"
+        f"{row['network']}{', ' if ',' in row['way'] else ''}{row['way'].partition(', ')[2]} {row['seconds'] / 60:.1f} minutes and"
+        f" {row['peak_gib']:.1f} GiB"
         for row in load("reconstruct_cost")["rows"][1:]
     )
     costs = f"Block reconstruction, 512 images, 60 steps a block, two threads, memory of the whole process: {costs}. {source('reconstruct_cost')}"
@@ -297,14 +302,18 @@ of 3 and 2 bits. {source("low_bit")}
 
 {table(("network", "fp32", "bits of weights", "file / int8 file", "nearest", "learned", "tuned", *peers), rows)}
 
-Trained with labels: ResNet-20 of the first rows (88.02), learned ranges, the first and the last layer and the sums of residual blocks in 8
-bits, W2A2 with hints; W1A1 are layers of signs (`Binarize`), computed in float: XNOR-Net++ (1909.13863), whose form they have, publishes a loss of 12.2 points
+Trained with labels: networks of the rows above, learned ranges, the first and the last layer and the sums of residual blocks in 8
+bits, W2A2 of the ResNet-20 with hints; W1A1 are layers of signs (`Binarize`), computed in float: XNOR-Net++ (1909.13863), whose form they have, publishes a loss of 12.2 points
 for a ResNet-18 on ImageNet (57.1 of 69.3 %), after many more epochs. {source("low_bit_qat")}
 
-{table(("weights and activations", "top-1, %", "file / int8 file", "epochs"), trained)}
+{table(("network", "weights and activations", "top-1, %", "lost", "file / int8 file", "epochs"), trained)}
 
 {costs}
 """
+
+
+def training_steps() -> list[dict[str, Any]]:
+    return [row for rows in load("training_speed")["groups"].values() for row in rows]
 
 
 def joint_bits() -> str:
@@ -530,18 +539,19 @@ def runs() -> str:
     """Runs that survive."""
     resume = load("resume_cost")
     alone, both, two, exact = load("processes")["times"].values()
-    steps = {(row["group"].partition(" ")[0].strip(","), row["step"]): row["ratio"] for row in load("training_speed")["rows"]}
+    steps = {(row["group"].partition(" ")[0].strip(","), row["step"]): row["ratio"] for row in training_steps()}
     follow, held = (f"{steps['ResNet-20', kind]:.2f} ({steps['MobileNetV2', kind]:.2f})" for kind in QAT_STEPS)
     masters = ", ".join(
         f"{steps['step', policy]:.2f} ({policy})" for policy in ("MASTER_BF16", "SPLIT_BF16", "KAHAN_BF16", "SR_BF16")
     )
-    qat_peak = max(row["peak"] for row in load("training_speed")["rows"] if row["step"] in QAT_STEPS)
+    qat_peak = max(row["peak"] for row in training_steps() if row["step"] in QAT_STEPS)
     last, qat_last = (
         f"{steps['ResNet-20', kind]:.2f} ({steps['MobileNetV2', kind]:.2f})"
         for kind in ("float, channels_last", f"{QAT_STEPS[1]}, channels_last")
     )
     taught = {step: ratio for (_, step), ratio in steps.items() if step.startswith(("teacher", "predictions"))}
     teachers = ", ".join(f"{ratio:.2f} ({step})" for step, ratio in taught.items())
+    with_teacher, tuning, rounding = (steps["half", step] for step in ("torch, with the teacher", "fine-tuning", "QAT"))
     return f"""\
 ## Runs
 
@@ -552,6 +562,8 @@ def runs() -> str:
   with ranges held; its tensors take at most {qat_peak:.2f} times the memory. The float step of ResNet-20 with
   `Train(compile=True)` takes {steps["ResNet-20", "float, compiled"]:.2f} of it, with `channels_last=True` {last}, under QAT with ranges held {qat_last}. The optimizer's step without compilation, of a plain AdamW: {masters}. {source("training_speed")}
 * A step of ResNet-20 under autocast with a ResNet-56 as its teacher, of the step without one: {teachers}. {source("training_speed")}
+* Half of a ResNet-56 under the whole one, both under autocast: a loop of torch alone takes {with_teacher:.2f} times its step without the teacher,
+  fine-tuning in a recipe {tuning:.2f}, QAT {rounding:.2f}. {source("training_speed")}
 """
 
 
