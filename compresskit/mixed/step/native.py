@@ -129,7 +129,7 @@ class NativeGroup:
         lists = (tensors.masters, tensors.halves, tensors.remainders, firsts, seconds, counters)
         known = (
             [None if t is None else (t.data_ptr(), t.dtype, t.stride()) for values in lists for t in values],
-            [(grad.dtype, grad.stride()) for grad in tensors.grads],
+            [(grad.dtype, grad.shape, grad.stride()) for grad in tensors.grads],
             tensors.offsets,
         )
         if known != self._known:

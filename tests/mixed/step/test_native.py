@@ -137,3 +137,11 @@ def test_tensors_that_move_are_found_again() -> None:
             for each in (model, plain):
                 each.weight.data = each.weight.data.clone() * 2
     torch.testing.assert_close(model.weight, plain.weight)
+
+
+def test_a_shorter_tensor_in_the_same_memory_is_found() -> None:
+    group, whole, grad = native.NativeGroup(), torch.zeros(8), torch.ones(8)
+    for count in (8, 5):
+        assert group.covers(as_tensors(whole[:count], None, None, grad[:count]), [], None)
+        group.update("sgd", SETTINGS, SEED, None, torch.tensor(0))
+    assert whole.tolist() == [-2 * RATE] * 5 + [-RATE] * 3
