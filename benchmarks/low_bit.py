@@ -11,7 +11,7 @@ tuned     the same, then imitate_float_: all layers at once, to give the float n
 mixed     bits of each layer by choose_bits(check=False), the mean as many, each weight to the nearest step
 mixed, checked   the same by choose_bits, which measures its choice beside others and uniform bits
 mixed, learned   as mixed, then the rounding learned
-onnxruntime, AIMET, ModelOpt: what others make of the same network, batches and bits, see `low_bit_peers.py`
+onnxruntime, AIMET, ModelOpt, MCT: what others make of the same network, batches and bits, see `low_bit_peers.py`
 
 All layers have these bits, the first and the last one too; activations have 8, but 4 in rows `4, A4`, where the first and the
 last layer and sums of residual paths keep 8. What is calibrated on and what is measured: `real_networks.py`, with its first
@@ -174,7 +174,7 @@ def table(found: dict[str, Any]) -> str:
             )
             cells += [*file, f"{row['seconds']:.0f}" if "seconds" in row else ""]
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Executed in ONNX Runtime, AIMET and ModelOpt simulated; CIFAR-10: 10,000 test images. {found['about']}"]
+    lines += ["", f"Executed in ONNX Runtime, AIMET, ModelOpt and MCT simulated; CIFAR-10: 10,000 test images. {found['about']}"]
     return "\n".join(lines) + "\n"
 
 

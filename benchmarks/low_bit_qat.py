@@ -106,8 +106,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for network, rows in found.items():
-        after = {row["weights"]: row for row in static[network]}
-        whole, start = after["8"]["bytes"], after["fp32"]["quality"]
+        after = {(row["weights"], row["way"]): row for row in static[network]}
+        whole, start = after["8", "nearest"]["bytes"], after["fp32", ""]["quality"]
         lines.append(f"| {network} | fp32 | | {start:.2f} | | | | | |")
         for name, row in rows.items():
             cells = [network, name, row["epochs"], f"{row['top1']:.2f}", f"{start - row['top1']:.2f}"]

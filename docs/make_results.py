@@ -264,7 +264,7 @@ def few_bits() -> str:
         "face": "face detector, 300 k parameters, separable convolutions",
         "vit": "vision transformer of 6 layers, trained on these pictures",
     }
-    peers, rows = ("onnxruntime", "ModelOpt", "AIMET", "AIMET, AdaRound"), []
+    peers, rows = ("onnxruntime", "ModelOpt", "MCT", "AIMET", "AIMET, AdaRound"), []
     for name, parts in found.items():
         cells = {(row["weights"], row["way"]): row for row in parts}
         whole = cells["8", "nearest"]
@@ -297,7 +297,7 @@ ResNets and transformer: top-1 in % on 10,000 test pictures of CIFAR-10, one dra
 confident cells against those of the float network. Executed in ONNX Runtime. *nearest* is `quantize_static(bits=)`, *learned* is `reconstruct_blocks_` after it, *tuned* `imitate_float_` after that;
 "on average" are bits by layer of `choose_bits`; learned, with `check=False`. Its check takes uniform bits where the outputs say so: the choice
 is right in two of three networks at 3 bits. Activations have 8 bits, in rows "4, A4" 4, but for the first and the last layer and sums of
-residual paths. The last four columns are other quantizers with the same pictures and bits, all but onnxruntime's simulated; it has no weights
+residual paths. The last five columns are other quantizers with the same pictures and bits, all but onnxruntime's simulated; it has no weights
 of 3 and 2 bits. {source("low_bit")}
 
 {table(("network", "fp32", "bits of weights", "file / int8 file", "nearest", "learned", "tuned", *peers), rows)}
