@@ -75,9 +75,9 @@ def reconstruct_blocks_(
         quantized: a calibrated model.
         batches: an iterable of inputs, or one batch; a few hundred samples. Inputs of a block, in float and rounded, and its
             output in float are kept in memory for all of them, with what later blocks read: three to four times the activation
-            between two blocks, fp32. ResNet-18, 224 x 224: 0.8 MB a sample and activation, some 1.6 GB for 512 samples. glibc keeps
-            what is freed in pieces below 32 MiB; with `MALLOC_MMAP_THRESHOLD_=4194304` in the environment it gives them back, in
-            more time (`benchmarks/reconstruct_cost.md`).
+            between two blocks, fp32. ResNet-18, 224 x 224: 0.8 MB a sample and activation, some 1.6 GB for 512 samples. What is
+            freed in pieces below 32 MiB glibc keeps; with `MALLOC_MMAP_THRESHOLD_=4194304` in the environment it gives them back,
+            in more time (`benchmarks/reconstruct_cost.md`).
         blocks: parts of the graph, in its order, that are trained one after another; default `find_graph_blocks(quantized)`.
         steps: optimizer steps for each block.
         batch_size: rows of a step.
