@@ -31,8 +31,13 @@ from compresskit.measure import session
 
 ITERATIONS = 300
 WEIGHT_TYPES = {8: QuantType.QInt8, 4: QuantType.QInt4}
-PACKAGES = {"onnxruntime": "onnxruntime", "AIMET": "aimet_onnx", "AIMET, AdaRound": "aimet_onnx", "ModelOpt": "modelopt"}
-PACKAGES["MCT"] = "model_compression_toolkit"
+PACKAGES = {
+    "onnxruntime": "onnxruntime",
+    "AIMET": "aimet_onnx",
+    "AIMET, AdaRound": "aimet_onnx",
+    "ModelOpt": "modelopt",
+    "MCT": "model_compression_toolkit",
+}
 WIDTHS = {"onnxruntime": tuple(WEIGHT_TYPES), "MCT": (8, 4, 2)}  # of weights; others have all
 
 #: (network, calibration batches, bits of the weights, path without its file) -> what runs it
@@ -83,7 +88,7 @@ def by_mct(network: Network, batches: list[Tensor], bits: int, path: Path) -> Ru
     mct: Any = importlib.import_module("model_compression_toolkit")
     settings, layers = mct.core.CoreConfig(), mct.core.common.network_editors.NodeTypeFilter
     kinds = [layers(nn.Conv2d), layers(nn.Linear)]
-    if bits != 8:  # its own, where others are given as wanted
+    if bits != 8:  # its default
         settings.bit_width_config.set_manual_weights_bit_width(kinds, [bits] * 2, ["weight"] * 2)
     platform = mct.get_target_platform_capabilities()
     quantized, _ = mct.ptq.pytorch_post_training_quantization(

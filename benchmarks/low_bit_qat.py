@@ -12,7 +12,7 @@ Batch 128, crops and flips, cosine; half the task's loss and half the distance t
 W2A2 also the squared distance to its features behind each of the three stages (hints). SGD with rate 0.01, momentum 0.9 and
 weight decay 1e-4 for W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and 4e-3 for W1A1.
 
-`--network vit`: the transformer that `low_bit.py` trains, read from `--out`; its arms have Adam with rate 1e-4.
+`--network vit`: the transformer that `low_bit.py` trains, read from `--out`; its arms have Adam with rate 1e-4 and no hints.
 
 What is not trained again is kept in `low_bit_qat.json` and `.md` beside this file.
 """
@@ -75,7 +75,7 @@ def arm(name: str, data: dict[str, Any], args: argparse.Namespace) -> dict[str, 
         by_row = BlockScheme(bits=8, block_size=None)
         stages = Binarize(finetune=train_signs), WeightQuant(scheme=by_row, convolutions=by_row, overrides=formats)
     else:
-        settings: dict[str, Any] = {"objective": HINTS()} if name == "W2A2" else {}
+        settings: dict[str, Any] = {"objective": HINTS()} if name == "W2A2" and args.network != "vit" else {}
         stages = (
             ck.QAT(
                 epochs=epochs,

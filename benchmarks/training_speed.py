@@ -3,7 +3,8 @@
 Writes `training_speed.json` and `training_speed.md` beside this file. The steps of a group are taken in turn in one process, and
 compared by CPU time, because others may use the machine: a ratio is the median over the rounds, each of which compares steps
 that were taken one right after the other. `kept` is what autograd keeps for the backward pass, parameters and buffers left out;
-`peak` is the most that all tensors take at once in a step. `compiled`: the float model, as by `Train(compile=True)`;
+`peak` is the most that all tensors take at once in a step. What the last line says of the machine is of the groups that were
+measured last. `compiled`: the float model, as by `Train(compile=True)`;
 `channels_last`: as by `Train(channels_last=True)`.
 
 The last group is the chain of `chain_cifar.py`: a ResNet-56 cut to half of its MACs, under the one that was, in AMP_BF16 with
@@ -260,17 +261,17 @@ def main() -> None:
     size = args.batch_size
     images, pictures = torch.randn(size, 3, 32, 32), torch.randn(size // 4, 3, 64, 64)
     mobile = f"MobileNetV2 at 64 px, batch {size // 4}"
-    groups: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "masters": lambda: masters(512, 10, 2 * args.rounds),
-        "resnet20": lambda: qat(f"ResNet-20, batch {size}", CifarResNet(20), images, args.rounds, compiled=True),
-        "mobilenet_v2": lambda: qat(mobile, mobilenet_v2(num_classes=10), pictures, args.rounds, compiled=False),
-        "teacher": lambda: taught(56, size, args.rounds),
-        "chain": lambda: chain(size, args.rounds),
-    }
+    measures: list[Callable[[], list[dict[str, Any]]]] = [
+        lambda: masters(512, 10, 2 * args.rounds),
+        lambda: qat(f"ResNet-20, batch {size}", CifarResNet(20), images, args.rounds, compiled=True),
+        lambda: qat(mobile, mobilenet_v2(num_classes=10), pictures, args.rounds, compiled=False),
+        lambda: taught(56, size, args.rounds),
+        lambda: chain(size, args.rounds),
+    ]
     path = HERE / "training_speed.json"
     found = json.loads(path.read_text())["groups"] if path.exists() else {}
-    found |= {name: measure() for name, measure in groups.items() if name in args.groups}
-    rows = [row for name in groups for row in found.get(name, [])]
+    found |= {name: measure() for name, measure in zip(GROUPS, measures, strict=True) if name in args.groups}
+    rows = [row for name in GROUPS for row in found.get(name, [])]
     about = {"torch": torch.__version__, "python": platform.python_version(), "threads": 1, "rounds": args.rounds, "load": load}
     path.write_text(json.dumps({"about": about, "groups": found}, indent=1) + "\n")
     lines = ["| | step | CPU ms | ratio | kept for the backward pass | peak |", "|---|---|--:|--:|--:|--:|"]

@@ -297,8 +297,8 @@ ResNets and transformer: top-1 in % on 10,000 test pictures of CIFAR-10, one dra
 confident cells against those of the float network. Executed in ONNX Runtime. *nearest* is `quantize_static(bits=)`, *learned* is `reconstruct_blocks_` after it, *tuned* `imitate_float_` after that;
 "on average" are bits by layer of `choose_bits`; learned, with `check=False`. Its check takes uniform bits where the outputs say so: the choice
 is right in two of three networks at 3 bits. Activations have 8 bits, in rows "4, A4" 4, but for the first and the last layer and sums of
-residual paths. The last five columns are other quantizers with the same pictures and bits, all but onnxruntime's simulated; it has no weights
-of 3 and 2 bits. {source("low_bit")}
+residual paths. The last five columns are other quantizers with the same pictures and bits, all but onnxruntime's simulated; onnxruntime has no weights
+of 3 and 2 bits, MCT none of 3. {source("low_bit")}
 
 {table(("network", "fp32", "bits of weights", "file / int8 file", "nearest", "learned", "tuned", *peers), rows)}
 
@@ -313,6 +313,7 @@ for a ResNet-18 on ImageNet (57.1 of 69.3 %), after many more epochs. {source("l
 
 
 def training_steps() -> list[dict[str, Any]]:
+    """The rows of all groups of `training_speed.py`."""
     return [row for rows in load("training_speed")["groups"].values() for row in rows]
 
 

@@ -171,7 +171,7 @@ class CompiledStep:
         )
         settings: dict[str, Any] = {k: group[k] for k in ("betas", "eps", "weight_decay", "momentum", "nesterov") if k in group}
         native = self.native.setdefault(index, NativeGroup())
-        if self.weights.steps.device.type == "cpu" and native.covers(tensors, counters, policy.bf16_format):
+        if self.weights.steps.device.type == "cpu" and native.take(tensors, counters, policy.bf16_format):
             if ok is None or bool(ok):
                 rule = "momentum" if self.rule is sgd and states[0] else self.rule.__name__
                 native.update(rule, settings | {"lr": group["lr"]}, policy.seed, inverse, self.weights.steps)

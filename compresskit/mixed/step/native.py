@@ -29,7 +29,7 @@ from compresskit.mixed.formats.policy import Bf16Format
 SOURCE = Path(__file__).with_name("update.cpp")
 #: Of GCC and Clang. No contraction: all formats and all instruction sets then give the same bits.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-#: The first of these that the compiler of a machine knows; GCC would leave half of a 512-bit register empty.
+#: The first of these that the compiler of a machine knows; by itself GCC prefers vectors of 256 bits where there are 512.
 OWN_INSTRUCTIONS = (("-march=native", "-mprefer-vector-width=512"), ("-mcpu=native",))
 VALUES_OF_THREAD = 2**19  # fewer are not worth a thread
 
@@ -108,7 +108,7 @@ def laid_as(grad: Tensor, weight: Tensor) -> Tensor:
 class NativeGroup:
     """The tensors of one param group as `update.cpp` reads them: a table that is kept until one of them moves.
 
-    For many small tensors, looking at each of them takes longer than their update.
+    So that a step does not ask each tensor for its layout and device, and fills no table, where nothing has moved.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class NativeGroup:
         self._table = np.zeros(0, TENSORS)
         self._written: list[Tensor] = []  # of which autograd may know
 
-    def covers(self, tensors: Any, counters: Sequence[Tensor], bf16_format: Bf16Format | None) -> bool:
+    def take(self, tensors: Any, counters: Sequence[Tensor], bf16_format: Bf16Format | None) -> bool:
         """Take the tensors of a step; False where `update.cpp` does not cover them.
 
         Args:
@@ -159,7 +159,7 @@ class NativeGroup:
             steps: counter of the steps, int64 of no dimension.
         """
         native = native_update()
-        assert native is not None, "covers() has asked"
+        assert native is not None, "take() has asked"
         beta1, beta2 = settings.get("betas", (0.0, 0.0))
         known = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "rule": STEP_RULES.index(rule)}
         known |= {"inverse": 1.0 if inverse is None else inverse.item(), "power1": beta1, "power2": beta2}
