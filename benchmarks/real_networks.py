@@ -14,7 +14,7 @@ pnet, rnet, onet
            of MTCNN, where `pip install --no-deps facenet-pytorch` has put them: as face, a score above 0.6 and 0.7. rnet and onet
            see the eight places of a photograph for which pnet has the highest scores
 fsrcnn_*   calibration: 64 crops of photographs. PSNR in dB on the whole pictures of sr/, 8 pixels cut off at each edge
-resnet*    three draws of 512 training images; top-1 in % on the 10,000 test images
+resnet*    three draws of 512 training images, or --draws; top-1 in % on the 10,000 test images, mean and standard error
 
 ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations); NNCF's and AIMET's with their defaults,
            from the float file of `export_onnx`, where `pip install nncf aimet-onnx` has put them; our efforts, "measured": fast
@@ -23,6 +23,8 @@ latency    batch 1 (FSRCNN: 128x128), all files of a network in turn, in OpenVIN
            torch's own ONNX export of the float network, export the one of `export_onnx`
 bound      below which no placement of integers can come in this runtime: each layer by the faster of its kernels in export and
            fast, without a single conversion between float and integers or between memory layouts; on one thread
+peak       the network's multiplications at the rate of a float product of two matrices of 768 x 768 in this runtime, on one
+           thread: what no rewriting of the float file that multiplies as often comes below
 
 Writes `real_networks.json` and `real_networks.md` beside this file; what is not measured again stays.
 """
@@ -38,7 +40,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import onnx
@@ -66,11 +68,11 @@ HOW: dict[str, dict[str, Any]] = {
     "measured": {"choose": "measure"},
     "two": {"effort": "balanced", "choose": "measure", "deployment": ck.quant.targets.Deployment(threads=2)},
 }
-DRAWS = 3
 SCORE = 0.3  # of a confident cell
 MTCNN = {"pnet": 0.6, "rnet": 0.7, "onet": 0.7}  # scores of a confident cell or crop, those of the package
 CROPS = 8  # of a photograph
 EDGE = 8  # pixels
+DRAWS = 3
 Run = Callable[[Tensor], list[Tensor]]
 
 
@@ -166,7 +168,7 @@ def super_resolution(model: nn.Module, data: Path) -> Network:
     return Network(model, [calibration], (0, 2, 3), crops[0], [small for small, _ in pairs], quality)
 
 
-def cifar(model: nn.Module, folder: Path) -> Network:
+def cifar(model: nn.Module, folder: Path, draws: int = DRAWS) -> Network:
     parts = cifar10(str(folder), 10**6)
     images, labels = parts["test"]
     test = list(((images.float() / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)).split(500))
@@ -174,7 +176,7 @@ def cifar(model: nn.Module, folder: Path) -> Network:
     def quality(run: Run) -> float:
         return float(100 * (torch.cat([run(part)[0].argmax(1) for part in test]) == labels).double().mean())
 
-    return Network(model, [draw(parts["train"][0], seed) for seed in range(DRAWS)], (0,), test[0][:1], test[:2], quality)
+    return Network(model, [draw(parts["train"][0], seed) for seed in range(draws)], (0,), test[0][:1], test[:2], quality)
 
 
 def deployed(data: Path) -> Any:
@@ -187,7 +189,7 @@ def deployed(data: Path) -> Any:
     return module
 
 
-def networks(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
+def networks(args: argparse.Namespace, draws: int = DRAWS) -> Iterator[tuple[str, Network]]:
     for name in ("face", "fsrcnn_x2") if args.data else ():
         if name in (args.networks or [name]):
             yield name, (face if name == "face" else super_resolution)(deployed(args.data).load(name), args.data)
@@ -196,7 +198,7 @@ def networks(args: argparse.Namespace) -> Iterator[tuple[str, Network]]:
             yield name, mtcnn(name, args.data)
     for name in ("resnet20", "resnet56") if args.cifar and args.checkpoints else ():
         if name in (args.networks or [name]):
-            yield name, cifar(trained(name, args.checkpoints), args.cifar)
+            yield name, cifar(trained(name, args.checkpoints), args.cifar, draws)
 
 
 def float_run(model: nn.Module) -> Run:
@@ -277,6 +279,8 @@ def measure(name: str, network: Network, way: str, folder: Path) -> dict[str, An
         rows[-1]["quality"] = network.quality(executed(path))
         print(name, way, json.dumps(rows[-1]), flush=True)
     numbers = {key: mean(row[key] for row in rows) for key in ("seconds", "integer_macs", "db", "quality")}
+    if len(rows) > 1:
+        numbers |= {"draws": len(rows), "error": stdev(row["quality"] for row in rows) / len(rows) ** 0.5}
     return rows[0] | numbers | {"verified": all(row.get("verified", True) for row in rows)}
 
 
@@ -313,6 +317,25 @@ def bound(name: str, network: Network, folder: Path, seconds: float) -> float | 
     return (kernels + min(profile.outside, profile.against_outside)) / profile.against_milliseconds
 
 
+def peak(network: Network, size: int = 768) -> float:
+    """Milliseconds that the network's multiplications take at the rate of the runtime's float product, on one thread."""
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [size, size]) for name in "xy")
+    w = onnx.numpy_helper.from_array(torch.randn(size, size).numpy(), "w")
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph([node], "peak", [x], [y], [w]), opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    runtime = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feed, least = {"x": torch.randn(size, size).numpy()}, float("inf")
+    for _ in range(50):
+        began = time.perf_counter()
+        runtime.run(None, feed)
+        least = min(least, time.perf_counter() - began)
+    return 1e3 * least * ck.count_macs(network.model, (network.example,)) / size**3
+
+
 def write(result: dict[str, Any]) -> None:
     result["versions"] = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -322,8 +345,9 @@ def write(result: dict[str, Any]) -> None:
     for name, row in result["networks"].items():
         lines.append(f"| {name} | float | {row['float']:.3f} | | | | |")
         for way, some in row["ways"].items():
+            spread = f" ± {some['error']:.3f} ({some['draws']})" if "draws" in some else ""
             lines.append(
-                f"| {name} | {way} | {some['quality']:.3f} | {some['db']:.2f} | {some['integer_macs']:.1%}"
+                f"| {name} | {way} | {some['quality']:.3f}{spread} | {some['db']:.2f} | {some['integer_macs']:.1%}"
                 f" | {some['seconds']:.0f} | {'' if way in PEERS else 'yes' if some['verified'] else 'no'} |"
             )
     lines += [
@@ -331,7 +355,7 @@ def write(result: dict[str, Any]) -> None:
         f"Milliseconds, a CPU with {result['cpu']}; in brackets as a fraction of torch's float file in ONNX Runtime.",
         "",
     ]
-    columns = ("torch", "export", *WAYS, "bound")
+    columns = ("torch", "export", *WAYS, "bound", "peak")
     lines += ["| network, threads | " + " | ".join(columns) + " |", "|---|" + "--:|" * len(columns)]
     for name, row in result["networks"].items():
         for threads, ms in row.get("ms", {}).items():
@@ -342,7 +366,8 @@ def write(result: dict[str, Any]) -> None:
                 lines.append(f"| {name}, {threads}, in OpenVINO | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Quality: F1 in % (face, MTCNN), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws (resnet). {result['versions']}",
+        f"Quality: F1 in % (face, MTCNN), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws or of as many as stand in"
+        f" brackets, with its standard error (resnet). {result['versions']}",
     ]
     (HERE / "real_networks.md").write_text("\n".join(lines) + "\n")
 
@@ -355,6 +380,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/real_networks"), help="where the files are written")
     parser.add_argument("--networks", nargs="*", default=())
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
+    parser.add_argument("--draws", type=int, default=DRAWS, help="of calibration images of resnet*")
     parser.add_argument("--latency", action="store_true", help="only the times of files that are there")
     parser.add_argument("--seconds", type=float, default=5, help="for each file and number of threads")
     args = parser.parse_args()
@@ -362,7 +388,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     known = HERE / "real_networks.json"
     result = json.loads(known.read_text()) if known.exists() else {"networks": {}}
-    for name, network in networks(args):
+    for name, network in networks(args, args.draws):
         row = result["networks"].setdefault(name, {"ways": {}})
         with torch.no_grad():
             row["float"] = network.quality(float_run(network.model))
@@ -374,6 +400,7 @@ def main() -> None:
         row["ms"], row["openvino"] = measured["onnxruntime"], measured.get("openvino", row.get("openvino", {}))
         least = bound(name, network, args.folder, args.seconds)
         row["ms"]["1"] |= {} if least is None else {"bound": least * row["ms"]["1"]["export"]}
+        row["ms"]["1"]["peak"] = peak(network)
         write(result)
 
 
