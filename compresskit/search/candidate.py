@@ -17,10 +17,11 @@ from compresskit.prune import Prune
 from compresskit.prune.depth import Depth, Merge
 from compresskit.prune.low_rank import LowRank
 from compresskit.quant import QAT, Bits, StaticQuant
-from compresskit.quant.numerics.targets import X86, Target
+from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target
 from compresskit.train.train import Train
 
 Storage = Literal["float", "int8", "int4"]
+Effort = Literal["fast", "balanced"]
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to 4: few multiples of 8 are left in narrow networks
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 
@@ -53,6 +54,8 @@ class Candidate:
         macs: fraction of the multiply-accumulates that stays when channels are removed; 1 removes none.
         rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
         bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8.
+        effort: of the quantization, "balanced" as in `quantize_static`. Where it is trained, operators are placed by measurement,
+            and the training does the rest. Float candidates are "fast".
     """
 
     blocks: int = 0
@@ -60,22 +63,31 @@ class Candidate:
     macs: float = 1.0
     rank: float = 1.0
     bits: Storage = "int8"
+    effort: Effort = "fast"
 
     @property
     def name(self) -> str:
-        """Such as `2blocks-macs0.5-int8`; the name of its folder."""
+        """Such as `2blocks-macs0.5-int8`, `int8-balanced`; the name of its folder."""
         parts = [f"{self.blocks}blocks"] if self.blocks else []
         parts += [f"{self.merged}merged"] if self.merged else []
         parts += [f"macs{self.macs:g}"] if self.macs < 1 else []
         parts += [f"rank{self.rank:g}"] if self.rank < 1 else []
-        return "-".join([*parts, self.bits])
+        return "-".join([*parts, self.bits, *([] if self.effort == "fast" else [self.effort])])
 
     @property
     def changes_structure(self) -> bool:
         """Whether it removes anything but precision."""
         return self.blocks > 0 or self.merged > 0 or self.macs < 1 or self.rank < 1
 
-    def stages(self, *, order: Removable, samples: int, train: Train | None, target: Target = X86) -> tuple[Stage, ...]:
+    def stages(
+        self,
+        *,
+        order: Removable,
+        samples: int,
+        train: Train | None,
+        target: Target = X86,
+        deployment: Deployment = DEFAULT_DEPLOYMENT,
+    ) -> tuple[Stage, ...]:
         """The stages of a recipe that makes the candidate; none for the uncompressed model.
 
         Args:
@@ -83,6 +95,7 @@ class Candidate:
             samples: calibration samples that the stages read.
             train: how long and how to train in all; None trains nothing.
             target: runtime of the quantized file.
+            deployment: threads and batch for which operators are placed, where that is measured.
 
         Raises ModelError where there are not so many runs outside of the blocks that go.
         """
@@ -103,8 +116,12 @@ class Candidate:
         if self.bits == "float":
             return tuple(structure)
         bits = Bits(weights=4) if self.bits == "int4" else Bits()
+        placed: dict[str, Any] = {} if self.effort == "fast" else {"deployment": deployment}
         if qat is None:
-            return (*structure, StaticQuant(target=target, bits=bits, samples=min(samples, 512)))
+            samples = min(samples, 512)
+            return (*structure, StaticQuant(target=target, bits=bits, samples=samples, effort=self.effort, **placed))
+        if placed:
+            placed = placed | {"choose": "measure"} if target.runs_here else {}
         return (
             *structure,
             QAT(
@@ -112,6 +129,7 @@ class Candidate:
                 steps=qat.steps,
                 target=target,
                 bits=bits,
+                **placed,
                 optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
                 validate_every=qat.validate_every,
             ),

@@ -192,7 +192,7 @@ class Finals:
     def recipe(self, candidate: Candidate, watch: OnStep | None = None) -> Recipe:
         """The recipe of a candidate; its trainings call `watch`."""
         shop = self.workshop
-        stages = candidate.stages(order=self.order, samples=shop.samples, train=self.train, target=shop.target)
+        stages = shop.stages(candidate, self.order, train=self.train)
         return Recipe(*stages, seed=shop.seed, export="last", on_step=watch)
 
     def folder(self, candidate: Candidate) -> Path:

@@ -8,6 +8,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.importance import BlockScoring, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go
-from compresskit.quant.numerics.targets import Target
+from compresskit.quant.numerics.targets import Deployment, Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
 from compresskit.recipe.engine import run_stage
 from compresskit.recipe.folder import LOCK
@@ -41,6 +42,7 @@ from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
 from compresskit.search.workers import LOCKS, timing_alone
+from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
@@ -210,12 +212,28 @@ class Workshop:
 
     def _compressed(self, candidate: Candidate, order: Removable, samples: int) -> tuple[nn.Module, tuple[Stage, ...]]:
         """The model of a candidate without training, and the stages that made it."""
-        stages = candidate.stages(order=order, samples=samples, train=None, target=self.target)
+        stages = self.stages(candidate, order, samples=samples)
         model = copy_model(self.model)
-        for i, stage in enumerate(stages):
-            seed_generators_(self.seed + i, self.task.train, self.task.calibration)
-            model = run_stage(stage, model, self.task)
+        with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
+            for i, stage in enumerate(stages):
+                seed_generators_(self.seed + i, self.task.train, self.task.calibration)
+                model = run_stage(stage, model, self.task)
         return model, stages
+
+    def stages(
+        self, candidate: Candidate, order: Removable, *, samples: int | None = None, train: Train | None = None
+    ) -> tuple[Stage, ...]:
+        """The stages of a candidate, for the target, threads and batch of the search.
+
+        samples: calibration samples of a stage; None for those of the search.
+        """
+        return candidate.stages(
+            order=order,
+            samples=samples or self.samples,
+            train=train,
+            target=self.target,
+            deployment=Deployment(threads=self.threads, batch=self.batch),
+        )
 
     def sketch(self, candidate: Candidate, order: Removable, read: Callable[[Path], Read]) -> Read:
         """What `read` says of a file with the candidate's layers, whose values come from a few samples and are not checked.

@@ -22,6 +22,7 @@ from compresskit.train.train import Train
 AT_THE_TOP = (Train, Distill, Prune, QAT, StaticQuant)
 NAMESPACES = {
     "quant": quant,
+    "quant.targets": quant.targets,
     "mixed": mixed,
     "prune": prune,
     "prune.depth": prune.depth,

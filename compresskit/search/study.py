@@ -28,6 +28,8 @@ LADDER = (
     Candidate(macs=0.5, bits="int4"),
     Candidate(rank=0.6),
     Candidate(bits="float", macs=0.5),
+    Candidate(effort="balanced"),
+    Candidate(macs=0.5, effort="balanced"),
 )
 #: Fractions of the blocks that go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
@@ -95,7 +97,7 @@ class CandidateStudy:
                     self.study.enqueue_trial(self._parameters(candidate))
 
     def _parameters(self, candidate: Candidate) -> dict[str, Any]:
-        return {name: vars(candidate)[name] for name in (*self.most, "macs", "rank", "bits")}
+        return {name: vars(candidate)[name] for name in (*self.most, "macs", "rank", "bits", "effort")}
 
     def _told(self) -> list[Any]:
         """Trials with a result; those that a process left behind have none."""
@@ -132,6 +134,7 @@ class CandidateStudy:
             trial.suggest_float("macs", 0.1, 1.0, step=0.05)
             trial.suggest_float("rank", 0.4, 1.0, step=0.1)
             trial.suggest_categorical("bits", ["float", "int8", "int4"])
+            trial.suggest_categorical("effort", ["fast", "balanced"])
             return trial, candidate_of(trial.params)
 
     def tell(self, trial: Any, values: Sequence[float] | None, constraints: Sequence[float] = ()) -> None:
@@ -151,13 +154,14 @@ class CandidateStudy:
 
 
 def candidate_of(parameters: dict[str, Any]) -> Candidate:
-    """The candidate of a trial's parameters; steps of floats are rounded to the decimals that they have."""
+    """The candidate of a trial's parameters; steps of floats are rounded to the decimals that they have. Float has no effort."""
     return Candidate(
         blocks=int(parameters.get("blocks", 0)),
         merged=int(parameters.get("merged", 0)),
         macs=round(parameters["macs"], 2),
         rank=round(parameters["rank"], 2),
         bits=parameters["bits"],
+        effort="fast" if parameters["bits"] == "float" else parameters["effort"],
     )
 
 

@@ -21,7 +21,7 @@ from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.proxy import Workshop
 from compresskit.search.source import SourceWriter
-from compresskit.search.study import first_candidates, import_optuna
+from compresskit.search.study import candidate_of, first_candidates, import_optuna
 
 plan_merges = importlib.import_module("compresskit.prune.depth.merging.plan_merges")  # a function of its package has the name
 RANKED_RUNS = Workshop._ranked_runs  # before this folder's fixture
@@ -189,6 +189,47 @@ def test_the_stages_of_a_candidate() -> None:
     written = [SourceWriter().source(stage, "here") for stage in stages]
     assert written[0] == "ck.prune.depth.Depth(blocks=('a',), repair=7)"
     assert Candidate(bits="float").stages(order=Removable(), samples=1, train=train) == ()
+
+
+def test_the_stages_of_a_balanced_candidate_are_placed_for_the_budget() -> None:
+    train, here = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1)), ck.quant.targets.Deployment(threads=2, batch=7)
+    candidate, of = Candidate(macs=0.5, effort="balanced"), {"order": Removable(), "samples": 7, "deployment": here}
+    assert candidate.name == "macs0.5-int8-balanced"
+    static, qat = candidate.stages(**of, train=None)[-1], candidate.stages(**of, train=train)[-1]
+    assert (static.effort, static.choose, static.deployment) == ("balanced", "auto", here)
+    assert (qat.choose, qat.deployment) == ("measure", here)
+    assert "deployment=ck.quant.targets.Deployment(threads=2, batch=7)" in SourceWriter().source(qat, "here")
+    elsewhere = replace(ck.quant.X86, processors=("another",))
+    assert candidate.stages(**of, train=train, target=elsewhere)[-1].choose == "auto"  # its times are not known here
+    fast = Candidate(macs=0.5).stages(**of, train=None)[-1]
+    assert (fast.effort, fast.deployment) == ("fast", ck.quant.targets.Deployment())
+    assert {c.effort for c in first_candidates(blocks=0, merged=0)} == {"fast", "balanced"}
+    assert candidate_of({"macs": 0.5, "rank": 1.0, "bits": "float", "effort": "balanced"}).effort == "fast"
+
+
+def test_without_training_effort_buys_the_metric(tmp_path, monkeypatch) -> None:
+    """Channels of unlike ranges: "fast" rounds them away, "balanced" does not, and the search hands that over."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for channel, factor in enumerate(torch.logspace(-2, 2, 16)):
+            model[0].weight[channel] *= factor
+            model[0].bias[channel] *= factor
+            model[2].weight[channel] /= factor
+    batches = [torch.randn(16, 3, 8, 8) for _ in range(4)]
+    val = ck.metrics.float_targets(model, batches)
+    task = ck.Task(val=val, calibration=[(x, None) for x in batches], metric=ck.metrics.agreement("sqnr"), higher_is_better=True)
+    ladder = [Candidate(), Candidate(effort="balanced")]
+    monkeypatch.setattr(importlib.import_module("compresskit.search.explore"), "first_candidates", lambda **_: ladder)
+    settings = QUICK | {"target": replace(ck.quant.X86, processors=("another",))}  # whose placement is not timed here
+    found = ck.compress(model, task, ck.at_most(bytes="1MB"), out=tmp_path / "runs", **settings)
+    drops = {tried.candidate.effort: tried.figures.drop for tried in found.tried}
+    assert drops["balanced"] < drops["fast"] - 10  # dB
+    assert found.chosen.candidate.effort == "balanced"
+    assert "effort='balanced'" in found.code.read_text()
 
 
 def test_runs_of_blocks_that_go_are_not_merged() -> None:

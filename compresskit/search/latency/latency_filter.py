@@ -79,8 +79,11 @@ class LatencyFilter:
     def too_slow(self, candidate: Candidate, fast_enough: Sequence[Candidate]) -> float | None:
         """Predicted milliseconds of a candidate that is over the ceiling by more than predictions err; else None.
 
-        fast_enough: candidates that keep the ceiling. One that has no more left than any of these is not looked at.
+        fast_enough: candidates that keep the ceiling. One that has no more left than any of these is not looked at, and neither
+            is one whose operators are placed by measurement, since a sketch does not have its placement.
         """
+        if candidate.effort != "fast":
+            return None
         if (error := self.error()) is None or any(_removes_no_less(candidate, other) for other in fast_enough):
             return None
         operators = self._sketched(candidate)
@@ -100,7 +103,7 @@ class LatencyFilter:
 def _removes_no_less(candidate: Candidate, other: Candidate) -> bool:
     """Whether a candidate has at most what another has, in every way, and the same precision."""
     return (
-        candidate.bits == other.bits
+        (candidate.bits, candidate.effort) == (other.bits, other.effort)
         and candidate.blocks >= other.blocks
         and candidate.merged >= other.merged
         and candidate.macs <= other.macs
