@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import CompressError, DataError, ModelError
+from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
 from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows, shapes_of
 from compresskit.graph.capture import capture, check_runs
@@ -41,9 +42,10 @@ def preflight_check(
         if _reads_target(stage):
             where = f"stage {i + 1}, {type(stage).__name__}: its loss or its criterion"
             check_labelled(own.get(i, task), where, f"tasks[{i}]" if i in own else "its task")
+    read = _may_read_target([stage for i, stage in enumerate(stages) if i not in own])
     for which in ("val", "train", "calibration"):
         if which == "val" or getattr(task, which) is not None:
-            _check_loader(model, task, which)
+            _check_loader(model, task, which, loss=read)
     for i, each in own.items():
         if each.train is not None:
             _check_loader(model, each, "train", loss=_reads_target(stages[i]))
@@ -111,6 +113,13 @@ def _reads_target(stage: Stage) -> bool:
     """Whether a training of a stage, or its criterion, is known to read the targets of the training data."""
     needed = needs_of(getattr(stage, "criterion", None)) - UNLABELLED_EVIDENCE
     return bool(needed) or any(training.reads_target for training in trainings_in(stage))
+
+
+def _may_read_target(stages: Sequence[Stage]) -> bool:
+    """False where there are trainings that are all known not to read targets: these need not fit the task's loss."""
+    trainings = [training for stage in stages for training in trainings_in(stage)]
+    known = all(isinstance(training.objective, Objective) and not training.reads_target for training in trainings)
+    return not trainings or not known or any(map(_reads_target, stages))
 
 
 def _all_ignored(task: Task, target: Any) -> bool:

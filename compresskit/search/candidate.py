@@ -24,6 +24,8 @@ Storage = Literal["float", "int8", "int4"]
 Effort = Literal["fast", "balanced"]
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to 4: few multiples of 8 are left in narrow networks
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
+#: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
+CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,8 @@ class Candidate:
                 bits=bits,
                 **placed,
                 optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
-                validate_every=qat.validate_every,
+                objective=train.objective,  # type: ignore[union-attr]
+                **{name: getattr(qat, name) for name in CARRIED_OVER},
             ),
         )
 

@@ -55,3 +55,14 @@ def test_no_labels_are_needed_where_no_loss_reads_them(tmp_path) -> None:
     prune = ck.Prune(budget=ck.keep(macs=0.6), samples=8, finetune=ck.Train(epochs=1, objective=imitation))
     result = ck.Recipe(ck.Train(epochs=1, objective=imitation), prune).run(networks.Chain(), task, tmp_path / "run")
     assert [row.stage for row in result.rows] == ["1-train", "2-prune"]
+
+
+def test_targets_that_no_loss_reads_need_not_fit_it(tmp_path) -> None:
+    """As a folder of images gives them: numbers that mean nothing here."""
+    numbered = [(x, torch.full((8, 3), 7.0)) for (x,) in UNLABELLED]
+    task = ck.Task(train=numbered, val=LABELLED)
+    imitation = ck.imitate(networks.Chain().eval(), task_weight=0.0)
+    recipe = ck.Recipe(ck.Train(epochs=1, objective=imitation))
+    assert recipe.run(networks.Chain(), task, tmp_path / "run").rows[0].stage == "1-train"
+    with pytest.raises(DataError, match=r"Task\(loss=\.\.\.\) fails on the first batch of train"):
+        ck.Recipe(ck.Train(epochs=1, objective=imitation), ck.QAT(epochs=1)).run(networks.Chain(), task, tmp_path / "qat")

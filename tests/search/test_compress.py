@@ -191,6 +191,17 @@ def test_the_stages_of_a_candidate() -> None:
     assert Candidate(bits="float").stages(order=Removable(), samples=1, train=train) == ()
 
 
+def test_the_rounded_part_of_a_training_is_trained_alike() -> None:
+    """What was asked for without labels reads none, and takes the formats and the clipping of the rest."""
+    alike = {"precision": ck.mixed.AMP_BF16, "channels_last": True, "clip": 1.0, "accumulate": 2}
+    train = ck.Train(steps=8, objective=ck.imitate(task_weight=0.0, weight=1.0), **alike)
+    prune, qat = Candidate(macs=0.5).stages(order=Removable(), samples=7, train=train)
+    for training in (prune.finetune, qat):
+        assert not training.reads_target
+        assert alike.items() <= vars(training).items()
+    assert Candidate(macs=0.5).stages(order=Removable(), samples=7, train=ck.Train(steps=8))[-1].objective is None  # QAT's own
+
+
 def test_the_stages_of_a_balanced_candidate_are_placed_for_the_budget() -> None:
     train, here = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1)), ck.quant.targets.Deployment(threads=2, batch=7)
     candidate, of = Candidate(macs=0.5, effort="balanced"), {"order": Removable(), "samples": 7, "deployment": here}
