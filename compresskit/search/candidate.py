@@ -17,11 +17,11 @@ from compresskit.prune import Prune
 from compresskit.prune.depth import Depth, Merge
 from compresskit.prune.low_rank import LowRank
 from compresskit.quant import QAT, Bits, StaticQuant
+from compresskit.quant.effort.improve import Effort
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target
 from compresskit.train.train import Train
 
 Storage = Literal["float", "int8", "int4"]
-Effort = Literal["fast", "balanced"]
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to 4: few multiples of 8 are left in narrow networks
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 #: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
@@ -56,7 +56,7 @@ class Candidate:
         macs: fraction of the multiply-accumulates that stays when channels are removed; 1 removes none.
         rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
         bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8.
-        effort: of the quantization, "balanced" as in `quantize_static`. Where it is trained, operators are placed by measurement,
+        effort: of the quantization, as in `quantize_static`. Where it is trained, operators are placed by measurement,
             and the training does the rest. Float candidates are "fast".
     """
 

@@ -81,6 +81,12 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
+def dequantize_of(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear with a zero point that makes a value, or None."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == "DequantizeLinear" and len(node.inputs) > 2 else None
+
+
 def replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
     """Replace a node of one result with several nodes; `output`, of the last one, takes the place of the result."""
     result = old.outputs[0]
