@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import onnxruntime
@@ -48,6 +49,17 @@ def bent(channels: int, steepest: float) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
 
 
+def between(channels: int, *, depthwise: bool) -> nn.Module:
+    """Layers on 56x56: 1x1 convolutions around depthwise ones, or 3x3 ones."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 4, 4)]
+    for _ in range(4):
+        wide = nn.Conv2d(16, channels, 1 if depthwise else 3, 1, 0 if depthwise else 1)
+        middle = [nn.Conv2d(channels, channels, 3, 1, 1, groups=channels), nn.ReLU()] if depthwise else []
+        narrow = nn.Conv2d(channels, 16, 1 if depthwise else 3, 1, 0 if depthwise else 1)
+        layers += [wide, nn.ReLU(), *middle, narrow, nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
+
+
 ROWS = {
     "Conv 3x3/2, 3 -> 32": lambda: stem(32, 3, 2),
     "Conv 3x3/1, 3 -> 64": lambda: stem(64, 3, 1),
@@ -57,6 +69,8 @@ ROWS = {
     "PReLU behind Conv 3x3, 16 channels, slopes to 1.5": lambda: bent(16, 1.5),
     "PReLU behind Conv 3x3, 28 channels, slopes to 0.5": lambda: bent(28, 0.5),
     "PReLU behind Conv 3x3, 28 channels, slopes to 1.5": lambda: bent(28, 1.5),
+    **{f"depthwise Conv 3x3 between 1x1, {n} channels": partial(between, n, depthwise=True) for n in (8, 12, 20, 24, 58, 72)},
+    **{f"Conv 3x3, 16 -> {n} -> 16": partial(between, n, depthwise=False) for n in (8, 12)},
 }
 
 
@@ -75,15 +89,18 @@ def measure(make: object, seconds: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.5, help="spent on each file")
+    parser.add_argument("--rows", default="", help="only those whose name holds this; the others stay as they are")
     args = parser.parse_args()
-    rows = {name: measure(make, args.seconds) for name, make in ROWS.items()}
+    path = HERE / "quantize_kernels.json"
+    rows: dict[str, dict[str, float]] = json.loads(path.read_text())["rows"] if args.rows and path.exists() else {}
+    rows |= {name: measure(make, args.seconds) for name, make in ROWS.items() if args.rows in name}
     versions = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     lines = ["| 224 x 224, batch 1, one thread | fp32 ms | int8 as placed | int8 rewritten | saved |", "|---|--:|--:|--:|--:|"]
     for name, row in rows.items():
         saved = 1 - row["tuned_ms"] / row["plain_ms"]
         lines.append(f"| {name} | {row['fp32_ms']:.3f} | {row['plain_ms']:.3f} | {row['tuned_ms']:.3f} | {saved:.0%} |")
     text = "\n".join([*lines, "", ", ".join(f"{k} {v}" for k, v in versions.items())])
-    (HERE / "quantize_kernels.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
     (HERE / "quantize_kernels.md").write_text(text + "\n")
     print(text)
 
