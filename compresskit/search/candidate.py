@@ -22,7 +22,8 @@ from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployme
 from compresskit.train.train import Train
 
 Storage = Literal["float", "int8", "int4"]
-FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to 4: few multiples of 8 are left in narrow networks
+FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
+LANES, LANES_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 #: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
 CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
@@ -89,6 +90,7 @@ class Candidate:
         train: Train | None,
         target: Target = X86,
         deployment: Deployment = DEFAULT_DEPLOYMENT,
+        depthwise: bool = False,
     ) -> tuple[Stage, ...]:
         """The stages of a recipe that makes the candidate; none for the uncompressed model.
 
@@ -98,6 +100,7 @@ class Candidate:
             train: how long and how to train in all; None trains nothing.
             target: runtime of the quantized file.
             deployment: threads and batch for which operators are placed, where that is measured.
+            depthwise: whether the model has depthwise convolutions.
 
         Raises ModelError where there are not so many runs outside of the blocks that go.
         """
@@ -109,7 +112,8 @@ class Candidate:
         if self.merged:
             structure.append(Merge(runs=self._runs(order, blocks), samples=samples, repair=samples))
         if self.macs < 1:
-            multiple = 8 if self.macs >= FINER_BELOW else 4
+            lanes = LANES_OF_DEPTHWISE if depthwise and self.bits != "float" else LANES
+            multiple = lanes if self.macs >= FINER_BELOW else lanes // 2
             structure.append(Prune(budget=keep(macs=self.macs), samples=samples, round_to=multiple))
         if self.rank < 1:
             structure.append(LowRank(budget=keep(macs=self.rank), samples=samples))

@@ -233,6 +233,7 @@ class Workshop:
             train=train,
             target=self.target,
             deployment=Deployment(threads=self.threads, batch=self.batch),
+            depthwise=any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in self.model.modules()),
         )
 
     def sketch(self, candidate: Candidate, order: Removable, read: Callable[[Path], Read]) -> Read:

@@ -191,6 +191,14 @@ def test_the_stages_of_a_candidate() -> None:
     assert Candidate(bits="float").stages(order=Removable(), samples=1, train=train) == ()
 
 
+def test_widths_of_depthwise_networks_suit_their_integer_kernels() -> None:
+    def multiple(depthwise: bool, **what: object) -> int:
+        return Candidate(**what).stages(order=Removable(), samples=7, train=None, depthwise=depthwise)[0].round_to
+
+    assert [multiple(depthwise, macs=macs) for depthwise in (False, True) for macs in (0.7, 0.3)] == [8, 4, 16, 8]
+    assert multiple(True, macs=0.7, bits="float") == 8
+
+
 def test_the_rounded_part_of_a_training_is_trained_alike() -> None:
     """What was asked for without labels reads none, and takes the formats and the clipping of the rest."""
     alike = {"precision": ck.mixed.AMP_BF16, "channels_last": True, "clip": 1.0, "accumulate": 2}
