@@ -60,6 +60,12 @@ def between(channels: int, *, depthwise: bool) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
 
 
+def grouped(channels: int, groups: int) -> nn.Module:
+    """Layers on 28x28, as in ResNeXt."""
+    convs = [part for _ in range(4) for part in (nn.Conv2d(channels, channels, 3, 1, 1, groups=groups), nn.ReLU())]
+    return nn.Sequential(nn.Conv2d(3, channels, 8, 8), *convs, nn.AdaptiveAvgPool2d(1))
+
+
 ROWS = {
     "Conv 3x3/2, 3 -> 32": lambda: stem(32, 3, 2),
     "Conv 3x3/1, 3 -> 64": lambda: stem(64, 3, 1),
@@ -70,6 +76,7 @@ ROWS = {
     "PReLU behind Conv 3x3, 28 channels, slopes to 0.5": lambda: bent(28, 0.5),
     "PReLU behind Conv 3x3, 28 channels, slopes to 1.5": lambda: bent(28, 1.5),
     **{f"depthwise Conv 3x3 between 1x1, {n} channels": partial(between, n, depthwise=True) for n in (12, 20, 24, 58, 72)},
+    **{f"groups of Conv 3x3, {n} channels in {g}": partial(grouped, n, g) for n, g in ((64, 4), (64, 16), (128, 32))},
     **{f"few channels: Conv 3x3, 16 -> {n} -> 16": partial(between, n, depthwise=False) for n in (8, 12)},
 }
 

@@ -87,6 +87,14 @@ def dequantize_of(value: ir.Value | None) -> ir.Node | None:
     return node if node is not None and node.op_type == "DequantizeLinear" and len(node.inputs) > 2 else None
 
 
+def symmetric_integers(decode: ir.Node | None) -> np.ndarray | None:
+    """The stored integers that a DequantizeLinear without blocks decodes, where 0 stands for 0.0; else None."""
+    if decode is None or "block_size" in decode.attributes:
+        return None
+    zero_points = constant(decode.inputs[2]) if len(decode.inputs) > 2 else np.zeros(1)
+    return None if zero_points is None or zero_points.any() else constant(decode.inputs[0])
+
+
 def replace(graph: ir.Graph, old: ir.Node, nodes: list[ir.Node], output: ir.Value) -> None:
     """Replace a node of one result with several nodes; `output`, of the last one, takes the place of the result."""
     result = old.outputs[0]

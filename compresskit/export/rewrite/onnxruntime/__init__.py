@@ -8,11 +8,12 @@ pool_in_float         MaxPool behind a float Conv      -> before the rounding, w
 
 from compresskit.export.rewrite.attention import avoid_skip_layernorm, merge_attention_heads
 from compresskit.export.rewrite.onnxruntime.channel_padding import pad_channels
+from compresskit.export.rewrite.onnxruntime.groups import join_groups
 from compresskit.export.rewrite.onnxruntime.input_channels import pad_input_channels
 from compresskit.export.rewrite.onnxruntime.pooling import pool_as_convolution, pool_in_float
 from compresskit.export.rewrite.onnxruntime.products import keep_products_apart
 
 #: Rewrites for files that ONNX Runtime runs on x86.
-X86_REWRITES = (pad_input_channels, pool_as_convolution, pad_channels, merge_attention_heads, avoid_skip_layernorm)
+X86_REWRITES = (pad_input_channels, pool_as_convolution, join_groups, pad_channels, merge_attention_heads, avoid_skip_layernorm)
 #: Rewrites for files that ONNX Runtime runs on any machine.
 CPU_REWRITES = (keep_products_apart, pool_in_float)

@@ -10,13 +10,12 @@ them, whose new weights are zero. So whatever is in a new channel, no output cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import constant, dequantize_of, initializer
+from compresskit.export.rewrite.common import constant, dequantize_of, initializer, symmetric_integers
 
 LANES_OF_KERNEL = 16  # channels that the integer kernels compute at a time
 LEAST_CHANNELS = 8  # of a convolution that is not depthwise, below which 16 are not faster
@@ -154,7 +153,7 @@ def _pad_filters(graph: ir.Graph, conv: ir.Node, axis: int, extra: int) -> None:
         value = conv.inputs[index] if index < len(conv.inputs) else None
         if value is None:
             continue
-        decode = dequantize_of(value) or _without_zero_point(value)
+        decode = _decoder(value)
         if decode is None:
             stored = constant(value)
             assert stored is not None
@@ -186,24 +185,17 @@ def _at(stored: np.ndarray, axis: int, extra: int) -> list[tuple[int, int]]:
 
 def _filters(conv: ir.Node) -> np.ndarray | None:
     """The integer weights (O, I, h, w) of a convolution that reads rounded values; None of any other."""
-    decode = dequantize_of(conv.inputs[1]) or _without_zero_point(conv.inputs[1])
-    stored = None if decode is None or "block_size" in decode.attributes else constant(decode.inputs[0])
+    stored = symmetric_integers(_decoder(conv.inputs[1]))
     rounded = dequantize_of(conv.inputs[0]) is not None
     bias = conv.inputs[2] if len(conv.inputs) > 2 else None
-    known = bias is None or constant(bias) is not None or any(constant(v) is not None for v in _decoded(bias))
+    known = bias is None or constant(bias) is not None or symmetric_integers(_decoder(bias)) is not None
     return stored if stored is not None and stored.ndim == 4 and rounded and known else None
 
 
-def _without_zero_point(value: ir.Value | None) -> ir.Node | None:
+def _decoder(value: ir.Value | None) -> ir.Node | None:
+    """The DequantizeLinear that makes a value, with a zero point or without; else None."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == "DequantizeLinear" else None
-
-
-def _decoded(value: ir.Value) -> Iterator[ir.Value | None]:
-    """The integers of a value that is decoded."""
-    node = _without_zero_point(value)
-    if node is not None:
-        yield node.inputs[0]
 
 
 def _is_depthwise(conv: ir.Node, channels: int) -> bool:
