@@ -280,7 +280,7 @@ def few_bits() -> str:
             ways += [cells.get((bits, peer)) for peer in peers]
             figures = ["" if row is None else f"{row['quality']:.2f}" for row in ways]
             rows.append((labels.get(name, name), f"{cells['fp32', '']['quality']:.2f}", bits, f"{size:.3f}", *figures))
-    short = {"resnet20": "ResNet-20", "resnet56": "ResNet-56", "vit": "vision transformer"}
+    short = {"resnet20": "ResNet-20", "resnet56": "ResNet-56", "vit": "vision transformer", "face": "face detector, no labels"}
     trained = []
     for network, arms in load("low_bit_qat").items():
         cells = {(row["weights"], row["way"]): row for row in found[network]}

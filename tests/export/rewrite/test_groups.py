@@ -33,6 +33,7 @@ def groups_of(path: Path) -> list[int]:
         (64, 64, 16, True),
         (64, 32, 8, True),
         (48, 96, 48, True),  # two filters for each channel
+        (24, 24, 8, False),  # other weights would be pairs without VNNI
         (64, 64, 2, False),  # large groups: the kernel is busy with them
         (256, 256, 32, False),
         (32, 32, 32, False),  # depthwise

@@ -29,7 +29,8 @@ def _join(graph: ir.Graph, conv: ir.Node) -> None:
         return
     outputs, each, *kernel = filters.shape
     depthwise = each == 1 and outputs == groups
-    if depthwise or outputs * each * groups * np.prod(kernel) > MOST_PRODUCTS * groups:
+    pairs_move = each % 2 and each > 1  # those whose products x86 without VNNI adds in 16 bits, see `quant.numerics.saturation`
+    if depthwise or pairs_move or outputs * each * groups * np.prod(kernel) > MOST_PRODUCTS * groups:
         return
     whole = np.zeros((groups, outputs // groups, groups, each, *kernel), filters.dtype)
     for k in range(groups):
