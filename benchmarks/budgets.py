@@ -129,7 +129,12 @@ def call(name: str, network: Network, parts: tuple[nn.Module, ck.Task, ck.Train]
     """One budget: what was chosen, what its file has, and the time that took."""
     model, task, train = parts
     ceilings = ck.at_most(**budget, threads=args.threads)
-    search = ck.compress(model, task, ceilings, out=args.out / name, train=train, trials=args.trials, finalists=args.finalists)
+    try:
+        search = ck.compress(
+            model, task, ceilings, out=args.out / name, train=train, trials=args.trials, finalists=args.finalists
+        )
+    except ck.ModelError as error:  # it cannot be met, and the message has the nearest that can
+        return {"budget": budget, "refused": str(error).partition("; all files are in")[0]}
     print(search, flush=True)
     dense, mine = latency([args.out / name / "uncompressed" / "model.onnx", search.onnx], (network.example,),
                           threads=args.threads, seconds=3)  # fmt: skip
@@ -161,6 +166,9 @@ def table(found: dict[str, Any]) -> str:
     for name, rows in found["networks"].items():
         for row in rows:
             asked = ", ".join(f"{key} {value}" for key, value in row["budget"].items())
+            if "refused" in row:
+                lines.append(f"| {name} | {asked} | {row['refused']} {'| ' * 8}|")
+                continue
             lines.append(
                 f"| {name} | {asked} | {row['chosen']} | {row['quality']:.2f} | {row['float']:.2f} | {row['latency']:.3f}"
                 f" | {row['bytes']:.3f} | {'yes' if row['met'] else 'no'} | {row['seconds'] / 60:.0f}"
