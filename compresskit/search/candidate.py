@@ -122,24 +122,27 @@ class Candidate:
         if self.bits == "float":
             return tuple(structure)
         bits = Bits(weights=4) if self.bits == "int4" else Bits()
-        placed: dict[str, Any] = {} if self.effort == "fast" else {"deployment": deployment}
-        if qat is None:
+        if train is None or qat is None:
+            placed: dict[str, Any] = {} if self.effort == "fast" else {"deployment": deployment}
             samples = min(samples, 512)
             return (*structure, StaticQuant(target=target, bits=bits, samples=samples, effort=self.effort, **placed))
-        if placed:
-            placed = placed | {"choose": "measure"} if target.runs_here else {}
-        return (
-            *structure,
-            QAT(
-                epochs=qat.epochs,
-                steps=qat.steps,
-                target=target,
-                bits=bits,
-                **placed,
-                optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
-                objective=train.objective,  # type: ignore[union-attr]
-                **{name: getattr(qat, name) for name in CARRIED_OVER},
-            ),
+        return (*structure, self._rounded_training(train, qat, target, bits, deployment))
+
+    def _rounded_training(self, train: Train, part: Train, target: Target, bits: Bits, deployment: Deployment) -> QAT:
+        """The part of a training that is quantization-aware."""
+        settings: dict[str, Any] = {name: getattr(part, name) for name in CARRIED_OVER}
+        if self.effort != "fast" and target.runs_here:  # elsewhere nothing can be measured, and it is as a "fast" one
+            settings |= {"choose": "measure", "deployment": deployment}
+        if train.objective is not None and not train.reads_target:
+            settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
+        return QAT(
+            epochs=part.epochs,
+            steps=part.steps,
+            target=target,
+            bits=bits,
+            optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
+            objective=train.objective,
+            **settings,
         )
 
     def _runs(self, order: Removable, blocks: Sequence[str]) -> tuple[str, ...]:

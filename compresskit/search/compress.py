@@ -140,7 +140,7 @@ def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settin
     if (chosen := finals.run(tried, settings.finalists)) is None:
         raise _none_within(tried, budget, ceilings, out)
     with worker.alone("result"):
-        recipe, result = finals.finished_run(chosen.candidate)
+        recipe, result = finals.finished_run(chosen)
         title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
         with atomic(out / SCRIPT) as file:
             file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))

@@ -116,7 +116,7 @@ class Finals:
             elif trial.state == self.states.PRUNED:
                 found.stopped, found.training_seconds = about["stopped"], about["seconds"]
             elif trial.state == self.states.COMPLETE:
-                found.trained = Figures(**about["figures"])
+                found.trained, found.untrained = Figures(**about["figures"]), about["untrained"]
                 found.training_seconds = found.trained.seconds
                 if found.figures is not None and found.figures.drop > 0:
                     self.remaining = max(found.trained.drop, 0.0) / found.figures.drop
@@ -175,29 +175,35 @@ class Finals:
             trial.set_user_attr("seconds", time.perf_counter() - begin)
             self.study.tell(trial, state=self.states.PRUNED)
             return
-        figures = self._figures(result, time.perf_counter() - begin)
+        figures, untrained = self._figures(result, time.perf_counter() - begin), False
+        if self.train is not None and tried.figures is not None and tried.figures.drop < figures.drop:
+            plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
+            without = self._figures(plain, time.perf_counter() - begin)
+            if without.drop < figures.drop:
+                figures, untrained = without, True
+        trial.set_user_attr("untrained", untrained)
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
 
-    def finished_run(self, candidate: Candidate) -> tuple[Recipe, Result]:
+    def finished_run(self, tried: Tried) -> tuple[Recipe, Result]:
         """The recipe and the result of a candidate that was run, here or elsewhere, read from its folder."""
-        recipe = self.recipe(candidate)
-        return recipe, self._run(candidate, recipe)
+        recipe = self.recipe(tried.candidate, trains=not tried.untrained)
+        return recipe, self._run(tried.candidate, recipe, trains=not tried.untrained)
 
-    def _run(self, candidate: Candidate, recipe: Recipe) -> Result:
-        out = self.folder(candidate)
+    def _run(self, candidate: Candidate, recipe: Recipe, *, trains: bool = True) -> Result:
+        out = self.folder(candidate, trains=trains)
         with self.worker.alone(out.name):  # a search with another budget may run it now
             return recipe.run(self.workshop.model, self.workshop.task, out)
 
-    def recipe(self, candidate: Candidate, watch: OnStep | None = None) -> Recipe:
+    def recipe(self, candidate: Candidate, watch: OnStep | None = None, *, trains: bool = True) -> Recipe:
         """The recipe of a candidate; its trainings call `watch`."""
         shop = self.workshop
-        stages = shop.stages(candidate, self.order, train=self.train)
+        stages = shop.stages(candidate, self.order, train=self.train if trains else None)
         return Recipe(*stages, seed=shop.seed, export="last", on_step=watch)
 
-    def folder(self, candidate: Candidate) -> Path:
+    def folder(self, candidate: Candidate, *, trains: bool = True) -> Path:
         """Where a candidate is run."""
-        settings = json.dumps(describe(self.train), sort_keys=True)
+        settings = json.dumps(describe(self.train if trains else None), sort_keys=True)
         return self.workshop.out / TRAINED / f"{candidate.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     def _figures(self, result: Result, seconds: float) -> Figures:

@@ -26,6 +26,7 @@ class Tried:
         figures: of its file without training; None where it could not be made.
         failure: why it could not be made.
         trained: figures of its file after training, on all validation data.
+        untrained: whether the training made it worse, and these are of the file without.
         stopped: fraction of the training after which it was given up.
         training_seconds: that its training took.
         predicted: milliseconds for which it was not made, since they are far over the ceiling; None where it was made.
@@ -35,6 +36,7 @@ class Tried:
     figures: Figures | None = None
     failure: str = ""
     trained: Figures | None = None
+    untrained: bool = False
     stopped: float | None = None
     training_seconds: float = 0.0
     predicted: float | None = None
@@ -159,7 +161,7 @@ class Search:
             return tuple(cells.values())
         if (figures := tried.best) is None:
             return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
-        done = "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
+        done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
         misses = figures.excesses(self.ceilings)
         within = "yes" if not misses else "no: " + ", ".join(misses)
         return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, done), within)

@@ -161,7 +161,7 @@ def candidate_of(parameters: dict[str, Any]) -> Candidate:
         macs=round(parameters["macs"], 2),
         rank=round(parameters["rank"], 2),
         bits=parameters["bits"],
-        effort="fast" if parameters["bits"] == "float" else parameters["effort"],
+        effort="fast" if parameters["bits"] == "float" else parameters.get("effort", "fast"),
     )
 
 

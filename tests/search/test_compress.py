@@ -28,6 +28,12 @@ RANKED_RUNS = Workshop._ranked_runs  # before this folder's fixture
 QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
 
 
+def forget(model, batch):
+    """A loss of a training that forgets all, and soon."""
+    inputs, labels = batch
+    return {"loss": -1e4 * torch.nn.functional.cross_entropy(model(inputs), labels)}
+
+
 @pytest.fixture(scope="module")
 def task():
     torch.manual_seed(0)
@@ -204,10 +210,12 @@ def test_the_rounded_part_of_a_training_is_trained_alike() -> None:
     alike = {"precision": ck.mixed.AMP_BF16, "channels_last": True, "clip": 1.0, "accumulate": 2}
     train = ck.Train(steps=8, objective=ck.imitate(task_weight=0.0, weight=1.0), **alike)
     prune, qat = Candidate(macs=0.5).stages(order=Removable(), samples=7, train=train)
+    assert qat.freeze == 0
     for training in (prune.finetune, qat):
         assert not training.reads_target
         assert alike.items() <= vars(training).items()
-    assert Candidate(macs=0.5).stages(order=Removable(), samples=7, train=ck.Train(steps=8))[-1].objective is None  # QAT's own
+    own = Candidate(macs=0.5).stages(order=Removable(), samples=7, train=ck.Train(steps=8))[-1]
+    assert (own.objective, own.freeze) == (None, 0.8)
 
 
 def test_the_stages_of_a_balanced_candidate_are_placed_for_the_budget() -> None:
@@ -224,6 +232,17 @@ def test_the_stages_of_a_balanced_candidate_are_placed_for_the_budget() -> None:
     assert (fast.effort, fast.deployment) == ("fast", ck.quant.targets.Deployment())
     assert {c.effort for c in first_candidates(blocks=0, merged=0)} == {"fast", "balanced"}
     assert candidate_of({"macs": 0.5, "rank": 1.0, "bits": "float", "effort": "balanced"}).effort == "fast"
+
+
+def test_a_training_that_makes_it_worse_is_not_handed_over(model, task, tmp_path) -> None:
+    harmful = ck.Train(steps=8, objective=forget, validate_every=0)
+    found = ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path / "runs", train=harmful, **QUICK)
+    assert found.chosen.untrained
+    assert found.figures.drop < 0.2  # of what was trained to forget, nearly all is lost
+    assert "StaticQuant" in found.code.read_text()
+    assert "QAT" not in found.code.read_text()
+    again = ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path / "runs", train=harmful, **QUICK)
+    assert (again.chosen.untrained, again.figures) == (True, found.figures)
 
 
 def test_without_training_effort_buys_the_metric(tmp_path, monkeypatch) -> None:

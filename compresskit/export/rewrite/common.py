@@ -81,6 +81,30 @@ def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
+def replace_stored(graph: ir.Graph, node: ir.Node, index: int, values: np.ndarray) -> None:
+    """Give a node another stored tensor as one of its inputs, by the same name where nothing else reads the one before."""
+    old = node.inputs[index]
+    name = "stored" if old is None else old.name
+    if old is not None and old.is_initializer() and len(old.uses()) == 1 and not old.is_graph_output():
+        del graph.initializers[str(name)]
+    node.replace_input_with(index, initializer(graph, ir.tensor(np.ascontiguousarray(values), name=name)))
+
+
+def own_decoder(graph: ir.Graph, node: ir.Node, index: int) -> ir.Node | None:
+    """The DequantizeLinear that makes an input of a node, and nothing else: a copy where others read it. None of other inputs."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    decode = None if value is None else value.producer()
+    if value is None or decode is None or decode.op_type != "DequantizeLinear":
+        return None
+    if len(value.uses()) == 1 and not value.is_graph_output():
+        return decode
+    copy = ir.Node("", "DequantizeLinear", decode.inputs, decode.attributes)
+    copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+    graph.insert_before(node, copy)
+    node.replace_input_with(index, copy.outputs[0])
+    return copy
+
+
 def dequantize_of(value: ir.Value | None) -> ir.Node | None:
     """The DequantizeLinear with a zero point that makes a value, or None."""
     node = None if value is None else value.producer()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import compresskit as ck
+from compresskit.export.check.bisect import first_layer_that_differs
 from compresskit.measure import numpy_inputs, session
 
 
@@ -133,6 +134,7 @@ def test_weights_that_others_share_are_widened_for_one_alone(tmp_path) -> None:
         nn.Sequential(nn.Conv2d(3, 24, 3, 2, 1), nn.ReLU(), nn.Conv2d(24, 24, 3, 1, 1, groups=24)),  # an output of the network
         nn.Sequential(nn.Conv2d(3, 24, 3, 2, 1), nn.PixelShuffle(2), nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 48, 1)),
         Separable(24, outer=1024),  # the others would cost more than it saves
+        nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.ReLU(), nn.Conv2d(8, 128, 3)),
         nn.Sequential(nn.Conv2d(3, 12, 3, 8, 1), nn.ReLU(), nn.Conv2d(12, 20, 3), nn.ReLU(), nn.Conv2d(20, 20, 1)),  # tiny
     ],
 )
@@ -148,3 +150,38 @@ def test_other_targets_keep_their_channels(tmp_path) -> None:
     quantized = ck.quant.quantize_static(Separable(24).eval(), [(X,)], target=ck.quant.ARM)
     path = ck.export_onnx(quantized, tmp_path / "arm.onnx", (X,))
     assert (24, 1, 3, 3) in {tuple(i.dims) for i in onnx.load(path).graph.initializer}
+
+
+def test_layers_keep_their_names(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Separable(24).eval()
+    quantized = ck.quant.quantize_static(model, [(X,)])
+    path = ck.export_onnx(quantized, tmp_path / "int8.onnx", (X,))
+    plain = ck.export_onnx(model, tmp_path / "fp32.onnx", (X,))
+    profile = ck.audit(path, profile=True, against=plain).profile
+    assert profile is not None
+    names = [layer.name.replace("_", ".") for layer in profile.layers]
+    assert names[-4:] == ["stem", "inner.0", "inner.3", "inner.6"]
+    assert all(layer.this is not None and layer.other is not None for layer in profile.layers[-4:])
+    assert first_layer_that_differs(path, quantized, (X,)) is None
+    with torch.no_grad():
+        model.inner[6].weight.neg_()
+    other = ck.quant.quantize_static(model, [(X,)])
+    assert "inner.6" in str(first_layer_that_differs(path, other, (X,)))
+
+
+@pytest.mark.parametrize("opset", [17, "lowest"])
+def test_older_opsets_are_written_without_a_word(opset, tmp_path, caplog, capfd) -> None:
+    torch.manual_seed(0)
+    quantized = ck.quant.quantize_static(Separable(24).eval(), [(X,)])
+    path = ck.export_onnx(quantized, tmp_path / "model.onnx", (X,), opset=opset)
+    assert ck.verify_onnx(path, quantized, [(X,)]).passed
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert "not known" not in capfd.readouterr().err
+
+
+def test_images_of_16_bits_are_not_padded(tmp_path) -> None:
+    """ONNX Runtime has no kernel that pads them, and did not load the file."""
+    torch.manual_seed(0)
+    shapes = stored(Separable(24), X, tmp_path, bits=ck.quant.Bits(activations=16))
+    assert (16, 3, 3, 3) in shapes

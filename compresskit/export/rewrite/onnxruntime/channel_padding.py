@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import constant, dequantize_of, initializer, symmetric_integers
+from compresskit.export.rewrite.common import constant, dequantize_of, own_decoder, replace_stored, symmetric_integers
 
 LANES_OF_KERNEL = 16  # channels that the integer kernels compute at a time
 LEAST_CHANNELS = 8  # of a convolution that is not depthwise, below which 16 are not faster
 LEAST_POSITIONS = 256  # of such a convolution, below which it is too fast for its weights to be stored with zeros
-#: Multiply-accumulates of other layers, for each tap of a depthwise kernel and each position: half of those that they do in the
-#: time that is saved, some 0.3 ns for each channel, and 40 ns where channels are not in eights.
-AFFORDABLE_BY_CHANNEL, AFFORDABLE_BY_REST = 2.5, 320
+#: What may be computed in addition, in multiply-accumulates for each tap of a kernel and each position. These layers do 200 in a
+#: nanosecond, and half of the time that is saved may be spent. A depthwise kernel saves 0.03 ns a tap for each channel, and 4
+#: ns where channels are not in eights; a convolution with 8 or 12 filters 1 to 2 ns a tap.
+FOR_A_CHANNEL, FOR_A_REST, FOR_FEW_FILTERS = 2.5, 320, 200
 #: Operators that compute each channel of their one input by itself.
 CHANNELWISE = frozenset(
     "AveragePool Clip DequantizeLinear GlobalAveragePool GlobalMaxPool HardSigmoid HardSwish Identity LeakyRelu MaxPool"
@@ -36,14 +37,19 @@ def pad_channels(model: ir.Model) -> None:
     done: set[ir.Value] = set()
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "Conv" else None
-        if x is None or x in done or _filters(node) is None or (count := _channels(x)) is None or count % LANES_OF_KERNEL == 0:
-            continue
-        if not (_is_depthwise(node, count) or LEAST_CHANNELS <= count < LANES_OF_KERNEL):
-            continue
-        group = ChannelGroup(count)
-        if group.grow(x) and group.pays():
-            group.widen_(model.graph)
-        done |= group.values
+        if x is not None and x not in done and _reads_slow_channels(node):
+            group = ChannelGroup(_channels(x) or 0)
+            if group.grow_(x) and group.pays():
+                group.widen_(model.graph)
+            done |= group.values
+
+
+def _reads_slow_channels(conv: ir.Node) -> bool:
+    """Whether an integer convolution reads channels that a kernel is slow for."""
+    count = _channels(conv.inputs[0])
+    if count is None or _filters(conv) is None or count % LANES_OF_KERNEL == 0:
+        return False
+    return _is_depthwise(conv, count) or LEAST_CHANNELS <= count < LANES_OF_KERNEL
 
 
 @dataclass
@@ -51,7 +57,8 @@ class ChannelGroup:
     """Values that have the same channels, and the nodes around them.
 
     count: channels. values: with these channels at axis 1. made, read, each: convolutions that make them, read them, and work on
-    each by itself. constants: inputs of other nodes with a value for each channel, (node, index).
+    each by itself. constants: inputs of other nodes with a value for each channel, (node, index). All but the values are dicts
+    without values, which are sets in the order of the graph.
     """
 
     count: int
@@ -61,8 +68,8 @@ class ChannelGroup:
     each: dict[ir.Node, None] = field(default_factory=dict)
     constants: dict[tuple[ir.Node, int], None] = field(default_factory=dict)
 
-    def grow(self, value: ir.Value) -> bool:
-        """Collect all values and nodes; False where some node mixes the channels with others, or shows them outside."""
+    def grow_(self, value: ir.Value) -> bool:
+        """Collect values and nodes from one value on; False where a node mixes the channels, or they are seen outside."""
         left = [value]
         while left:
             value = left.pop()
@@ -73,14 +80,17 @@ class ChannelGroup:
                 return False
             self.values.add(value)
             for node, place in [(producer, None), *((use.node, use.idx) for use in value.uses())]:
-                neighbours = self._neighbours(node, place)
+                neighbours = self._entered_(node, place) if node.graph is producer.graph else None
                 if neighbours is None:
                     return False
                 left += neighbours
         return True
 
-    def _neighbours(self, node: ir.Node, place: int | None) -> list[ir.Value] | None:
-        """The other values of a node that have the channels; None where it cannot be widened. place: of a value that it reads."""
+    def _entered_(self, node: ir.Node, place: int | None) -> list[ir.Value] | None:
+        """Enter a node; returns its other values that have the channels, or None where it cannot be widened.
+
+        place: of a value that it reads; None of one that it makes.
+        """
         if node.domain not in ("", "ai.onnx") or len(node.outputs) != 1:
             return None
         x, output = node.inputs[0], node.outputs[0]
@@ -90,15 +100,18 @@ class ChannelGroup:
             if node.attributes.get_int("group", 1) == 1:
                 (self.made if place is None else self.read)[node] = None
                 return []
+            if not _is_depthwise(node, self.count):
+                return None
             self.each[node] = None
-            return [x, output] if _is_depthwise(node, self.count) else None
+            return [x, output]
         if node.op_type in CHANNELWISE:
             others = [constant(v) for v in node.inputs[1:] if v is not None]
             scalars = all(v is not None and v.size == 1 for v in others)
             return [x, output] if x is not None and place in (None, 0) and scalars else None
-        return self._of_pair(node) if node.op_type in PAIRWISE else None
+        return self._entered_pair_(node) if node.op_type in PAIRWISE else None
 
-    def _of_pair(self, node: ir.Node) -> list[ir.Value] | None:
+    def _entered_pair_(self, node: ir.Node) -> list[ir.Value] | None:
+        """The same for an operator on two values, one of which may be a constant, or have one channel."""
         found = [node.outputs[0]]
         rank = len(node.outputs[0].shape or ())
         for index, value in enumerate(node.inputs):
@@ -110,23 +123,22 @@ class ChannelGroup:
             elif stored is None and _channels(value) != 1:
                 return None
             elif stored is not None and stored.size > 1:
-                if stored.ndim != rank or stored.shape[1] not in (1, self.count):
+                if stored.ndim != rank or stored.shape[1] != self.count or stored.size != self.count:
                     return None
-                if stored.shape[1] == self.count:
-                    self.constants[node, index] = None
+                self.constants[node, index] = None
         return found
 
     def pays(self) -> bool:
         """Whether what slow kernels lose is more than what the other layers compute in addition."""
         extra = -self.count % LANES_OF_KERNEL
-        if not self.each:
-            sizes = [_positions(conv) for conv in (*self.made, *self.read)]
-            return all(size is None or size >= LEAST_POSITIONS for size in sizes)
-        more = 0
-        for axis, layers in enumerate((self.made, self.read)):
-            more += sum(extra * _taps(conv) * _shape(conv)[1 - axis] * (_positions(conv) or 1) for conv in layers)
-        affordable = AFFORDABLE_BY_CHANNEL * self.count + (AFFORDABLE_BY_REST if self.count % 8 else 0)
-        return more <= sum(affordable * _taps(conv) * (_positions(conv) or 1) for conv in self.each)
+        makes = sum(extra * _taps(conv) * _shape(conv)[1] * (_positions(conv) or 1) for conv in self.made)
+        reads = sum(extra * _taps(conv) * _shape(conv)[0] * (_positions(conv) or 1) for conv in self.read)
+        if self.each:
+            affordable = FOR_A_CHANNEL * self.count + (FOR_A_REST if self.count % 8 else 0)
+            return makes + reads <= sum(affordable * _taps(conv) * (_positions(conv) or 1) for conv in self.each)
+        if any((_positions(conv) or LEAST_POSITIONS) < LEAST_POSITIONS for conv in (*self.made, *self.read)):
+            return False
+        return reads <= sum(FOR_FEW_FILTERS * _taps(conv) * (_positions(conv) or 1) for conv in self.made)
 
     def widen_(self, graph: ir.Graph) -> None:
         """Change the nodes in place."""
@@ -140,8 +152,7 @@ class ChannelGroup:
         for node, index in self.constants:
             stored = constant(node.inputs[index])
             assert stored is not None
-            wide = np.pad(stored, _at(stored, 1, extra), mode="edge")
-            node.replace_input_with(index, initializer(graph, _tensor(wide, node.inputs[index])))
+            replace_stored(graph, node, index, np.pad(stored, _at(stored, 1, extra), mode="edge"))
         for value in self.values:
             assert value.shape is not None
             value.shape = ir.Shape([value.shape[0], self.count + extra, *list(value.shape)[2:]])
@@ -149,33 +160,22 @@ class ChannelGroup:
 
 def _pad_filters(graph: ir.Graph, conv: ir.Node, axis: int, extra: int) -> None:
     """Zero weights at the end of an axis; on axis 0 zero biases, too, and the scales of the last filter."""
-    for index in (1, 2) if axis == 0 else (1,):
-        value = conv.inputs[index] if index < len(conv.inputs) else None
-        if value is None:
+    for index in range(1, len(conv.inputs) if axis == 0 else 2):
+        if conv.inputs[index] is None:
             continue
-        decode = _decoder(value)
+        decode = own_decoder(graph, conv, index)
+        node, place = (conv, index) if decode is None else (decode, 0)
+        stored = constant(node.inputs[place])
+        assert stored is not None
+        wide = np.pad(stored, _at(stored, axis, extra))
+        replace_stored(graph, node, place, wide)
         if decode is None:
-            stored = constant(value)
-            assert stored is not None
-            conv.replace_input_with(index, initializer(graph, _tensor(np.pad(stored, _at(stored, axis, extra)), value)))
             continue
-        inputs = list(decode.inputs)
-        integers = constant(inputs[0])
-        assert integers is not None
-        inputs[0] = initializer(graph, _tensor(np.pad(integers, _at(integers, axis, extra)), inputs[0]))
-        for k, other in enumerate(inputs[1:], 1):
-            stored = constant(other)
-            if axis == 0 and stored is not None and stored.ndim:
-                inputs[k] = initializer(graph, _tensor(np.pad(stored, (0, extra), mode="edge"), other))
-        again = ir.Node("", "DequantizeLinear", inputs, decode.attributes, name=decode.name)
-        assert inputs[0] is not None
-        again.outputs[0].type, again.outputs[0].shape = value.type, inputs[0].shape
-        graph.insert_before(conv, again)
-        conv.replace_input_with(index, again.outputs[0])
-
-
-def _tensor(values: np.ndarray, like: ir.Value | None) -> ir.TensorProtocol:
-    return ir.tensor(np.ascontiguousarray(values), name=None if like is None else like.name)
+        decode.outputs[0].shape = ir.Shape(list(wide.shape))
+        for k in range(1, len(decode.inputs)):
+            of_filters = constant(decode.inputs[k])
+            if axis == 0 and of_filters is not None and of_filters.ndim:
+                replace_stored(graph, decode, k, np.pad(of_filters, (0, extra), mode="edge"))
 
 
 def _at(stored: np.ndarray, axis: int, extra: int) -> list[tuple[int, int]]:

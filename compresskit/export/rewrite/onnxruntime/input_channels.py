@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.export.rewrite.common import constant, dequantize_of, initializer
+from compresskit.export.rewrite.common import constant, dequantize_of, initializer, own_decoder, replace_stored
 
 LANES = 4  # input channels that one VNNI instruction multiplies and sums
 SMALLEST = 24  # height and width below which padding costs what it saves
@@ -28,6 +28,8 @@ def _pad_channels(graph: ir.Graph, conv: ir.Node) -> None:
     integers = None if kernel is None else constant(kernel.inputs[0])
     if wide is None or integers is None or integers.ndim != 4 or not _is_quantized_input(wide.inputs[0]):
         return
+    if wide.inputs[2] is None or wide.inputs[2].dtype not in (ir.DataType.UINT8, ir.DataType.INT8):
+        return  # ONNX Runtime pads no integers of 16 bits
     if x is None or x.shape is None or any(not isinstance(s, int) or s < SMALLEST for s in list(x.shape)[2:]):
         return
     channels = integers.shape[1]
@@ -45,12 +47,12 @@ def _pad_channels(graph: ir.Graph, conv: ir.Node) -> None:
     moved.outputs[0].type = source.type
     again = ir.Node("", "DequantizeLinear", [moved.outputs[0], *wide.inputs[1:]], wide.attributes)
     again.outputs[0].type = x.type
-    assert kernel is not None
-    stored = initializer(graph, ir.tensor(integers, name=f"{conv.name}_weight"))
-    turned = ir.Node("", "DequantizeLinear", [stored, *kernel.inputs[1:]], kernel.attributes)
-    graph.insert_before(conv, [moved, again, turned])
+    graph.insert_before(conv, [moved, again])
     conv.replace_input_with(0, again.outputs[0])
-    conv.replace_input_with(1, turned.outputs[0])
+    decode = own_decoder(graph, conv, 1)
+    assert decode is not None
+    replace_stored(graph, decode, 0, integers)
+    decode.outputs[0].shape = ir.Shape(list(integers.shape))
 
 
 def _can_fold(conv: ir.Node, integers: np.ndarray, x: ir.Value) -> bool:
