@@ -76,7 +76,7 @@ ROWS = {
     "PReLU behind Conv 3x3, 28 channels, slopes to 0.5": lambda: bent(28, 0.5),
     "PReLU behind Conv 3x3, 28 channels, slopes to 1.5": lambda: bent(28, 1.5),
     **{f"depthwise Conv 3x3 between 1x1, {n} channels": partial(between, n, depthwise=True) for n in (12, 20, 24, 58, 72)},
-    **{f"groups of Conv 3x3, {n} channels in {g}": partial(grouped, n, g) for n, g in ((64, 4), (64, 16), (128, 32))},
+    **{f"groups of Conv 3x3, {n} channels in {g}": partial(grouped, n, g) for n, g in ((64, 16), (128, 32))},
     **{f"few channels: Conv 3x3, 16 -> {n} -> 16": partial(between, n, depthwise=False) for n in (8, 12)},
 }
 

@@ -119,6 +119,7 @@ def static() -> str:
             bent[name[-3:]].append(row["tuned_ms"] / row["plain_ms"])
     wide = {name: row["tuned_ms"] / row["plain_ms"] for name, row in kernels.items() if "depthwise" in name}
     few = [row["tuned_ms"] / row["plain_ms"] for name, row in kernels.items() if name.startswith("few channels")]
+    joined = {name: row["tuned_ms"] / row["plain_ms"] for name, row in kernels.items() if name.startswith("groups")}
     pool = next(1 - row["tuned_ms"] / row["plain_ms"] for name, row in kernels.items() if name.startswith("Average"))
     return f"""\
 ## Static int8 and QAT
@@ -146,7 +147,8 @@ CIFAR-10, trained networks, three draws of 512 calibration images, no option set
   for each channel, take {" and ".join(f"{ratio:.2f}" for ratio in bent["0.5"])} of the time with slopes up to 0.5, {" and ".join(f"{ratio:.2f}" for ratio in bent["1.5"])}
   with slopes up to 1.5, which take a third filter. Channels around depthwise convolutions are padded with zeros to a multiple of 16: blocks with
   {", ".join(name.split(", ")[-1].split()[0] for name in wide)} channels take {", ".join(f"{ratio:.2f}" for ratio in wide.values())} of the time; 3x3 convolutions
-  between 16 channels and 8 or 12, {" and ".join(f"{ratio:.2f}" for ratio in few)}. {source("quantize_kernels")}
+  between 16 channels and 8 or 12, {" and ".join(f"{ratio:.2f}" for ratio in few)}. Grouped convolutions as whole ones:
+  {", ".join(f"{name.partition(', ')[2]} {ratio:.2f}" for name, ratio in joined.items())}. {source("quantize_kernels")}
 * Cost: a ResNet-50 with 512 images takes {cost["ours"]["seconds"]:.1f} s and {cost["ours"]["peak_gib"]:.2f} GiB; onnxruntime's quantizer
   {cost["onnxruntime"]["seconds"]:.1f} s and {cost["onnxruntime"]["peak_gib"]:.2f} GiB. {source("quantize_cost")}
 """
