@@ -16,7 +16,8 @@ weight decay 1e-4 for W4A4 and W2A8, Adam with rate 1e-3 for W2A2 and 4e-3 for W
 `--network vit`: the transformer that `low_bit.py` trains, read from `--out`; its arms have Adam with rate 1e-4 and no hints.
 
 `--network face`: the face detector without labels, by the float network's outputs alone, on the photographs of `budgets.py`, 16
-images a step; Adam with rate 5e-4. Quality is F1 in % on the 200 photographs of `real_networks.py`. No W2A2, no W1A1.
+images a step, statistics of BatchNorm as they are; Adam with rate 5e-4. Quality is F1 in % on the 200 photographs of
+`real_networks.py`. No W2A2, no W1A1.
 
 What is not trained again is kept in `low_bit_qat.json` and `.md` beside this file.
 """
@@ -109,6 +110,7 @@ def without_labels(name: str, args: argparse.Namespace) -> dict[str, Any]:
         learned=True,
         optimizer=partial(torch.optim.Adam, lr=5e-4),
         objective=train.objective,
+        freeze=0.0,
         validate_every=0,
     )
     recipe = ck.Recipe(stage, seed=args.seed, export="last", on_epoch=lambda report: print(name, report, flush=True))
