@@ -104,9 +104,10 @@ def detector(network: Network, args: argparse.Namespace) -> tuple[nn.Module, ck.
 
 
 def classifier(network: Network, data: dict[str, Any], args: argparse.Namespace) -> tuple[nn.Module, ck.Task, ck.Train]:
-    train = Images(*data["train"], 128, MEAN, STD, augment=4, flip=True, shuffle=True)
+    (images, labels), (test, answers) = data["train"], data["test"]
+    train = Images(images, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
     calibration = [(x, None) for x in network.draws[0]]
-    task = ck.Task(train=train, val=Images(*data["test"], 500, MEAN, STD), calibration=calibration)
+    task = ck.Task(train=train, val=Images(test, answers, 500, MEAN, STD), calibration=calibration)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
     return network.model, task, ck.Train(
         epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16, channels_last=True

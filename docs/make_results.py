@@ -261,6 +261,30 @@ the runtime's float product of two large matrices, which no float file that mult
 """
 
 
+def budgets() -> str:
+    """`compress` at several budgets."""
+    found, rows = load("budgets"), []
+    labels = {"face": "face detector, no labels", "resnet20": "ResNet-20", "resnet56": "ResNet-56"}
+    for name, parts in found["networks"].items():
+        for row in parts:
+            asked = ", ".join(f"{key} {value}" for key, value in row["budget"].items())
+            if "refused" in row:
+                nearest = row["refused"].partition("that can is ")[2].partition(";")[0]
+                rows.append((labels[name], asked, f"none; nearest: `{nearest}`", *[""] * 5))
+                continue
+            figures = [f"{row['float']:.2f}", f"{row['quality']:.2f}", f"{row['latency']:.2f}", f"{row['bytes']:.2f}"]
+            rows.append((labels[name], asked, row["chosen"], *figures, f"{row['seconds'] / row['chosen_training']:.2f}"))
+    return f"""\
+## From a budget to a file
+
+`compress` called once for each budget, {found["about"]["trials"]} candidates, {found["about"]["finalists"]} finalist; quality is F1 or top-1 in %, latency and
+size are shares of the uncompressed file's, measured again after the call. The last column: seconds of the call by those of the training of what was
+chosen. {source("budgets")}
+
+{table(("network", "at most", "chosen", "float", "quality", "latency", "size", "time"), rows)}
+"""
+
+
 def few_bits() -> str:
     """Weights of few bits, without labels."""
     found = load("low_bit")["networks"]
@@ -779,6 +803,7 @@ the one that nine of ten do not exceed; beside it, a line through the MACs of th
 SECTIONS: tuple[Callable[[], str], ...] = (
     chain,
     chain_cifar,
+    budgets,
     one_network,
     static,
     dynamic,

@@ -23,7 +23,7 @@ from compresskit.train.train import Train
 
 Storage = Literal["float", "int8", "int4"]
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
-LANES, LANES_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
+MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 #: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
 CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
@@ -112,8 +112,8 @@ class Candidate:
         if self.merged:
             structure.append(Merge(runs=self._runs(order, blocks), samples=samples, repair=samples))
         if self.macs < 1:
-            lanes = LANES_OF_DEPTHWISE if depthwise and self.bits != "float" else LANES
-            multiple = lanes if self.macs >= FINER_BELOW else lanes // 2
+            multiple = MULTIPLE_OF_DEPTHWISE if depthwise and self.bits != "float" else MULTIPLE
+            multiple = multiple if self.macs >= FINER_BELOW else multiple // 2
             structure.append(Prune(budget=keep(macs=self.macs), samples=samples, round_to=multiple))
         if self.rank < 1:
             structure.append(LowRank(budget=keep(macs=self.rank), samples=samples))
