@@ -38,7 +38,7 @@ def pad_channels(model: ir.Model) -> None:
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "Conv" else None
         if x is not None and x not in done and _reads_slow_channels(node):
-            group = ChannelGroup(_channels(x) or 0)
+            group = SharedChannels(_channels(x) or 0)
             if group.grow_(x) and group.pays():
                 group.widen_(model.graph)
             done |= group.values
@@ -47,13 +47,13 @@ def pad_channels(model: ir.Model) -> None:
 def _reads_slow_channels(conv: ir.Node) -> bool:
     """Whether an integer convolution reads channels that a kernel is slow for."""
     count = _channels(conv.inputs[0])
-    if count is None or _filters(conv) is None or count % LANES_OF_KERNEL == 0:
+    if count is None or _integer_filters(conv) is None or count % LANES_OF_KERNEL == 0:
         return False
     return _is_depthwise(conv, count) or LEAST_CHANNELS <= count < LANES_OF_KERNEL
 
 
 @dataclass
-class ChannelGroup:
+class SharedChannels:
     """Values that have the same channels, and the nodes around them.
 
     count: channels. values: with these channels at axis 1. made, read, each: convolutions that make them, read them, and work on
@@ -95,7 +95,7 @@ class ChannelGroup:
             return None
         x, output = node.inputs[0], node.outputs[0]
         if node.op_type == "Conv":
-            if place not in (None, 0) or _filters(node) is None or x is None:
+            if place not in (None, 0) or _integer_filters(node) is None or x is None:
                 return None
             if node.attributes.get_int("group", 1) == 1:
                 (self.made if place is None else self.read)[node] = None
@@ -131,14 +131,14 @@ class ChannelGroup:
     def pays(self) -> bool:
         """Whether what slow kernels lose is more than what the other layers compute in addition."""
         extra = -self.count % LANES_OF_KERNEL
-        makes = sum(extra * _taps(conv) * _shape(conv)[1] * (_positions(conv) or 1) for conv in self.made)
-        reads = sum(extra * _taps(conv) * _shape(conv)[0] * (_positions(conv) or 1) for conv in self.read)
+        makes = sum(extra * _taps(conv) * _shape(conv)[1] * (_map_positions(conv) or 1) for conv in self.made)
+        reads = sum(extra * _taps(conv) * _shape(conv)[0] * (_map_positions(conv) or 1) for conv in self.read)
         if self.each:
             affordable = FOR_A_CHANNEL * self.count + (FOR_A_REST if self.count % 8 else 0)
-            return makes + reads <= sum(affordable * _taps(conv) * (_positions(conv) or 1) for conv in self.each)
-        if any((_positions(conv) or LEAST_POSITIONS) < LEAST_POSITIONS for conv in (*self.made, *self.read)):
+            return makes + reads <= sum(affordable * _taps(conv) * (_map_positions(conv) or 1) for conv in self.each)
+        if any((_map_positions(conv) or LEAST_POSITIONS) < LEAST_POSITIONS for conv in (*self.made, *self.read)):
             return False
-        return reads <= sum(FOR_FEW_FILTERS * _taps(conv) * (_positions(conv) or 1) for conv in self.made)
+        return reads <= sum(FOR_FEW_FILTERS * _taps(conv) * (_map_positions(conv) or 1) for conv in self.made)
 
     def widen_(self, graph: ir.Graph) -> None:
         """Change the nodes in place."""
@@ -183,7 +183,7 @@ def _at(stored: np.ndarray, axis: int, extra: int) -> list[tuple[int, int]]:
     return [(0, extra if k == axis else 0) for k in range(stored.ndim)]
 
 
-def _filters(conv: ir.Node) -> np.ndarray | None:
+def _integer_filters(conv: ir.Node) -> np.ndarray | None:
     """The integer weights (O, I, h, w) of a convolution that reads rounded values; None of any other."""
     stored = symmetric_integers(_decoder(conv.inputs[1]))
     rounded = dequantize_of(conv.inputs[0]) is not None
@@ -200,13 +200,13 @@ def _decoder(value: ir.Value | None) -> ir.Node | None:
 
 def _is_depthwise(conv: ir.Node, channels: int) -> bool:
     """Whether a convolution has one filter for each of its input channels."""
-    filters = _filters(conv)
+    filters = _integer_filters(conv)
     return filters is not None and conv.attributes.get_int("group", 1) == channels > 1 and filters.shape[:2] == (channels, 1)
 
 
 def _shape(conv: ir.Node) -> tuple[int, ...]:
     """(O, I, h, w) of the filters."""
-    filters = _filters(conv)
+    filters = _integer_filters(conv)
     assert filters is not None
     return filters.shape
 
@@ -215,7 +215,7 @@ def _taps(conv: ir.Node) -> int:
     return int(np.prod(_shape(conv)[2:]))
 
 
-def _positions(conv: ir.Node) -> int | None:
+def _map_positions(conv: ir.Node) -> int | None:
     """Height times width of what a convolution gives; None where they vary."""
     sizes = list(conv.outputs[0].shape or ())[2:]
     return int(np.prod(sizes)) if sizes and all(isinstance(s, int) for s in sizes) else None  # type: ignore[arg-type]
