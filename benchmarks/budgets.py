@@ -145,6 +145,7 @@ def call(name: str, network: Network, parts: tuple[nn.Module, ck.Task, ck.Train]
     return {
         "budget": budget,
         "chosen": search.chosen.candidate.name,
+        "untrained": search.chosen.untrained,
         "float": network.quality(lambda x: list(model(x)) if name == "face" else [model(x)]),
         "quality": network.quality(executed(search.onnx)),
         "latency": mine / dense,
@@ -161,18 +162,20 @@ def call(name: str, network: Network, parts: tuple[nn.Module, ck.Task, ck.Train]
 
 def table(found: dict[str, Any]) -> str:
     lines = [
-        "| network | at most | chosen | quality, % | float, % | latency | size | kept | minutes | total / training |",
-        "|---|---|---|--:|--:|--:|--:|---|--:|--:|",
+        "| network | at most | chosen | quality, % | float, % | latency | size | kept | trained | minutes | total / training |",
+        "|---|---|---|--:|--:|--:|--:|---|---|--:|--:|",
     ]
     for name, rows in found["networks"].items():
         for row in rows:
             asked = ", ".join(f"{key} {value}" for key, value in row["budget"].items())
             if "refused" in row:
-                lines.append(f"| {name} | {asked} | {row['refused']} {'| ' * 8}|")
+                lines.append(f"| {name} | {asked} | {row['refused']} {'| ' * 9}|")
                 continue
+            trained = f"{row['steps']} steps" if "steps" in row else f"{row['epochs']} epochs"
+            trained += ", which made it worse: the file without" * row.get("untrained", False)
             lines.append(
                 f"| {name} | {asked} | {row['chosen']} | {row['quality']:.2f} | {row['float']:.2f} | {row['latency']:.3f}"
-                f" | {row['bytes']:.3f} | {'yes' if row['met'] else 'no'} | {row['seconds'] / 60:.0f}"
+                f" | {row['bytes']:.3f} | {'yes' if row['met'] else 'no'} | {trained} | {row['seconds'] / 60:.0f}"
                 f" | {row['seconds'] / row['chosen_training']:.2f} |"
             )
     about = ", ".join(f"{key} {value}" for key, value in found["about"].items())

@@ -116,7 +116,7 @@ class Finals:
             elif trial.state == self.states.PRUNED:
                 found.stopped, found.training_seconds = about["stopped"], about["seconds"]
             elif trial.state == self.states.COMPLETE:
-                found.trained, found.untrained = Figures(**about["figures"]), about["untrained"]
+                found.trained, found.untrained = Figures(**about["figures"]), about.get("untrained", False)
                 found.training_seconds = found.trained.seconds
                 if found.figures is not None and found.figures.drop > 0:
                     self.remaining = max(found.trained.drop, 0.0) / found.figures.drop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import networks
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 import compresskit as ck
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
-from compresskit.search.latency.latency_filter import MEASURED_OPERATORS, LatencyFilter
+from compresskit.search.latency.latency_filter import LEAST_MARGIN, MEASURED_OPERATORS, LatencyFilter
 from compresskit.search.proxy import Workshop, held_out
 
 
@@ -61,8 +63,12 @@ def test_what_is_far_over_the_ceiling_is_told_before_it_is_made(workshop) -> Non
     assert predicted == pytest.approx(1.6, rel=0.3)
     assert found.too_slow(Candidate(macs=0.6), [Candidate(macs=0.7)]) is None  # one that has more is fast enough
     assert found.too_slow(Candidate(macs=0.6), [Candidate(macs=0.7, rank=0.6)]) == pytest.approx(predicted)
-    found.ceiling = 1.001 * predicted / (1 + found.error().largest)  # it rounds
+    margin = max(LEAST_MARGIN, found.error().largest)
+    found.ceiling = math.nextafter(predicted / (1 + margin), math.inf)  # the division rounds
     assert found.too_slow(Candidate(macs=0.6), []) is None  # not by more than predictions err
+    found.ceiling *= 0.999
+    assert found.too_slow(Candidate(macs=0.6), []) == pytest.approx(predicted)
+    assert found.too_slow(Candidate(macs=0.6, effort="balanced"), []) is None  # its placement is not known before it is made
     assert not (workshop.out / "candidates" / Candidate(macs=0.6).name).exists()
 
 
