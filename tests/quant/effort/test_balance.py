@@ -81,3 +81,66 @@ def test_a_layer_that_is_called_twice_stays() -> None:
     balance_channels_(captured.module, [x])
     with torch.no_grad():
         torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
+
+
+class Handed(nn.Module):
+    """Operators that hand factors on: cut and padded shortcuts, parts and joins, groups, resizing, a gate, means."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.far = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1), nn.Conv2d(8, 12, 3, 2, 1)
+        self.grouped, self.gate, self.c = nn.Conv2d(12, 12, 3, padding=1, groups=3), nn.Conv2d(12, 12, 1), nn.Conv2d(12, 12, 1)
+        self.scale, self.head = nn.Parameter(torch.rand(12, 1, 1) + 0.5), nn.Linear(18, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        x = torch.relu(self.b(x) - x[:, :, ::2, ::2])
+        x = torch.relu(self.far(x) + nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 1, 3)))
+        left, right = x.chunk(2, 1)
+        first, rest = torch.cat([right, left], 1).split([3, 9], 1)
+        x = self.grouped(torch.cat([rest[:, 2:8], first, rest[:, 0:3]], 1))
+        x = nn.functional.interpolate(nn.functional.interpolate(x, scale_factor=2), scale_factor=2, mode="bilinear")
+        x = nn.functional.pad(self.scale * x / 3, (1, 1, 1, 1), mode="reflect").abs()
+        x = torch.relu(self.c(x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))))
+        x = nn.functional.pad(nn.functional.adaptive_avg_pool2d(x, 1), (0, 0, 0, 0, 0, 2))
+        return self.head(torch.cat([x.flatten(1), x.amax((2, 3))[:, 4:8]], 1))
+
+
+def test_factors_pass_all_that_hands_them_on() -> None:
+    model, x = build(Handed), image(8)
+    with torch.no_grad():
+        for layer in (model.a, model.b, model.far, model.grouped, model.c):
+            layer.weight.mul_(torch.logspace(-1, 0.5, len(layer.weight)).view(-1, 1, 1, 1))
+    captured = capture(copy_model(model), x)
+    assert balance_channels_(captured.module, [x]) >= 8 + 12 + 12
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: nn.functional.pad(x, (1, 1), value=1.0),
+        lambda x: x.transpose(1, 2).reshape(x.shape),
+        lambda x: x.cumsum(1),
+        lambda x: x.mean(0, keepdim=True) + x.mean(1, keepdim=True),
+        lambda x: 1 / (x + 3),
+        lambda x: x * x,
+        lambda x: nn.functional.relu6(x),
+        lambda x: torch.cat(x.split(4, 2), 1)[:, 8:16],
+    ],
+)
+def test_other_operators_keep_their_factors(change) -> None:
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            return self.b(change(self.a(x)))
+
+    model, x = build(Model), image(8)
+    captured = capture(copy_model(model), x)
+    balance_channels_(captured.module, [x])
+    with torch.no_grad():
+        torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
