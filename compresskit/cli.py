@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -144,7 +145,7 @@ def _add_compress(commands: Any) -> None:
     command.add_argument("--latency", help="of one call of the file: 5ms, or 0.4x of the uncompressed file's")
     command.add_argument("--size", help="of the file: 1MB, 300KiB, or 0.1x")
     command.add_argument("--macs", help="multiply-accumulates of one sample: 10M, or 0.5x")
-    command.add_argument("--drop", type=float, help="how much worse the metric may be, in points (hundredths)")
+    command.add_argument("--drop", help="how much worse the metric may be, in points (hundredths): 0.5, or 0.5pt")
     command.add_argument("--minutes", type=float, help="how long may be trained in all (default: no training)")
     command.add_argument("--threads", type=int, default=1, help="threads of the runtime (default 1)")
     command.add_argument("--batch", type=int, default=1, help="samples of a call (default 1)")
@@ -152,6 +153,7 @@ def _add_compress(commands: Any) -> None:
     command.add_argument("--finalists", type=int, default=3, help="candidates that are run as recipes at most (default 3)")
     command.add_argument("--seconds", type=float, default=1.0, help="time to measure each latency (default 1)")
     command.add_argument("--out", default="runs/compress", help="folder of the search, which it resumes (default runs/compress)")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _completion_script(parser: argparse.ArgumentParser) -> str:
@@ -291,7 +293,7 @@ def _compress_command(options: argparse.Namespace) -> int:
         latency=options.latency,
         bytes=options.size,
         macs=options.macs,
-        drop=None if options.drop is None else f"{options.drop}pt",
+        drop=f"{options.drop}pt" if re.fullmatch(r"[0-9.]+", options.drop or "") else options.drop,
         minutes=options.minutes,
         threads=options.threads,
         batch=options.batch,
@@ -314,7 +316,7 @@ def _compress_command(options: argparse.Namespace) -> int:
         finalists=options.finalists,
         seconds=options.seconds,
     )
-    sys.stdout.write(f"{found}\n")
+    _print(options, found.to_json(), str(found))
     return 0
 
 

@@ -169,6 +169,24 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
     return found
 
 
+def repeated_rows(inputs: Inputs, count: int) -> Inputs:
+    """Return inputs of exactly `count` rows: the first ones, repeated in their order where there are fewer."""
+    held = batch_size(inputs)
+    if held >= count:
+        return first_rows(inputs, count)
+
+    def repeat(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        dim = 1 if value.ndim == 3 and len(value) != held == value.shape[1] else 0
+        if value.shape[dim] != held:
+            return value
+        return torch.cat([value] * -(-count // held), dim).narrow(dim, 0, count)
+
+    found: Inputs = pytree.tree_map(repeat, inputs)
+    return found
+
+
 def shapes_of(inputs: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors among nested inputs, for messages."""
     return [tuple(v.shape) for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor)]

@@ -13,15 +13,17 @@ from compresskit.base.budget import keep
 from compresskit.base.errors import ModelError
 from compresskit.base.stage import Stage
 from compresskit.distill import imitate
+from compresskit.graph.capture import Dynamic
 from compresskit.prune import Prune
 from compresskit.prune.depth import Depth, Merge
 from compresskit.prune.low_rank import LowRank
-from compresskit.quant import QAT, Bits, StaticQuant
+from compresskit.quant import QAT, Bits, DynamicQuant, StaticQuant
 from compresskit.quant.effort.improve import Effort
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target
 from compresskit.train.train import Train
 
-Storage = Literal["float", "int8", "int4"]
+Storage = Literal["float", "int8", "int4", "dynamic"]
+WITHOUT_EFFORT = ("float", "dynamic")  # calibrated by nothing
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
@@ -56,9 +58,10 @@ class Candidate:
         merged: how many runs of convolutions become one convolution each, in the order of the search.
         macs: fraction of the multiply-accumulates that stays when channels are removed; 1 removes none.
         rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
-        bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8.
+        bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8; "dynamic" has weights of 8 bits and
+            activations whose range is found in every call, as recurrent layers need it.
         effort: of the quantization, as in `quantize_static`. Where it is trained, operators are placed by measurement,
-            and the training does the rest. Float candidates are "fast".
+            and the training does the rest. Float and dynamic candidates are "fast".
     """
 
     blocks: int = 0
@@ -91,6 +94,7 @@ class Candidate:
         target: Target = X86,
         deployment: Deployment = DEFAULT_DEPLOYMENT,
         depthwise: bool = False,
+        dynamic: Dynamic = (0,),
     ) -> tuple[Stage, ...]:
         """The stages of a recipe that makes the candidate; none for the uncompressed model.
 
@@ -101,6 +105,7 @@ class Candidate:
             target: runtime of the quantized file.
             deployment: threads and batch for which operators are placed, where that is measured.
             depthwise: whether the model has depthwise convolutions.
+            dynamic: dimensions of the inputs that may vary in a quantized file.
 
         Raises ModelError where there are not so many runs outside of the blocks that go.
         """
@@ -121,16 +126,18 @@ class Candidate:
             structure[-1] = replace(structure[-1], finetune=finetune)
         if self.bits == "float":
             return tuple(structure)
-        bits = Bits(weights=4) if self.bits == "int4" else Bits()
+        given: dict[str, Any] = {"target": target} | ({} if dynamic == (0,) else {"dynamic": dynamic})
+        if self.bits == "dynamic":
+            return (*structure, DynamicQuant(**given))
+        given["bits"] = Bits(weights=4) if self.bits == "int4" else Bits()
         if train is None or qat is None:
-            placed: dict[str, Any] = {} if self.effort == "fast" else {"deployment": deployment}
-            samples = min(samples, 512)
-            return (*structure, StaticQuant(target=target, bits=bits, samples=samples, effort=self.effort, **placed))
-        return (*structure, self._rounded_training(train, qat, target, bits, deployment))
+            given |= {} if self.effort == "fast" else {"deployment": deployment}
+            return (*structure, StaticQuant(samples=min(samples, 512), effort=self.effort, **given))
+        return (*structure, self._rounded_training(train, qat, deployment, given))
 
-    def _rounded_training(self, train: Train, part: Train, target: Target, bits: Bits, deployment: Deployment) -> QAT:
-        """The part of a training that is quantization-aware."""
-        settings: dict[str, Any] = {name: getattr(part, name) for name in CARRIED_OVER}
+    def _rounded_training(self, train: Train, part: Train, deployment: Deployment, given: dict[str, Any]) -> QAT:
+        """The part of a training that is quantization-aware. given: settings of the quantization."""
+        settings, target = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}, given["target"]
         if self.effort != "fast" and target.runs_here:  # elsewhere nothing can be measured, and it is as a "fast" one
             settings |= {"choose": "measure", "deployment": deployment}
         if train.objective is not None and not train.reads_target:
@@ -138,8 +145,6 @@ class Candidate:
         return QAT(
             epochs=part.epochs,
             steps=part.steps,
-            target=target,
-            bits=bits,
             optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
             objective=train.objective,
             **settings,
@@ -164,6 +169,8 @@ def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | N
     train = train if train.objective is not None else replace(train, objective=imitate())
     if candidate.bits == "float":
         return train, None
+    if candidate.bits == "dynamic":
+        return (train if candidate.changes_structure else None), None
     if not candidate.changes_structure:
         return None, train
     total = train.steps or train.epochs or 0

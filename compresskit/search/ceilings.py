@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from compresskit.base.errors import SettingError
@@ -12,8 +13,8 @@ from compresskit.search.figures import Figures
 
 #: Factor of each unit, by quantity; milliseconds, bytes, multiply-accumulates, the metric's own unit, minutes.
 UNITS: dict[str, dict[str, float]] = {
-    "latency": {"ms": 1.0, "us": 1e-3, "s": 1e3},
-    "bytes": {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30},
+    "latency": {"": 1.0, "ms": 1.0, "us": 1e-3, "s": 1e3},
+    "bytes": {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30},
     "macs": {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9},
     "drop": {"": 1.0, "%": 0.01, "pt": 0.01},
     "minutes": {"": 1.0, "min": 1.0, "h": 60.0, "s": 1 / 60},
@@ -31,10 +32,19 @@ LARGEST_PLAUSIBLE_DROP = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The largest value that a quantity may have: `value` in its unit, or, if `relative`, times that of the uncompressed file."""
+    """The largest value that a quantity may have: `value` in its unit, or, if `relative`, times that of the uncompressed file.
+
+    as_text: whether it was given as text, with a unit.
+    """
 
     value: float
     relative: bool = False
+    as_text: bool = field(default=False, compare=False)
+
+    @property
+    def implausible(self) -> bool:
+        """Whether, as a drop of an accuracy, it may be in points, where a fraction is wanted."""
+        return self.value > LARGEST_PLAUSIBLE_DROP and not self.as_text
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -51,12 +61,14 @@ class Ceilings:
 
     def __repr__(self) -> str:
         found = []
-        for field in fields(self):
-            value = vars(self)[field.name]
+        for each in fields(self):
+            value = vars(self)[each.name]
             if isinstance(value, Ceiling):
-                found.append(f'{field.name}="{value.value:g}x"' if value.relative else f"{field.name}={value.value!r}")
-            elif value is not None and value != field.default:
-                found.append(f"{field.name}={value!r}")
+                quoted = each.name == "drop" and value.as_text and value.value > LARGEST_PLAUSIBLE_DROP
+                text = f'"{value.value:g}x"' if value.relative else f'"{value.value!r}"' if quoted else f"{value.value!r}"
+                found.append(f"{each.name}={text}")
+            elif value is not None and value != each.default:
+                found.append(f"{each.name}={value!r}")
         return f"at_most({', '.join(found)})"
 
     def absolute(self, dense: Figures) -> dict[str, float]:
@@ -112,10 +124,10 @@ def parse_ceiling(name: str, value: Any) -> Ceiling:
         if unit == "x" and name in MEASURED:
             result = Ceiling(value=number, relative=True)
         elif unit in UNITS[name]:
-            result = Ceiling(value=number * UNITS[name][unit])
+            result = Ceiling(value=number * UNITS[name][unit], as_text=True)
         else:
             raise refusal
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         result = Ceiling(value=float(value))
     else:
         raise refusal

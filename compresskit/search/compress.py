@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,16 +14,17 @@ from torch import nn
 
 from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
-from compresskit.base.files import atomic, read_json, write_json
+from compresskit.base.files import atomic
 from compresskit.base.fingerprint import describe
-from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy
 from compresskit.graph.surgery import copy_model
 from compresskit.recipe.preflight import preflight_check
 from compresskit.search.candidate import UNCOMPRESSED
-from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, MEASURED, Ceilings
+from compresskit.search.ceilings import MEASURED, Ceilings
 from compresskit.search.explore import Explorer
-from compresskit.search.finalists import RUNGS, Finals
+from compresskit.search.figures import Figures
+from compresskit.search.finals.finalists import Finals
+from compresskit.search.finals.training import check_objective, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
@@ -35,11 +34,8 @@ from compresskit.search.study import import_optuna
 from compresskit.search.workers import Worker
 from compresskit.train.train import Train
 
-log = logging.getLogger(__name__)
-
 SCRIPT = "recipe.py"
-TIMED_STEPS = 4  # of a training, from which the length that fits into the minutes is taken
-ROUNDED_STEP = 1.5  # what a step with rounding takes, relative to one without
+NOTABLY_SLOWER = 0.05  # fraction of the uncompressed file's latency
 
 
 def compress(
@@ -64,25 +60,28 @@ def compress(
         budget: made by `at_most`.
         out: folder of the search.
         train: how each finalist is trained, in all its stages; by default, with `minutes` in the budget, AdamW for as many
-            steps as fit, and nothing without. It imitates the uncompressed model unless it has an objective.
+            steps as fit, and nothing without. Without an objective it imitates the uncompressed model, see `with_objective`.
         trials: how many candidates are measured without training.
         finalists: how many are run as recipes at most.
         held_out_samples: validation samples that candidates without training are judged by.
         calibration_samples: samples that stages read without training.
         seconds: for each measurement of a latency.
         target: runtime of quantized files.
+        dynamic: dimensions of the inputs that may vary, `(0, 1)` for batch and length; see `export_onnx`.
         seed: of the search and of every stage.
 
     Raises:
         SettingError: Optuna is missing, a setting is out of range, or a latency cannot be measured on this machine.
         ModelError: no candidate meets the budget; the message has the nearest that can.
-        CheckpointError: the folder belongs to another model or task.
+        CheckpointError: the folder belongs to another model or task, or to other settings than the budget's ceilings.
         Other errors that a first run of the model and its training raise.
     """
-    settings = SearchSettings(**options)
+    settings = _settings(options)
     _check_request(model, task, budget)
     import_optuna()
-    preflight_check(model, task, [settings.train] if settings.train is not None else [])
+    train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
+    preflight_check(model, task, [] if train is None else [train])
+    check_objective(train, model, task)
     worker = Worker(Path(out))
     with worker.at_work():
         workshop = Workshop(
@@ -96,12 +95,15 @@ def compress(
             seconds=settings.seconds,
             seed=settings.seed,
             target=settings.target,
+            dynamic=settings.dynamic,
         )
-        return _search_and_run(workshop, worker, budget, settings)
+        return _search_and_run(workshop, worker, budget, settings, train)
 
 
-def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settings: SearchSettings) -> Search:
-    """Explore, run the finalists, and write the recipe."""
+def _search_and_run(
+    workshop: Workshop, worker: Worker, budget: Ceilings, settings: SearchSettings, train: Train | None
+) -> Search:
+    """Explore, run the finalists, and write the recipe. train: of a finalist, with its objective; None trains nothing."""
     begin, out = time.perf_counter(), workshop.out
     with worker.alone("setup"):  # the first process measures what all of them need
         workshop.prepare()
@@ -110,7 +112,7 @@ def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settin
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
-        train = training_within(workshop, settings, budget)
+        train = training_within(workshop, train, budget.minutes, finalists=settings.finalists, fills=settings.train is None)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     explorer = Explorer(
@@ -149,7 +151,7 @@ def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settin
         dense=dense,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise),
+        reason=_reason(chosen, tried, ceilings, minimise) + _slower(chosen, dense, ceilings),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
@@ -158,6 +160,14 @@ def _search_and_run(workshop: Workshop, worker: Worker, budget: Ceilings, settin
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
     )
+
+
+def _settings(options: SearchOptions) -> SearchSettings:
+    """The settings of a search. Raises SettingError for a name that is none."""
+    known = SearchOptions.__annotations__
+    if unknown := sorted(set(options) - set(known)):
+        raise SettingError(f"compress({unknown[0]}=...): there is no such setting; there are: {', '.join(known)}")
+    return SearchSettings(**options)
 
 
 def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
@@ -173,51 +183,17 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
         raise SettingError(f'compress(budget): wanted a budget such as ck.at_most(latency="5ms"), got {budget!r}')
     if task.prefers_higher is None:
         raise SettingError("compress: whether a larger metric is better is not said; pass Task(higher_is_better=...)")
-    if task.metric is accuracy and budget.drop is not None and budget.drop.value > LARGEST_PLAUSIBLE_DROP:
+    if task.metric is accuracy and budget.drop is not None and budget.drop.implausible:
         raise SettingError(
             f"at_most(drop={budget.drop.value:g}): a drop is in the unit of the metric, and accuracies are fractions; write"
-            f' drop={budget.drop.value / 100:g} or drop="{budget.drop.value:g}pt" for {budget.drop.value:g} points'
+            f' drop={budget.drop.value / 100:g} or drop="{budget.drop.value:g}pt" for {budget.drop.value:g} points, and'
+            f' drop="{budget.drop.value:g}" if that is meant'
         )
 
 
 def free_quantity(ceilings: dict[str, float]) -> str:
     """What is minimised: the first without a ceiling of the drop, the latency and the bytes; the drop where each has one."""
     return next((name for name in ("drop", "latency", "bytes") if name not in ceilings), "drop")
-
-
-def training_within(workshop: Workshop, settings: SearchSettings, budget: Ceilings) -> Train | None:
-    """The training of each finalist: no longer than all of them may take together. None where nothing is trained."""
-    train = settings.train
-    if budget.minutes is not None:
-        fits = _steps_within(workshop, settings, budget.minutes.value)
-        wanted = fits if train is None else min(fits, train.length(workshop.task).steps)
-        train = replace(train or Train(steps=1), steps=wanted, epochs=None)
-        announce(log, "compress: %d steps for each finalist", wanted)
-    if train is None or train.validate_every is not None:
-        return train
-    return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
-
-
-def _steps_within(workshop: Workshop, settings: SearchSettings, minutes: float) -> int:
-    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
-    asked = json.dumps([minutes, settings.finalists, describe(settings.train)], sort_keys=True)
-    path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
-    if path.exists():
-        return int(read_json(path, "the length of a training")["steps"])
-    train = settings.train or Train(steps=1)
-    probe = replace(train, steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
-    probe(copy_model(workshop.model), workshop.task)  # the first steps are slower than the others
-    begin = time.perf_counter()
-    probe(copy_model(workshop.model), workshop.task)
-    a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
-    fits = math.floor(minutes * 60 / a_step / (1 + (settings.finalists - 1) / RUNGS))
-    if fits < RUNGS:
-        raise SettingError(
-            f"at_most(minutes={minutes:g}): {settings.finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted"
-            f" at least {RUNGS}; leave minutes= and train= out to train nothing"
-        )
-    write_json(path, {"steps": fits})
-    return fits
 
 
 def _study_name(budget: Ceilings, train: Train | None) -> str:
@@ -253,6 +229,14 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
         f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest that can is"
         f" {nearest_budget(figures, budget, ceilings)}; ask for that, train longer, or raise finalists=; all files are in {out}"
     )
+
+
+def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
+    """A remark on a file that nobody asked to be faster, and that is slower."""
+    assert chosen.trained is not None
+    if "latency" in ceilings or chosen.trained.latency <= dense.latency * (1 + NOTABLY_SLOWER):
+        return ""
+    return f". It is slower than the uncompressed file, {chosen.trained.latency:.3f} ms for {dense.latency:.3f}"
 
 
 def _reason(chosen: Tried, tried: Sequence[Tried], ceilings: dict[str, float], minimise: str) -> str:

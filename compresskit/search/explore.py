@@ -33,7 +33,7 @@ class Explorer:
         dense: figures of the uncompressed model.
         order: of what can go, first to go first.
         ceilings: of the budget. judged: those that the study keeps to.
-        trials: how many candidates are measured.
+        trials: how many candidates are measured; those that cannot be made do not count, but as many of them end it.
         name: of the study in the journal.
         filter: tells candidates that would be too slow before they are made; None makes all.
     """
@@ -59,15 +59,18 @@ class Explorer:
             self.worker,
             objectives=len(objectives),
             most=most,
-            first=first_candidates(**most),
+            first=first_candidates(**most, dynamic=self.workshop.gains_by_dynamic),
+            storages=("float", "int8", "int4", *(("dynamic",) if self.workshop.gains_by_dynamic else ())),
             seed=self.workshop.seed,
         )
         tried: dict[Candidate, Tried] = {}
         skipped: dict[Candidate, Tried] = {}
         while True:
-            tried |= {c: self._tried(Tried(candidate=c)) for c in study.finished()[: self.trials] if c not in tried}
+            for candidate in study.finished():
+                if candidate not in tried and self._measured(tried) < self.trials:
+                    tried[candidate] = self._tried(Tried(candidate=candidate))
             skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
-            if len(tried) >= self.trials or study.told >= ASKED * self.trials:
+            if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
             if (asked := study.ask(self.trials)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
@@ -80,13 +83,17 @@ class Explorer:
                 continue
             if candidate not in tried:
                 tried[candidate] = self._tried(Tried(candidate=candidate))
-                announce(log, "compress: %d of %d: %s", len(tried), self.trials, tried[candidate])
+                announce(log, "compress: %d of %d: %s", self._measured(tried), self.trials, tried[candidate])
             if (figures := tried[candidate].figures) is None:
                 study.tell(trial, None)
                 continue
             over = [figures.excesses({quantity: self.ceilings[quantity]}).get(quantity, 0.0) for quantity in self.judged]
             study.tell(trial, [figures.get(quantity) for quantity in objectives], over)
         return [*tried.values(), *skipped.values()]
+
+    @staticmethod
+    def _measured(tried: Mapping[Candidate, Tried]) -> int:
+        return sum(entry.figures is not None for entry in tried.values())
 
     def _skipped(
         self, candidate: Candidate, tried: Mapping[Candidate, Tried], skipped: Mapping[Candidate, Tried]

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from compresskit.base.errors import SettingError
 from compresskit.base.settings import check_field_types
+from compresskit.graph.capture import Dynamic
 from compresskit.quant.numerics.targets import X86, Target, check_target
 from compresskit.search.source import SourceWriter
 from compresskit.train.train import Train
@@ -22,6 +23,7 @@ class SearchOptions(TypedDict, total=False):
     calibration_samples: int
     seconds: float
     target: Target
+    dynamic: Dynamic
     seed: int
 
 
@@ -36,6 +38,7 @@ class SearchSettings:
     calibration_samples: int = 1024
     seconds: float = 1.0
     target: Target = X86
+    dynamic: Dynamic = (0,)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import Candidate
-from compresskit.search.ceilings import Ceilings
+from compresskit.search.ceilings import LARGEST_PLAUSIBLE_DROP, Ceilings
 from compresskit.search.figures import Figures, pareto
 from compresskit.search.latency.latency_model import PredictionError
 
+DROP_STEPS = 10_000  # a drop that is proposed is a multiple of one by so many
 SEARCH_COLUMNS = ("candidate", "metric", "drop", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within")
 
 
@@ -108,6 +111,24 @@ class Search:
         points = [(figures.get(by), figures.drop) for _, figures in measured]
         return pareto([tried for tried, _ in measured], points)
 
+    def to_json(self) -> dict[str, Any]:
+        """What `print` shows, JSON-ready."""
+        return {
+            "budget": repr(self.budget),
+            "chosen": self.chosen.candidate.name,
+            "figures": asdict(self.figures),
+            "uncompressed": asdict(self.dense),
+            "tried": [
+                asdict(t) | {"candidate": t.candidate.name, "within": t.best is not None and not t.best.excesses(self.ceilings)}
+                for t in self.tried
+            ],
+            "curve": [t.candidate.name for t in self.curve()],
+            "reason": self.reason,
+            "noise": self.noise,
+            "onnx": str(self.onnx),
+            "recipe": str(self.code),
+        }
+
     def __str__(self) -> str:
         on_curve = {id(tried) for tried in self.curve()}
         by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else t.predicted or float("inf"))
@@ -185,8 +206,10 @@ def nearest_budget(figures: Sequence[Figures], budget: Ceilings, ceilings: dict[
     """The budget, as Python, of the candidate that exceeds the ceilings least."""
     best = min(figures, key=lambda found: sum(found.excesses(ceilings).values()))
     # What is exceeded becomes what the candidate has, rounded up so that it is met.
-    values = {"latency": f'"{best.latency * 1.05:.4g}ms"', "bytes": best.bytes, "macs": best.macs, "drop": f"{best.drop:.4g}"}
+    values = {"latency": f'"{best.latency * 1.05:.4g}ms"', "bytes": best.bytes, "macs": best.macs}
     over = best.excesses(ceilings)
-    given = [f"{name}={values[name] if name in over else f'{ceilings[name]:.6g}'}" for name in ceilings]
+    drop = math.ceil(best.drop * DROP_STEPS) / DROP_STEPS if "drop" in over else ceilings.get("drop", 0.0)
+    values["drop"] = f'"{drop:g}"' if drop > LARGEST_PLAUSIBLE_DROP else f"{drop:g}"
+    given = [f"{name}={values[name] if name in over or name == 'drop' else f'{ceilings[name]:.6g}'}" for name in ceilings]
     given += [f"{name}={vars(budget)[name]}" for name in ("threads", "batch") if vars(budget)[name] != 1]
     return f"at_most({', '.join(given)})"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,15 +24,17 @@ from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, Task, call_checked, first_rows
+from compresskit.base.task import Inputs, Task, batch_size, call_checked, repeated_rows
 from compresskit.export.check.environment import environment
 from compresskit.export.onnx import export_onnx
+from compresskit.graph.capture import Dynamic
+from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.prune.depth.costs import milliseconds
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.importance import BlockScoring, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
-from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go
+from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks
 from compresskit.quant.numerics.targets import Deployment, Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
 from compresskit.recipe.engine import run_stage
@@ -51,6 +54,7 @@ CANDIDATES, DENSE = "candidates", "uncompressed"
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
+DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
 
 Read = TypeVar("Read")
 
@@ -67,6 +71,7 @@ class Workshop:
         batch, threads, seconds: of latencies.
         seed: of the stages.
         target: runtime of quantized files.
+        dynamic: dimensions of the inputs that may vary in the files.
     """
 
     model: nn.Module
@@ -79,26 +84,40 @@ class Workshop:
     seconds: float
     seed: int
     target: Target
+    dynamic: Dynamic = (0,)
 
     def prepare(self) -> None:
         """Claim the folder. Raises CheckpointError where it belongs to another model, task or version."""
         described = {
             "model": describe_model(self.model, trained=True).record,
             "task": {name: part.record for name, part in describe_task(self.task).items()},
-            "settings": [self.samples, self.batch, self.threads, self.seed, describe(self.target)],
             "versions": versions(),
+            "target": describe(self.target),
         }
-        mine = {name: _short_hash(part) for name, part in described.items()} | {"class": type(self.model).__name__}
+        settings: dict[str, Any] = {
+            "calibration_samples": self.samples,
+            "held-out samples": sum(batch_size(self.task.inputs(batch)) for batch in self.held.batches("val")),
+            "batch": self.batch,
+            "threads": self.threads,
+            "seed": self.seed,
+            "dynamic": json.dumps(describe(self.dynamic)),
+        }
+        mine = {name: _short_hash(part) for name, part in described.items()} | settings | {"class": type(self.model).__name__}
         path = self.out / IDENTITY
         if not path.exists() and any(entry.name != LOCKS for entry in self.out.iterdir()):
             raise CheckpointError(f"{self.out}: not empty, and not the folder of a search; choose another out=")
         if path.exists():
             other = read_json(path, "whose search it is")
             changed = [name for name in described if other.get(name) != mine[name]]
+            changed += [
+                f"{name} (there: {other.get(name)}, here: {value})"
+                for name, value in settings.items()
+                if other.get(name) != value
+            ]
             if changed:
                 raise CheckpointError(
-                    f"{self.out}: belongs to the search of another {' and '.join(changed)} (there: {other.get('class')}, here:"
-                    f" {mine['class']}); choose another out=, or delete the folder"
+                    f"{self.out}: belongs to the search of another {' and '.join(changed)} for {other.get('class')}, this one is"
+                    f" for {mine['class']}; choose another out=, or delete the folder"
                 )
         else:
             write_json(path, mine)
@@ -133,8 +152,15 @@ class Workshop:
         return replace(watch, milliseconds=float(first["milliseconds"]))
 
     def timed_inputs(self) -> Inputs:
-        """What files are timed on."""
-        return first_rows(self.task.example(), self.batch)
+        """What files are timed on: as many samples as the budget says, repeated where the first batch has fewer."""
+        return repeated_rows(self.task.example(), self.batch)
+
+    @cached_property
+    def gains_by_dynamic(self) -> bool:
+        """Whether much of the model is in layers that dynamic quantization rounds: linear, and recurrent, which only it does."""
+        layers = [m for m in self.model.modules() if isinstance(m, nn.RNNBase | nn.Linear | nn.MultiheadAttention)]
+        inside = {id(p): p.numel() for layer in layers for p in layer.parameters()}
+        return sum(inside.values()) >= DYNAMIC_SHARE * sum(p.numel() for p in self.model.parameters())
 
     def removable(self, milliseconds: float) -> Removable:
         """The residual blocks that can go and the convolutions that can become one, what is worth least for its time first.
@@ -163,6 +189,10 @@ class Workshop:
         try:
             found = find_blocks(self.model, example)
             found = found.without(blocks_that_cannot_go(self.model, found.removable, example))
+            outer = [path for path in found.removable if not any(path.startswith(f"{other}.") for other in found.removable)]
+            if outer and check_blocks(self.model, outer, example) is not None:  # `Depth` would refuse them
+                alone = {path: check_blocks(self.model, [path], example) for path in found.removable}
+                found = found.without({path: reason for path, reason in alone.items() if reason is not None})
         except CompressError as error:
             log.warning("compress: no residual blocks are removed: %s", error)
             return ()
@@ -234,6 +264,7 @@ class Workshop:
             target=self.target,
             deployment=Deployment(threads=self.threads, batch=self.batch),
             depthwise=any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in self.model.modules()),
+            dynamic=self.dynamic,
         )
 
     def sketch(self, candidate: Candidate, order: Removable, read: Callable[[Path], Read]) -> Read:
@@ -243,13 +274,14 @@ class Workshop:
         """
         model, _ = self._compressed(candidate, order, min(self.samples, SKETCH_SAMPLES))
         with tempfile.TemporaryDirectory() as folder:
-            return read(export_onnx(model.eval(), Path(folder) / "model.onnx", self.task.example()))
+            dynamic = None if quantized_parts(model) else self.dynamic
+            return read(export_onnx(model.eval(), Path(folder) / "model.onnx", self.task.example(), dynamic=dynamic))
 
     def _export(self, model: nn.Module, folder: Path, dense: Figures | None, settings: Any) -> Figures:
         """Write, verify and measure a file; all but its latency, which is 0."""
         begin = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
-        report = measure_stage(model.eval(), self.held, folder, settings=settings, seconds=0, export=True)
+        report = measure_stage(model.eval(), self.held, folder, settings=settings, seconds=0, export=True, dynamic=self.dynamic)
         assert report.bytes is not None
         drop = 0.0 if dense is None else (dense.metric - report.metric) * (1 if self.task.prefers_higher else -1)
         spent = time.perf_counter() - begin

@@ -13,13 +13,13 @@ from compresskit.base.budget import Budget
 from compresskit.base.errors import SettingError
 from compresskit.distill import Distill
 from compresskit.prune import Prune
-from compresskit.quant import QAT, StaticQuant
+from compresskit.quant import QAT, DynamicQuant, StaticQuant
 from compresskit.recipe.recipe import Recipe
 from compresskit.train import lr
 from compresskit.train.train import Train
 
 #: What `import compresskit as ck` has of a recipe's parts, and the namespaces in which the rest is looked for.
-AT_THE_TOP = (Train, Distill, Prune, QAT, StaticQuant)
+AT_THE_TOP = (Train, Distill, Prune, QAT, DynamicQuant, StaticQuant)
 NAMESPACES = {
     "quant": quant,
     "quant.targets": quant.targets,
@@ -42,6 +42,8 @@ SCRIPT_TEXT = '''"""{title}
 recipe = {recipe}
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     given = runpy.run_path(sys.argv[1])
     print(recipe.run(given["model"], given["task"], out="{out}"))
 '''
@@ -51,7 +53,8 @@ def as_script(recipe: Recipe, *, title: str, name: str, out: str) -> str:
     """The text of a script that runs a recipe on the model and the task of a file."""
     writer = SourceWriter()
     stages = [f"    {writer.source(stage, f'stage {i}')},\n" for i, stage in enumerate(recipe.stages, 1)]
-    text = f"ck.Recipe(\n{''.join(stages)}    seed={recipe.seed},\n    export={recipe.export!r},\n)"
+    dynamic = "" if recipe.dynamic == (0,) else f"    dynamic={writer.source(recipe.dynamic, 'dynamic')},\n"
+    text = f"ck.Recipe(\n{''.join(stages)}    seed={recipe.seed},\n    export={recipe.export!r},\n{dynamic})"
     return SCRIPT_TEXT.format(title=title, name=name, imports=writer.imports(), recipe=text, out=out)
 
 

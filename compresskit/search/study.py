@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compresskit.base.errors import SettingError
-from compresskit.search.candidate import Candidate
+from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
 JOURNAL, PREDICTED, WORKER = "study.log", "predicted", "worker"
@@ -31,6 +31,7 @@ LADDER = (
     Candidate(effort="balanced"),
     Candidate(macs=0.5, effort="balanced"),
 )
+DYNAMIC = (Candidate(bits="dynamic"), Candidate(bits="dynamic", macs=0.5))  # tried first in networks that gain by it
 #: Fractions of the blocks that go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
 MERGED_FRACTIONS = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
@@ -50,11 +51,14 @@ def import_optuna() -> Any:
     return optuna
 
 
-def first_candidates(blocks: int, merged: int) -> list[Candidate]:
-    """What is tried first in a network with so many removable blocks and so many runs of convolutions that can become one."""
+def first_candidates(blocks: int, merged: int, *, dynamic: bool = False) -> list[Candidate]:
+    """What is tried first in a network with so many removable blocks and so many runs of convolutions that can become one.
+
+    dynamic: whether it gains by ranges that are found in every call.
+    """
     deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS if blocks]
     joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED_FRACTIONS if merged)
-    return [*LADDER[:3], *deep, *joined, *LADDER[3:]]
+    return [*(DYNAMIC if dynamic else ()), *LADDER[:3], *deep, *joined, *LADDER[3:]]
 
 
 class CandidateStudy:
@@ -68,6 +72,7 @@ class CandidateStudy:
         most: the largest value of the parameters of a candidate that count: residual blocks, and merged convolutions.
         first: candidates that are tried before the sampler decides.
         seed: of the sampler.
+        storages: what it chooses from.
     """
 
     def __init__(
@@ -80,7 +85,9 @@ class CandidateStudy:
         most: Mapping[str, int],
         first: Sequence[Candidate],
         seed: int,
+        storages: Sequence[Storage] = ("float", "int8", "int4"),
     ) -> None:
+        self.storages = list(storages)
         self.optuna, self.worker, self.most = import_optuna(), worker, {name: count for name, count in most.items() if count}
         self.states = self.optuna.trial.TrialState
         with worker.alone(TURN):
@@ -108,6 +115,10 @@ class CandidateStudy:
         """The candidates that were made, each once, or could not be."""
         return list(dict.fromkeys(candidate_of(t.params) for t in self._told() if t.state != self.states.PRUNED))
 
+    def measured(self) -> set[Candidate]:
+        """Those of them that were made."""
+        return {candidate_of(t.params) for t in self._told() if t.state == self.states.COMPLETE}
+
     def skipped(self) -> dict[Candidate, float]:
         """Candidates that were skipped -> what was predicted for them."""
         return {candidate_of(t.params): t.user_attrs[PREDICTED] for t in self._told() if t.state == self.states.PRUNED}
@@ -120,12 +131,12 @@ class CandidateStudy:
     def ask(self, most: int) -> tuple[Any, Candidate] | None:
         """The next trial and its candidate: one that a process left when it ended, or a new one.
 
-        None where `most` candidates were tried, or would be with those that living processes work on.
+        None where `most` candidates were measured, or would be with those that living processes work on.
         """
         with self.worker.alone(TURN):
             running = self.study.get_trials(deepcopy=False, states=(self.states.RUNNING,))
             left = [t for t in running if not self.worker.lives(t.user_attrs.get(WORKER))]
-            if len({*self.finished(), *(candidate_of(t.params) for t in running if t not in left)}) >= most:
+            if len({*self.measured(), *(candidate_of(t.params) for t in running if t not in left)}) >= most:
                 return None
             trial = self.optuna.trial.Trial(self.study, left[0]._trial_id) if left else self.study.ask()
             trial.set_user_attr(WORKER, self.worker.name)
@@ -133,7 +144,7 @@ class CandidateStudy:
                 trial.suggest_int(name, 0, count)
             trial.suggest_float("macs", 0.1, 1.0, step=0.05)
             trial.suggest_float("rank", 0.4, 1.0, step=0.1)
-            trial.suggest_categorical("bits", ["float", "int8", "int4"])
+            trial.suggest_categorical("bits", self.storages)
             trial.suggest_categorical("effort", ["fast", "balanced"])
             return trial, candidate_of(trial.params)
 
@@ -154,14 +165,14 @@ class CandidateStudy:
 
 
 def candidate_of(parameters: dict[str, Any]) -> Candidate:
-    """The candidate of a trial's parameters; steps of floats are rounded to the decimals that they have. Float has no effort."""
+    """The candidate of a trial's parameters; steps of floats are rounded to the decimals that they have."""
     return Candidate(
         blocks=int(parameters.get("blocks", 0)),
         merged=int(parameters.get("merged", 0)),
         macs=round(parameters["macs"], 2),
         rank=round(parameters["rank"], 2),
         bits=parameters["bits"],
-        effort="fast" if parameters["bits"] == "float" else parameters.get("effort", "fast"),
+        effort="fast" if parameters["bits"] in WITHOUT_EFFORT else parameters.get("effort", "fast"),
     )
 
 

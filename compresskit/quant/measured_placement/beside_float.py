@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from compresskit.base.errors import CompressError, SettingError
-from compresskit.base.task import Inputs, batch_size
+from compresskit.base.task import Inputs, repeated_rows
 from compresskit.export import export_onnx
 from compresskit.export.check.layer_profile import profile_layers
 from compresskit.measure import latency, session
@@ -147,19 +147,11 @@ def rows_of_batch(example: Inputs, deployment: Deployment, file: Path, name: str
 
     Raises SettingError where the file takes another batch.
     """
-    batch, held = deployment.batch, batch_size(example)
+    batch = deployment.batch
     fixed = next((given.shape[0] for given in session(file).get_inputs() if given.shape), batch)
     if isinstance(fixed, int) and fixed != batch:
         raise SettingError(
             f"Deployment(batch={batch}): {name} takes {fixed} samples at a time, since dynamic= leaves the batch fixed;"
             f" write batch={fixed}, or let the batch vary"
         )
-
-    def repeated(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != held:
-            return value
-        return value.repeat(-(-batch // held), *[1] * (value.ndim - 1))[:batch]
-
-    if isinstance(example, dict):
-        return {name: repeated(value) for name, value in example.items()}
-    return tuple(repeated(value) for value in example)
+    return repeated_rows(example, batch)

@@ -16,7 +16,7 @@ from typing import Any
 from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
-from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
+from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, WITHOUT_EFFORT, Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
@@ -123,9 +123,13 @@ class Finals:
         return at_work
 
     def _best(self, tried: Sequence[Tried]) -> Tried | None:
-        """The candidate with the least of what is minimised among those whose trained files keep all ceilings."""
+        """The candidate with the least of what is minimised among those whose trained files keep all ceilings.
+
+        Of equal ones, that with the least of the other quantities.
+        """
         within = [(t.trained, t) for t in tried if t.trained is not None and not t.trained.excesses(self.ceilings)]
-        return min(within, key=lambda pair: pair[0].get(self.minimise), default=(None, None))[1]
+        order = (self.minimise, "drop", "latency", "bytes", "macs")
+        return min(within, key=lambda pair: [pair[0].get(quantity) for quantity in order], default=(None, None))[1]
 
     def next_finalist(self, tried: Sequence[Tried], best: Tried | None) -> Tried | None:
         """The candidate to run next; None where none of those left is expected to be better than `best`.
@@ -199,7 +203,7 @@ class Finals:
         """The recipe of a candidate; its trainings call `watch`."""
         shop = self.workshop
         stages = shop.stages(candidate, self.order, train=self.train if trains else None)
-        return Recipe(*stages, seed=shop.seed, export="last", on_step=watch)
+        return Recipe(*stages, seed=shop.seed, export="last", dynamic=shop.dynamic, on_step=watch)
 
     def folder(self, candidate: Candidate, *, trains: bool = True) -> Path:
         """Where a candidate is run."""
@@ -221,7 +225,7 @@ class Finals:
 
     def _rung(self, candidate: Candidate, report: StepReport) -> int:
         """Which quarter of all trainings of the candidate a step ends, from 1."""
-        fraction, two = report.step / report.steps, candidate.changes_structure and candidate.bits != "float"
+        fraction, two = report.step / report.steps, candidate.changes_structure and candidate.bits not in WITHOUT_EFFORT
         if two:
             fraction = 1 - (1 - fraction) / QAT_SHARE if report.training == "QAT" else fraction * (1 - 1 / QAT_SHARE)
         return max(1, round(fraction * RUNGS))

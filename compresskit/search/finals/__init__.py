@@ -1,0 +1,1 @@
+"""The trainings of a search: what they minimise, how long they are, and which candidates get one."""

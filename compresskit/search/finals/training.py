@@ -1,0 +1,122 @@
+"""The training of finalists: what it minimises where nothing is said, and how long it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compresskit.base.errors import DataError, SettingError
+from compresskit.base.files import read_json, write_json
+from compresskit.base.fingerprint import describe
+from compresskit.base.objective import Objective
+from compresskit.base.progress import announce
+from compresskit.base.task import Task, accuracy, call
+from compresskit.distill import imitate
+from compresskit.distill.losses import hint
+from compresskit.graph.surgery import copy_model, frozen_copy, mode
+from compresskit.search.ceilings import Ceiling
+from compresskit.search.finals.finalists import RUNGS
+from compresskit.search.proxy import Workshop
+from compresskit.train.train import Train
+
+log = logging.getLogger(__name__)
+
+TIMED_STEPS = 4  # of a training, from which the length that fits into the minutes is taken
+ROUNDED_STEP = 1.5  # what a step with rounding takes, relative to one without
+
+
+def with_objective(train: Train, model: nn.Module, task: Task) -> Train:
+    """The training with what it minimises: its own objective, or to imitate the uncompressed model.
+
+    A classifier is imitated by soft targets, any other model by the mean squared difference of its predictions. The task's loss
+    takes part where the training data have targets.
+    """
+    if train.objective is not None or task.train is None:
+        return train
+    labelled = _has_targets(task)
+    try:
+        classes = _predicts_classes(model, task, labelled=labelled)
+    except Exception:  # the model does not run on its data, which the check of the request says
+        return train
+    if not classes:
+        return replace(train, objective=imitate(loss=hint, weight=1.0, task_weight=1.0 if labelled else 0.0))
+    return replace(train, objective=imitate() if labelled else imitate(weight=1.0, task_weight=0.0))
+
+
+def _has_targets(task: Task) -> bool:
+    batch = next(iter(task.batches("train")), None)
+    try:
+        task.split(batch)
+    except DataError:
+        return False
+    return True
+
+
+def _predicts_classes(model: nn.Module, task: Task, *, labelled: bool) -> bool:
+    """Whether predictions have scores of classes in their second dimension, by the loss, or, without targets, by the metric."""
+    with torch.no_grad(), mode(model, training=False):
+        predictions = task.predict(call(frozen_copy(model).to(task.device), task.example()))
+    loss = task.loss.func if isinstance(task.loss, partial) else task.loss
+    of_classes = loss is F.cross_entropy or loss is F.nll_loss or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    known = (of_classes and labelled) or task.metric is accuracy
+    return known and predictions.ndim >= 2 and predictions.shape[1] >= 2
+
+
+def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:
+    """Raise the error of an objective that does not fit the model, before candidates are made."""
+    if train is not None and isinstance(train.objective, Objective):
+        probe = copy_model(model).to(task.device).eval()
+        train.objective.bind(probe, _with_reference(task, model)).close()
+
+
+def _with_reference(task: Task, model: nn.Module) -> Task:
+    """The task with the model to imitate, as a Recipe sets it."""
+    return task if task.reference is not None else replace(task, reference=frozen_copy(model).to(task.device))
+
+
+def training_within(
+    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, fills: bool
+) -> Train | None:
+    """The training of each finalist: no longer than all of them may take together. None where nothing is trained.
+
+    fills: whether it takes all of the minutes, or at most as many steps as it has.
+    """
+    if train is not None and minutes is not None:
+        fits = _steps_within(workshop, train, minutes.value, finalists)
+        wanted = fits if fills else min(fits, train.length(workshop.task).steps)
+        train = replace(train, steps=wanted, epochs=None)
+        announce(log, "compress: %d steps for each finalist", wanted)
+    if train is None or train.validate_every is not None:
+        return train
+    return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
+
+
+def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int) -> int:
+    """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
+    asked = json.dumps([minutes, finalists, describe(train)], sort_keys=True)
+    path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+    if path.exists():
+        return int(read_json(path, "the length of a training")["steps"])
+    task = _with_reference(workshop.task, workshop.model)
+    probe = replace(train, steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
+    probe(copy_model(workshop.model), task)  # the first steps are slower than the others
+    begin = time.perf_counter()
+    probe(copy_model(workshop.model), task)
+    a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
+    fits = math.floor(minutes * 60 / a_step / (1 + (finalists - 1) / RUNGS))
+    if fits < RUNGS:
+        raise SettingError(
+            f"at_most(minutes={minutes:g}): {finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted at least"
+            f" {RUNGS}; leave minutes= and train= out to train nothing"
+        )
+    write_json(path, {"steps": fits})
+    return fits

@@ -1,0 +1,234 @@
+"""What people ask `compress` for besides images and classes: batches, regressions, sequences, minutes, folders, units."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import networks
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compresskit as ck
+from compresskit.cli import main
+from compresskit.distill.losses import hint, soft_targets
+from compresskit.search.candidate import Candidate
+from compresskit.search.ceilings import Ceiling, parse_ceiling
+from compresskit.search.figures import Figures
+from compresskit.search.finals.finalists import Finals
+from compresskit.search.finals.training import with_objective
+from compresskit.search.outcome import Tried, nearest_budget
+from compresskit.search.proxy import Workshop
+
+QUICK = {"trials": 2, "finalists": 1, "seconds": 0.02}
+
+
+class Reader(nn.Module):
+    """An LSTM over sequences of 12 numbers a step, whose last state is classified."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.LSTM(12, 48, batch_first=True), nn.Linear(48, 4)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def mean_error(predictions, targets) -> float:
+    return float((predictions - targets).square().mean())
+
+
+def sequences(*lengths: int) -> ck.Task:
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, length, 12), torch.arange(16) % 4) for length in lengths]
+    return ck.Task(train=batches, val=batches)
+
+
+def regression(outputs: int = 1) -> tuple[nn.Module, ck.Task]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, outputs))
+    batches = [(x, x[:, :outputs].sin()) for x in torch.randn(4, 32, 6)]
+    task = ck.Task(train=batches, val=batches, loss=F.mse_loss, metric=mean_error, higher_is_better=False)
+    return ck.Train(epochs=5)(model, task), task
+
+
+@pytest.fixture(scope="module")
+def images():
+    torch.manual_seed(0)
+    return networks.images_task(ck)
+
+
+def test_latencies_are_of_the_batch_of_the_budget(tmp_path, monkeypatch) -> None:
+    model, task = regression()
+    timed = []
+    measured = Workshop.timed_inputs
+    monkeypatch.setattr(Workshop, "timed_inputs", lambda self: timed.append(measured(self)) or timed[-1])
+    ck.compress(model, task, ck.at_most(bytes="0.9x", batch=100), out=tmp_path / "s", **QUICK)
+    assert [x.shape for x in timed[0]] == [(100, 6)]
+    assert torch.equal(timed[0][0][32:64], task.val[0][0])
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_regression_imitates_what_it_predicts(outputs, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Workshop, "gains_by_dynamic", False)  # which trains nothing
+    model, task = regression(outputs)
+    train = ck.Train(epochs=2)
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", train=train, **QUICK)
+    assert found.figures.metric < 0.5
+    assert "hint" in found.code.read_text()
+
+
+def test_minutes_train_what_has_to_imitate(tmp_path) -> None:
+    model, task = regression()
+    train = ck.Train(epochs=1, objective=ck.imitate(loss=hint))
+    found = ck.compress(model, task, ck.at_most(bytes="0.9x", minutes="2s"), out=tmp_path / "s", train=train, **QUICK)
+    assert found.chosen.training_seconds > 0
+    unlabelled = ck.Task(
+        train=[(x,) for x, _ in task.train], val=task.val, loss=F.mse_loss, metric=mean_error, higher_is_better=False
+    )
+    found = ck.compress(model, unlabelled, ck.at_most(bytes="0.9x", minutes="2s"), out=tmp_path / "u", **QUICK)
+    assert found.chosen.training_seconds > 0
+
+
+def test_what_a_training_minimises_where_nothing_is_said(images) -> None:
+    classifier = networks.build(networks.WideChain)
+    assert with_objective(ck.Train(epochs=1), classifier, images).objective.loss.func is soft_targets
+    own = ck.Train(epochs=1, objective=ck.imitate(loss=hint))
+    assert with_objective(own, classifier, images) is own
+    bare = ck.Task(train=[(x,) for x, _ in images.train], val=images.val)
+    objective = with_objective(ck.Train(epochs=1), classifier, bare).objective
+    assert objective.loss.func is soft_targets
+    assert not objective.reads_target
+    logits = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
+    two = [(torch.randn(8, 6), torch.ones(8))]
+    task = ck.Task(train=two, val=two, loss=F.binary_cross_entropy_with_logits, metric=mean_error, higher_is_better=False)
+    assert with_objective(ck.Train(epochs=1), logits, task).objective.loss is hint
+    smoothed = ck.Task(train=images.train, val=images.val, loss=partial(F.cross_entropy, label_smoothing=0.1))
+    assert with_objective(ck.Train(epochs=1), classifier, smoothed).objective.loss.func is soft_targets
+
+
+def test_an_objective_that_does_not_fit_is_refused_before_candidates_are_made(tmp_path) -> None:
+    model, task = regression()
+    with pytest.raises(ck.ModelError, match="gives one channel"):
+        ck.compress(
+            model, task, ck.at_most(bytes="0.9x"), out=tmp_path / "s", train=ck.Train(epochs=1, objective=ck.imitate()), **QUICK
+        )
+    assert not (tmp_path / "s").exists()
+
+
+def test_recurrent_networks_are_quantized_dynamically(tmp_path) -> None:
+    task = sequences(10, 10)
+    model = ck.Train(epochs=10)(Reader(), task)
+    found = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "s", **QUICK)
+    assert found.chosen.candidate.bits == "dynamic"
+    assert found.figures.bytes < 0.5 * found.dense.bytes
+    assert abs(found.figures.drop) < 0.1
+    assert "ck.DynamicQuant()" in found.code.read_text()
+
+
+def test_lengths_may_vary(tmp_path) -> None:
+    task = sequences(10, 17)
+    model = ck.Train(epochs=2)(Reader(), task)
+    found = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "s", dynamic=(0, 1), **QUICK)
+    assert ck.verify_onnx(found.onnx, found.model, [(torch.randn(3, 23, 12),)]).passed
+    assert "dynamic=(0, 1)" in found.code.read_text()
+    with pytest.raises(ck.ExportError, match=r"Expected: 10.*; name the dimensions that vary in dynamic="):
+        ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "f", **QUICK)
+    with pytest.raises(ck.SettingError, match=r"compress\(length=...\): there is no such setting; there are: train, trials"):
+        ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "t", length=3)
+
+
+def test_other_settings_in_a_folder_are_named(tmp_path) -> None:
+    model, task = regression()
+    ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, held_out_samples=32, **QUICK)
+    with pytest.raises(ck.CheckpointError, match=r"another held-out samples \(there: 32, here: 128\) for Sequential"):
+        ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, **QUICK)
+    with pytest.raises(ck.CheckpointError, match=r"another batch \(there: 1, here: 4\) and threads \(there: 1, here: 2\) for"):
+        ck.compress(model, task, ck.at_most(bytes="0.9x", batch=4, threads=2), out=tmp_path, held_out_samples=32, **QUICK)
+
+
+def test_the_nearest_budget_can_be_asked_for(images, tmp_path) -> None:
+    figures = Figures(metric=0.5, drop=0.33594, latency=1.0, bytes=900, macs=9)
+    nearest = nearest_budget([figures], ck.at_most(bytes=100, drop=0.1), {"bytes": 100.0, "drop": 0.1})
+    assert nearest == 'at_most(bytes=900, drop="0.336")'
+    budget = eval(nearest, {"at_most": ck.at_most})
+    assert not figures.excesses(budget.absolute(figures))
+    assert not budget.drop.implausible
+    assert eval(repr(budget), {"at_most": ck.at_most}) == budget
+    with pytest.raises(ck.SettingError, match=r'write drop=0.005 or drop="0.5pt" for 0.5 points, and drop="0.5" if that'):
+        ck.compress(networks.build(networks.WideChain), images, ck.at_most(drop=0.5), out=tmp_path, **QUICK)
+
+
+def test_blocks_that_depth_would_refuse_are_not_ranked(images, tmp_path) -> None:
+    class Bent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            return x.relu() + self.norm(self.conv(x))
+
+    class Plain(Bent):
+        def forward(self, x):
+            return x + self.norm(self.conv(x))
+
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Bent(), Plain(), Plain(), *pool).eval()
+    shop = Workshop(
+        model=model, task=images, held=images, out=tmp_path, samples=64, batch=1, threads=1, seconds=0.1, seed=0,
+        target=ck.quant.X86,
+    )  # fmt: skip
+    assert sorted(shop._ranked_blocks()) == ["2", "3"]
+
+
+def test_candidates_that_cannot_be_made_do_not_count(tmp_path, monkeypatch) -> None:
+    model, task = regression()
+    measured = Workshop._measured
+
+    def some(self, candidate, *rest):
+        if candidate.macs < 1:
+            raise ck.ModelError("it has no channels")
+        return measured(self, candidate, *rest)
+
+    monkeypatch.setattr(Workshop, "_measured", some)
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
+    assert sum(t.figures is not None for t in found.tried) == 2
+    assert any(t.failure for t in found.tried)
+
+
+def test_of_equal_finalists_the_faster_one_is_chosen() -> None:
+    def entry(macs: float, latency: float) -> Tried:
+        return Tried(candidate=Candidate(macs=macs), trained=Figures(metric=1.0, drop=0.0, latency=latency, bytes=9, macs=9))
+
+    finals = object.__new__(Finals)
+    finals.ceilings, finals.minimise = {"bytes": 10.0}, "drop"
+    slow, fast = entry(0.5, 2.0), entry(0.25, 1.0)
+    assert Finals._best(finals, [slow, fast]) is fast
+
+
+def test_text_needs_no_unit() -> None:
+    assert parse_ceiling("latency", "5") == parse_ceiling("latency", 5) == Ceiling(value=5.0)
+    assert parse_ceiling("bytes", "1000") == parse_ceiling("bytes", torch.tensor(1000).numpy()[()]) == Ceiling(value=1000.0)
+    with pytest.raises(ck.SettingError, match="wanted"):
+        parse_ceiling("bytes", True)
+
+
+def test_the_command_line_prints_json(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, task = regression()
+    torch.save((model, task.val), tmp_path / "kept.pt")
+    (tmp_path / "mine.py").write_text(
+        "import torch, torch.nn.functional as F, compresskit as ck\n"
+        "model, val = torch.load('kept.pt', weights_only=False)\n"
+        "def error(p, t):\n    return float((p - t).square().mean())\n"
+        "task = ck.Task(val=val, calibration=val, loss=F.mse_loss, metric=error, higher_is_better=False)\n"
+    )
+    command = ["compress", "mine.py", "--size", "100000", "--drop", "50pt", "--trials", "1", "--seconds", "0.02", "--json"]
+    assert main([*command, "--finalists", "1"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["figures"]["bytes"] <= 100000
+    assert record["chosen"] in [tried["candidate"] for tried in record["tried"]]
+    assert main([*command[:5], "50", *command[6:], "--finalists", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget"] == record["budget"]
