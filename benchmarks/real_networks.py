@@ -14,7 +14,9 @@ pnet, rnet, onet
            of MTCNN, where `pip install --no-deps facenet-pytorch` has put them: as face, a score above 0.6 and 0.7. rnet and onet
            see the eight places of a photograph for which pnet has the highest scores
 fsrcnn_*   calibration: 64 crops of photographs. PSNR in dB on the whole pictures of sr/, 8 pixels cut off at each edge
-resnet*    three draws of 512 training images, or --draws; top-1 in % on the 10,000 test images, mean and standard error
+resnet*    three draws of 512 training images, or --draws; top-1 in % on the 10,000 test images, mean and its standard
+           error. "doubt": the standard error of the difference from the float network that these images leave, from how many
+           of them one of both alone gets right (McNemar)
 
 ways       onnxruntime (its quantizer, pre-processed, per channel, uint8 activations); NNCF's and AIMET's with their defaults,
            from the float file of `export_onnx`, where `pip install nncf aimet-onnx` has put them; our efforts, "measured": fast
@@ -81,7 +83,7 @@ class Network:
     """A trained network, its calibration data (one list of batches for each draw), and how well a file does.
 
     dynamic: dimensions that vary. example: what latency is measured on. inputs: what dB is measured on.
-    quality: of a network that is run; larger is better.
+    quality: of a network that is run; larger is better. right: which of the samples it gets right, where that is its quality.
     """
 
     model: nn.Module
@@ -90,6 +92,7 @@ class Network:
     example: Tensor
     inputs: list[Tensor]
     quality: Callable[[Run], float]
+    right: Callable[[Run], Tensor] | None = None
 
 
 def photographs(folder: Path, size: tuple[int, int] | None = None) -> Iterator[Tensor]:
@@ -173,10 +176,11 @@ def cifar(model: nn.Module, folder: Path, draws: int = DRAWS) -> Network:
     images, labels = parts["test"]
     test = list(((images.float() / 255 - MEAN.view(-1, 1, 1)) / STD.view(-1, 1, 1)).split(500))
 
-    def quality(run: Run) -> float:
-        return float(100 * (torch.cat([run(part)[0].argmax(1) for part in test]) == labels).double().mean())
+    def right(run: Run) -> Tensor:
+        return torch.cat([run(part)[0].argmax(1) for part in test]) == labels
 
-    return Network(model, [draw(parts["train"][0], seed) for seed in range(draws)], (0,), test[0][:1], test[:2], quality)
+    calibration = [draw(parts["train"][0], seed) for seed in range(draws)]
+    return Network(model, calibration, (0,), test[0][:1], test[:2], lambda run: float(100 * right(run).double().mean()), right)
 
 
 def deployed(data: Path) -> Any:
@@ -277,10 +281,15 @@ def measure(name: str, network: Network, way: str, folder: Path) -> dict[str, An
         audit = ck.audit(path)
         rows.append(row | {"integer_macs": audit.integer_fraction, "db": decibels(executed(path), network)})
         rows[-1]["quality"] = network.quality(executed(path))
+        if network.right is not None:
+            ours, floats = network.right(executed(path)), network.right(float_run(network.model))
+            rows[-1]["doubt"] = 100 * float((ours != floats).sum()) ** 0.5 / len(ours)
         print(name, way, json.dumps(rows[-1]), flush=True)
     numbers = {key: mean(row[key] for row in rows) for key in ("seconds", "integer_macs", "db", "quality")}
     if len(rows) > 1:
         numbers |= {"draws": len(rows), "error": stdev(row["quality"] for row in rows) / len(rows) ** 0.5}
+    if network.right is not None:
+        numbers["doubt"] = mean(row["doubt"] for row in rows)
     return rows[0] | numbers | {"verified": all(row.get("verified", True) for row in rows)}
 
 
@@ -346,6 +355,7 @@ def write(result: dict[str, Any]) -> None:
         lines.append(f"| {name} | float | {row['float']:.3f} | | | | |")
         for way, some in row["ways"].items():
             spread = f" ± {some['error']:.3f} ({some['draws']})" if "draws" in some else ""
+            spread += f", doubt {some['doubt']:.2f}" if "doubt" in some else ""
             lines.append(
                 f"| {name} | {way} | {some['quality']:.3f}{spread} | {some['db']:.2f} | {some['integer_macs']:.1%}"
                 f" | {some['seconds']:.0f} | {'' if way in PEERS else 'yes' if some['verified'] else 'no'} |"

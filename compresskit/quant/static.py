@@ -26,9 +26,9 @@ from compresskit.quant.calibrated import (
     module_to_quantize,
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
-from compresskit.quant.effort.improve import FLOAT_MACS, Effort, quantize_with_effort
+from compresskit.quant.effort.improve import FLOAT_MACS, TIMED_FLOAT_MACS, Effort, quantize_with_effort
 from compresskit.quant.effort.trials import Build
-from compresskit.quant.measured_placement.beside_float import beside_float
+from compresskit.quant.measured_placement.beside_float import beside_float, measures
 from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths, named_modules, refuse_one_bit
@@ -80,7 +80,8 @@ class StaticSettings(CalibratedSettings):
         """The largest share of the MACs that an effort level may leave float."""
         if self.float_macs is not None:
             return self.float_macs
-        return 0.0 if self.strict else FLOAT_MACS[self.effort]
+        shares = TIMED_FLOAT_MACS if measures(self) else FLOAT_MACS
+        return 0.0 if self.strict else shares[self.effort]
 
 
 @overload

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.task import first_rows, first_tensor
+from compresskit.base.task import first_rows, first_tensor, repeated_rows
 from compresskit.measure import evaluate
 from compresskit.recipe.preflight import preflight_check
 
@@ -113,6 +113,15 @@ def test_no_label_that_counts_is_an_error_and_not_nan() -> None:
     with pytest.raises(DataError, match="accuracy: all 128 labels are ignored ones, -100, so that there is nothing to count"):
         evaluate(nn.Conv2d(3, 4, 1), task)
     preflight_check(nn.Conv2d(3, 4, 1), task)  # its first batch may be of padding alone
+
+
+def test_rows_are_repeated_where_there_are_fewer() -> None:
+    x, state, table = torch.arange(6.0).view(3, 2), torch.arange(24.0).view(2, 3, 4), torch.zeros(9, 4)
+    rows, states, same = repeated_rows((x, state, table), 7)
+    assert torch.equal(rows, x[[0, 1, 2, 0, 1, 2, 0]])
+    assert torch.equal(states, state[:, [0, 1, 2, 0, 1, 2, 0]])
+    assert same is table
+    assert torch.equal(repeated_rows({"x": x}, 2)["x"], x[:2])
 
 
 def test_first_rows_of_a_state_are_in_its_second_dimension() -> None:

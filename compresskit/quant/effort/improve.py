@@ -22,6 +22,7 @@ from compresskit.quant.model import Quantized
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
 FLOAT_MACS = {"fast": 0.0, "balanced": 0.25, "best": 0.6}  # share that an effort level may leave float by default
+TIMED_FLOAT_MACS = {**FLOAT_MACS, "best": 0.8}  # the same where the file is timed, and must stay faster than the float one
 FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
@@ -79,8 +80,8 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
     The first steps weigh noise against time; "balanced" goes no further than its share, nor than close enough. "best" then weighs
-    noise against work, and the last step must halve the noise. Where the model must stay faster than the float one, a smaller
-    step is the first.
+    noise against work, and its last steps must each halve the noise. Where the model must stay faster than the float one, a
+    smaller step is the first.
     """
     smaller = [TIMED_SHARE * FIRST_SHARES["balanced"]] if trials.timed is not None else []
     cheap = [*smaller, FIRST_SHARES["balanced"], most if effort == "balanced" else FLOAT_MACS["balanced"]]
@@ -93,11 +94,12 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
             break
     if effort == "best":
         smaller = [TIMED_SHARE * FIRST_SHARES["best"]] if trials.timed is not None else []
-        for share in _up_to(most, [*smaller, FIRST_SHARES["best"], most]):
+        for share in _up_to(most, [*smaller, FIRST_SHARES["best"], FLOAT_MACS["best"], most]):
             least = LEAST_FURTHER if share > FIRST_SHARES["best"] else LEAST_DECIBELS
             tried = len(trials.remedies)
-            if not trials.try_float_layers(share, least=least) and len(trials.remedies) > tried:
-                return
+            kept = trials.try_float_layers(share, least=least)
+            if not kept and len(trials.remedies) > tried and trials.remedies[-1].milliseconds is not None:
+                return  # it is too slow; one that gains too little may be followed by one that gains enough
 
 
 def _up_to(most: float, shares: Sequence[float]) -> list[float]:

@@ -26,7 +26,9 @@ from compresskit.quant.effort.float_layers import (
     choose_float_layers,
 )
 from compresskit.quant.effort.samples import OutputError
+from compresskit.quant.effort.trials import Trials
 from compresskit.quant.measured_placement.placement_model import OperatorTimes
+from compresskit.quant.passes.prepare_graph import Remedy
 
 
 class Narrow(nn.Module):
@@ -269,3 +271,24 @@ def test_what_takes_no_longer_in_float_does_not_count_in_the_next_step() -> None
     work = choose_float_layers(again, loud, 0.05, found.names, free=found.free).names
     assert last in work
     assert last not in choose_float_layers(again, loud, 0.05, found.names).names
+
+
+def test_best_goes_on_where_a_step_gains_too_little(monkeypatch) -> None:
+    shares = []
+
+    def tried(self, share, *, least=0.05, by_time=False):
+        if not by_time:
+            shares.append((share, least))
+        self.remedies.append(Remedy(name="float layers", before=0.0, after=0.0, kept=share > 0.5, seconds=0.0))
+        return share > 0.5
+
+    monkeypatch.setattr(Trials, "try_float_layers", tried)
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    quantize_static(narrow(), [image(64)], effort="best", choose="rules")
+    assert shares == [(0.35, 0.05), (0.6, 3.0)]
+    shares.clear()
+    quantize_static(narrow(), [image(64)], effort="best", float_macs=0.7, choose="rules")
+    assert shares == [(0.35, 0.05), (0.6, 3.0), (0.7, 3.0)]
+    settings = StaticQuant(effort="best")
+    assert settings.most_float == (0.8 if settings.target.runs_here else 0.6)
+    assert StaticQuant(effort="best", choose="rules").most_float == 0.6
