@@ -89,6 +89,27 @@ bf16; the minutes are rough, since the machine did other work, too. {source("cha
 """
 
 
+def depth_width() -> str:
+    """Blocks and channels together, beside channels alone."""
+    labels = {"vit": "vision transformer of 6 layers", "mobilenet_v2": "MobileNetV2, half as wide"}
+    rows = []
+    for name, found in load("depth_width").items():
+        rows.append((labels[name], "none", "", "", f"{found['start']['top1']:.2f}", "1", "1"))
+        order = sorted(found["rows"], key=lambda row: (row["arm"], row["share"], row["epochs"]))
+        for (arm, _, epochs), group in groupby(order, key=lambda row: (row["arm"], row["share"], row["epochs"])):
+            runs = list(group)
+            latency = f"{mean(run['latency'] for run in runs):.2f}"
+            macs = f"{mean(run['macs'] for run in runs) / found['start']['macs']:.2f}"
+            rows.append((labels[name], arm, epochs, len(runs), spread(run["top1"] for run in runs), latency, macs))
+    return f"""\
+## Blocks and channels together
+
+CIFAR-10, float files of half of the latency; each arm is taught by the network as it was, for as many epochs. {source("depth_width")}
+
+{table(("network", "removed", "epochs", "seeds", "top-1 %", "latency", "MACs"), rows)}
+"""
+
+
 def static() -> str:
     """Static int8 and QAT."""
     cifar, zoo = load("quantize_cifar"), load("quantize_zoo")["rows"]
@@ -808,6 +829,7 @@ the one that nine of ten do not exceed; beside it, a line through the MACs of th
 SECTIONS: tuple[Callable[[], str], ...] = (
     chain,
     chain_cifar,
+    depth_width,
     budgets,
     one_network,
     static,

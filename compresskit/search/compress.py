@@ -181,6 +181,10 @@ def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:
         )
     if not isinstance(budget, Ceilings):
         raise SettingError(f'compress(budget): wanted a budget such as ck.at_most(latency="5ms"), got {budget!r}')
+    if task.train is None and task.calibration is None:
+        raise SettingError(
+            "compress: candidates are calibrated and repaired by data, got none; pass Task(calibration=...), without labels"
+        )
     if task.prefers_higher is None:
         raise SettingError("compress: whether a larger metric is better is not said; pass Task(higher_is_better=...)")
     if task.metric is accuracy and budget.drop is not None and budget.drop.implausible:

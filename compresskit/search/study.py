@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
@@ -91,13 +91,14 @@ class CandidateStudy:
         self.optuna, self.worker, self.most = import_optuna(), worker, {name: count for name, count in most.items() if count}
         self.states = self.optuna.trial.TrialState
         with worker.alone(TURN):
-            self.study = self.optuna.create_study(
-                study_name=name,
-                storage=journal(self.optuna, out),
+            self.study = open_study(
+                self.optuna,
+                out,
+                name,
+                worker,
                 directions=["minimize"] * objectives,
                 # Each process draws of its own, or all would try the same.
                 sampler=self.optuna.samplers.TPESampler(seed=seed + worker.others(), n_startup_trials=len(first)),
-                load_if_exists=True,
             )
             if not self.study.get_trials(deepcopy=False):
                 for candidate in first:
@@ -176,7 +177,28 @@ def candidate_of(parameters: dict[str, Any]) -> Candidate:
     )
 
 
-def journal(optuna: Any, out: Path) -> Any:
-    """Optuna's storage in a file of the folder."""
+def open_study(optuna: Any, out: Path, name: str, worker: Worker, **settings: Any) -> Any:
+    """Optuna's study of this name in the journal of the folder, a new one where there is none.
+
+    Half a line that a killed process left at the end of the journal is taken off, unless another process may be writing it.
+    Raises CheckpointError where the journal cannot be read.
+    """
     backend = importlib.import_module("optuna.storages.journal")
-    return optuna.storages.JournalStorage(backend.JournalFileBackend(str(out / JOURNAL)))
+    if (out / JOURNAL).exists() and not worker.others():
+        _drop_half_line(out / JOURNAL)
+    try:
+        storage = optuna.storages.JournalStorage(backend.JournalFileBackend(str(out / JOURNAL)))
+        return optuna.create_study(study_name=name, storage=storage, load_if_exists=True, **settings)
+    except (AssertionError, KeyError, ValueError) as error:  # what Optuna raises for lines that are missing or damaged
+        raise CheckpointError(
+            f"{out / JOURNAL}: a damaged journal of Optuna ({type(error).__name__}: {error}); delete it: what was measured stays"
+            " in the folder, and is not measured again"
+        ) from error
+
+
+def _drop_half_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)

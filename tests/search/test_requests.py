@@ -232,3 +232,28 @@ def test_the_command_line_prints_json(tmp_path, capsys, monkeypatch) -> None:
     assert record["chosen"] in [tried["candidate"] for tried in record["tried"]]
     assert main([*command[:5], "50", *command[6:], "--finalists", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["budget"] == record["budget"]
+
+
+def test_what_cannot_be_searched_is_said_first(tmp_path) -> None:
+    model, task = regression()
+    alone = ck.Task(val=task.val, loss=F.mse_loss, metric=mean_error, higher_is_better=False)
+    with pytest.raises(ck.SettingError, match=r"pass Task\(calibration=...\), without labels"):
+        ck.compress(model, alone, ck.at_most(bytes="0.9x"), out=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_journal_may_end_in_half_a_line_and_a_damaged_one_is_named(tmp_path, monkeypatch) -> None:
+    model, task = regression()
+    budget = ck.at_most(bytes="2x")
+    first = ck.compress(model, task, budget, out=tmp_path, **QUICK)
+    monkeypatch.setattr(Workshop, "_measured", None)  # nothing is measured again
+    journal = tmp_path / "study.log"
+    text = journal.read_text()
+    journal.write_text(text[: len(text) // 2])
+    assert ck.compress(model, task, budget, out=tmp_path, **QUICK).chosen.candidate == first.chosen.candidate
+    lines = text.splitlines(keepends=True)
+    journal.write_text("".join(["{" + lines[0], *lines[1:]]))
+    with pytest.raises(ck.CheckpointError, match=r"study.log: a damaged journal .* delete it: what was measured stays"):
+        ck.compress(model, task, budget, out=tmp_path, **QUICK)
+    journal.unlink()
+    assert ck.compress(model, task, budget, out=tmp_path, **QUICK).chosen.candidate == first.chosen.candidate

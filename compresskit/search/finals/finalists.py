@@ -21,7 +21,7 @@ from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import TURN, WORKER, import_optuna, journal
+from compresskit.search.study import TURN, WORKER, import_optuna, open_study
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport
 from compresskit.train.train import Train
@@ -63,12 +63,13 @@ class Finals:
         self.optuna = import_optuna()
         self.states = self.optuna.trial.TrialState
         with self.worker.alone(TURN):
-            self.study = self.optuna.create_study(
-                study_name=self.name,
-                storage=journal(self.optuna, self.workshop.out),
+            self.study = open_study(
+                self.optuna,
+                self.workshop.out,
+                self.name,
+                self.worker,
                 direction="maximize" if self.workshop.task.prefers_higher else "minimize",
                 pruner=self.optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
-                load_if_exists=True,
             )
 
     def run(self, tried: Sequence[Tried], most: int) -> Tried | None:
