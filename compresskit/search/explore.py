@@ -21,6 +21,7 @@ from compresskit.search.workers import PAUSE, Worker
 log = logging.getLogger(__name__)
 
 MOST_BLOCKS = 0.5  # fraction of the residual blocks that may go
+REMOVED = ("blocks", "merged", "macs", "rank")  # settings of a candidate that say how much is removed
 ASKED = 3  # times as many trials as there may be candidates, since a sampler proposes some again
 
 
@@ -76,6 +77,9 @@ class Explorer:
                 time.sleep(PAUSE)  # others work on the last of them
                 continue
             trial, candidate = asked
+            if candidate not in tried and asks_for_more(candidate, tried):
+                study.tell(trial, None)
+                continue
             if (slow := self._skipped(candidate, tried, skipped)) is not None:
                 skipped[candidate] = Tried(candidate=candidate, predicted=slow)
                 announce(log, "compress: %s", skipped[candidate])
@@ -119,3 +123,19 @@ class Explorer:
         else:
             entry.failure = made
         return entry
+
+
+def asks_for_more(candidate: Candidate, tried: Mapping[Candidate, Tried]) -> bool:
+    """Whether a candidate cannot be made, since another that removes no more, in one way alone, could not.
+
+    The precision of the other must not be the cause: the same without anything removed was made.
+    """
+    for other, entry in tried.items():
+        plain = tried.get(Candidate(bits=other.bits, effort=other.effort))
+        ways = [name for name in REMOVED if vars(other)[name] != vars(UNCOMPRESSED)[name]]
+        if entry.figures is not None or len(ways) != 1 or plain is None or plain.figures is None:
+            continue
+        here, there, kept = (vars(each)[ways[0]] for each in (candidate, other, UNCOMPRESSED))
+        if abs(here - kept) >= abs(there - kept):
+            return True
+    return False

@@ -16,6 +16,7 @@ from compresskit.cli import main
 from compresskit.distill.losses import hint, soft_targets
 from compresskit.search.candidate import Candidate
 from compresskit.search.ceilings import Ceiling, parse_ceiling
+from compresskit.search.explore import asks_for_more
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.training import with_objective
@@ -196,6 +197,24 @@ def test_candidates_that_cannot_be_made_do_not_count(tmp_path, monkeypatch) -> N
     found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
     assert sum(t.figures is not None for t in found.tried) == 2
     assert any(t.failure for t in found.tried)
+
+
+def test_what_asks_for_more_than_could_be_made_is_not_made() -> None:
+    made = Figures(metric=1.0, drop=0.0, latency=1.0, bytes=9, macs=9)
+    failed = Tried(candidate=Candidate(macs=0.5), failure="it has no channels")
+    tried = {Candidate(): Tried(candidate=Candidate(), figures=made), failed.candidate: failed}
+    assert asks_for_more(Candidate(macs=0.5, rank=0.6, bits="int4"), tried)
+    assert asks_for_more(Candidate(macs=0.25, blocks=1), tried)
+    assert not asks_for_more(Candidate(macs=0.7), tried)
+    assert not asks_for_more(Candidate(rank=0.4), tried)
+    assert not asks_for_more(Candidate(macs=0.25), {failed.candidate: failed})  # int8 may be the cause
+    both = Tried(candidate=Candidate(macs=0.5, rank=0.6), failure="it has no channels")
+    assert not asks_for_more(
+        Candidate(macs=0.4, rank=0.4), tried | {both.candidate: both} | {failed.candidate: tried[Candidate()]}
+    )
+    blocks = Tried(candidate=Candidate(blocks=2), failure="no such blocks")
+    assert asks_for_more(Candidate(blocks=3), {**tried, blocks.candidate: blocks})
+    assert not asks_for_more(Candidate(blocks=1), {**tried, blocks.candidate: blocks})
 
 
 def test_of_equal_finalists_the_faster_one_is_chosen() -> None:
