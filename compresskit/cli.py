@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -288,12 +287,20 @@ def _inspect_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _points(drop: str | None) -> str | None:
+    """A drop whose unit is points where none is written."""
+    try:
+        return None if drop is None else f"{float(drop)}pt"
+    except ValueError:
+        return drop
+
+
 def _compress_command(options: argparse.Namespace) -> int:
     budget = at_most(
         latency=options.latency,
         bytes=options.size,
         macs=options.macs,
-        drop=f"{options.drop}pt" if re.fullmatch(r"[0-9.]+", options.drop or "") else options.drop,
+        drop=_points(options.drop),
         minutes=options.minutes,
         threads=options.threads,
         batch=options.batch,

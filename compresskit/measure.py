@@ -223,9 +223,10 @@ def run_session(session: Any, feed: Mapping[str, np.ndarray], path: str | Path) 
     try:
         return session.run(None, feed)  # type: ignore[no-any-return]
     except Exception as error:
-        message = runtime_message(error)
-        remedy = "; name the dimensions that vary in dynamic=" if "Got invalid dimensions" in message else ""
-        raise ExportError(f"{path}: ONNX Runtime cannot run it: {message}{remedy}") from error
+        message = f"{path}: ONNX Runtime cannot run it: {runtime_message(error)}"
+        if "Got invalid dimensions" in message:
+            raise ExportError(f"{message}; name the dimensions that vary in dynamic=") from error
+        raise ExportError(message) from error
 
 
 def latency(

@@ -170,10 +170,11 @@ def first_rows(inputs: Inputs, count: int) -> Inputs:
 
 
 def repeated_rows(inputs: Inputs, count: int) -> Inputs:
-    """Return inputs of exactly `count` rows: the first ones, repeated in their order where there are fewer."""
+    """Return inputs of exactly `count` rows: the first ones, repeated in their order where there are fewer.
+
+    Tensors without as many rows as the first one, such as tables, stay as they are. States are read as by `first_rows`.
+    """
     held = batch_size(inputs)
-    if held >= count:
-        return first_rows(inputs, count)
 
     def repeat(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
@@ -181,7 +182,7 @@ def repeated_rows(inputs: Inputs, count: int) -> Inputs:
         dim = 1 if value.ndim == 3 and len(value) != held == value.shape[1] else 0
         if value.shape[dim] != held:
             return value
-        return torch.cat([value] * -(-count // held), dim).narrow(dim, 0, count)
+        return value.index_select(dim, torch.arange(count, device=value.device) % held)
 
     found: Inputs = pytree.tree_map(repeat, inputs)
     return found

@@ -68,7 +68,9 @@ class Explorer:
         skipped: dict[Candidate, Tried] = {}
         while True:
             for candidate in study.finished():
-                if candidate not in tried and self._measured(tried) < self.trials:
+                if candidate in tried or self._measured(tried) >= self.trials:
+                    continue
+                if not asks_for_more(candidate, tried):
                     tried[candidate] = self._tried(Tried(candidate=candidate))
             skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from functools import partial
 
 import networks
@@ -20,6 +21,7 @@ from compresskit.search.explore import asks_for_more
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.training import with_objective
+from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried, nearest_budget
 from compresskit.search.proxy import Workshop
 
@@ -237,10 +239,13 @@ def test_text_needs_no_unit() -> None:
 def test_the_command_line_prints_json(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, task = regression()
-    torch.save((model, task.val), tmp_path / "kept.pt")
+    torch.save((model.state_dict(), task.val), tmp_path / "kept.pt")
     (tmp_path / "mine.py").write_text(
         "import torch, torch.nn.functional as F, compresskit as ck\n"
-        "model, val = torch.load('kept.pt', weights_only=False)\n"
+        "from torch.nn import Linear, ReLU, Sequential\n"
+        "weights, val = torch.load('kept.pt')\n"
+        "model = Sequential(Linear(6, 32), ReLU(), Linear(32, 32), ReLU(), Linear(32, 1))\n"
+        "model.load_state_dict(weights)\n"
         "def error(p, t):\n    return float((p - t).square().mean())\n"
         "task = ck.Task(val=val, calibration=val, loss=F.mse_loss, metric=error, higher_is_better=False)\n"
     )
@@ -276,3 +281,37 @@ def test_a_journal_may_end_in_half_a_line_and_a_damaged_one_is_named(tmp_path, m
         ck.compress(model, task, budget, out=tmp_path, **QUICK)
     journal.unlink()
     assert ck.compress(model, task, budget, out=tmp_path, **QUICK).chosen.candidate == first.chosen.candidate
+
+
+def test_what_removes_more_than_could_be_removed_is_not_made(tmp_path, monkeypatch) -> None:
+    model, task = regression()
+    monkeypatch.setattr(Workshop, "gains_by_dynamic", False)
+    made, measured = [], Workshop._measured
+
+    def some(self, candidate, *rest):
+        made.append(candidate)
+        if candidate.macs < 1:
+            raise ck.ModelError("it has no channels")
+        return measured(self, candidate, *rest)
+
+    monkeypatch.setattr(Workshop, "_measured", some)
+    ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
+    assert [candidate.macs for candidate in made if candidate.macs < 1] == [0.5, 0.7]  # not 0.25, 0.35 and 0.15
+
+
+def test_a_file_slower_than_the_uncompressed_one_is_remarked_on(tmp_path, monkeypatch) -> None:
+    model, task = regression()
+    monkeypatch.setattr(Stopwatch, "measure", lambda self, file: 2 * self.milliseconds)
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
+    assert "It is slower than the uncompressed file" in str(found)
+    monkeypatch.setattr(Stopwatch, "measure", lambda self, file: self.milliseconds)
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "t", **QUICK)
+    assert "slower" not in found.reason
+
+
+def test_the_written_recipe_says_how_it_is_called(tmp_path, monkeypatch) -> None:
+    model, task = regression()
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
+    monkeypatch.setattr("sys.argv", [str(found.code)])
+    with pytest.raises(SystemExit, match=r"python recipe.py FILE.py"):
+        runpy.run_path(str(found.code), run_name="__main__")

@@ -129,7 +129,7 @@ class ChannelTies:
             return None
         if node not in self.of or node.args[0] not in self.of:
             return None
-        if node.target is aten.linear.default and node.meta["val"].ndim != 2:
+        if node.meta["val"].ndim != node.args[1].meta["val"].ndim:  # without a batch, or with more dimensions than that one
             return None
         return ScaledLayer(node, weight, bias, node.args[6] if node.target in CONVS and len(node.args) > 6 else 1)
 
@@ -150,7 +150,7 @@ class ChannelTies:
 
     def _tie_to(self, node: Node, channels: Sequence[int] | None) -> bool:
         own = self.of[node]
-        if channels is None or len(own) != len(channels):
+        if channels is None or len(own) != len(channels):  # channels that are repeated, or in another place
             return False
         self._sets.tie(own, channels)
         return True
@@ -176,7 +176,7 @@ class ChannelTies:
 
     def _joined(self, node: Node) -> bool:
         parts = [self.of.get(part) for part in node.args[0]]
-        if _worked_along(node, default=0) != 1 or None in parts:
+        if _worked_along(node) != 1 or None in parts:
             return False
         return self._tie_to(node, [c for part in parts if part is not None for c in part])
 
@@ -190,7 +190,7 @@ class ChannelTies:
 
     def _slice(self, node: Node) -> bool:
         channels = self.of.get(node.args[0])
-        if channels is not None and _worked_along(node, default=0) == 1:
+        if channels is not None and _worked_along(node) == 1:
             start, end, step = (*node.args[2:], *[None] * 3)[:3]
             if not all(bound is None or isinstance(bound, int) for bound in (start, end, step)):
                 return False
@@ -223,10 +223,10 @@ class ChannelTies:
         return value.ndim == 2 and all(n == 1 for n in source.shape[2:]) and self._tie_to(node, self.of.get(node.args[0]))
 
 
-def _worked_along(node: Node, default: int | None = None) -> int | None:
-    """The dimension that an operator works along; None for that of channels of a value without any."""
+def _worked_along(node: Node) -> int | None:
+    """The dimension that an operator works along; None for a value without any."""
     place = {aten.cat.default: 1, aten.slice.Tensor: 1}.get(node.target, 2)
-    given = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0 if default is None else default)
+    given = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
     value = node.args[0][0] if node.target is aten.cat.default else node.args[0]
     rank = value.meta["val"].ndim
     return int(given) % rank if rank else None
