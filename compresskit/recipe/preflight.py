@@ -63,7 +63,7 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
     """Try the model, and the loss or the metric, on the first batch of a loader. loss: whether to try the loss of `train`."""
     task.length(which) if which == "val" else task.known_length(which)
     batch = next(iter(task.batches(which)))
-    if which == "val" or (which == "train" and loss and _missing_target(task, batch) is None):
+    if which == "val" or (which == "train" and loss and missing_target(task, batch) is None):
         inputs, target = task.split(batch)
     else:
         inputs, target = task.inputs(batch), None
@@ -92,7 +92,7 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
 def check_labelled(task: Task, what: str, data: str) -> None:
     """Raise `DataError` where the training data of a task have no targets. what: reads them. data: what the task is called."""
     batch = None if task.train is None else next(iter(task.batches("train")), None)
-    if batch is None or (missing := _missing_target(task, batch)) is None:
+    if batch is None or (missing := missing_target(task, batch)) is None:
         return  # an empty loader is said elsewhere
     raise DataError(
         f"{what} reads targets, which the training data of {data} have not ({missing}); give labelled data, in"
@@ -100,7 +100,7 @@ def check_labelled(task: Task, what: str, data: str) -> None:
     )
 
 
-def _missing_target(task: Task, batch: Any) -> str | None:
+def missing_target(task: Task, batch: Any) -> str | None:
     """Why a batch has no target; None where it has one."""
     try:
         task.split(batch)

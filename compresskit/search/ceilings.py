@@ -34,7 +34,7 @@ LARGEST_PLAUSIBLE_DROP = 0.3
 class Ceiling:
     """The largest value that a quantity may have: `value` in its unit, or, if `relative`, times that of the uncompressed file.
 
-    as_text: whether it was given as text, with a unit.
+    as_text: whether it was given as text, whose unit somebody thought of.
     """
 
     value: float

@@ -34,7 +34,7 @@ from compresskit.prune.depth.costs import milliseconds
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.importance import BlockScoring, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
-from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks
+from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone
 from compresskit.quant.numerics.targets import Deployment, Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
 from compresskit.recipe.engine import run_stage
@@ -87,7 +87,7 @@ class Workshop:
     dynamic: Dynamic = (0,)
 
     def prepare(self) -> None:
-        """Claim the folder. Raises CheckpointError where it belongs to another model, task or version."""
+        """Claim the folder. Raises CheckpointError where it belongs to another model, task, version or setting."""
         described = {
             "model": describe_model(self.model, trained=True).record,
             "task": {name: part.record for name, part in describe_task(self.task).items()},
@@ -95,7 +95,7 @@ class Workshop:
             "target": describe(self.target),
         }
         settings: dict[str, Any] = {
-            "calibration_samples": self.samples,
+            "calibration samples": self.samples,
             "held-out samples": sum(batch_size(self.task.inputs(batch)) for batch in self.held.batches("val")),
             "batch": self.batch,
             "threads": self.threads,
@@ -191,8 +191,7 @@ class Workshop:
             found = found.without(blocks_that_cannot_go(self.model, found.removable, example))
             outer = [path for path in found.removable if not any(path.startswith(f"{other}.") for other in found.removable)]
             if outer and check_blocks(self.model, outer, example) is not None:  # `Depth` would refuse them
-                alone = {path: check_blocks(self.model, [path], example) for path in found.removable}
-                found = found.without({path: reason for path, reason in alone.items() if reason is not None})
+                found = found.without(failing_alone(self.model, found.removable, example))
         except CompressError as error:
             log.warning("compress: no residual blocks are removed: %s", error)
             return ()

@@ -121,7 +121,10 @@ def test_rows_are_repeated_where_there_are_fewer() -> None:
     assert torch.equal(rows, x[[0, 1, 2, 0, 1, 2, 0]])
     assert torch.equal(states, state[:, [0, 1, 2, 0, 1, 2, 0]])
     assert same is table
-    assert torch.equal(repeated_rows({"x": x}, 2)["x"], x[:2])
+    fewer = repeated_rows({"x": x, "state": state, "table": table}, 2)
+    assert torch.equal(fewer["x"], x[:2])
+    assert torch.equal(fewer["state"], state[:, :2])
+    assert fewer["table"] is table
 
 
 def test_first_rows_of_a_state_are_in_its_second_dimension() -> None:

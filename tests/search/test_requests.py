@@ -254,7 +254,7 @@ def test_the_command_line_prints_json(tmp_path, capsys, monkeypatch) -> None:
     record = json.loads(capsys.readouterr().out)
     assert record["figures"]["bytes"] <= 100000
     assert record["chosen"] in [tried["candidate"] for tried in record["tried"]]
-    assert main([*command[:5], "50", *command[6:], "--finalists", "1"]) == 0
+    assert main([*command[:5], "5e1", *command[6:], "--finalists", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["budget"] == record["budget"]
 
 

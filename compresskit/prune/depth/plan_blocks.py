@@ -22,7 +22,7 @@ from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
 from compresskit.prune.depth.costs import Cost, milliseconds
 from compresskit.prune.depth.find_blocks import Blocks, find_blocks
 from compresskit.prune.depth.importance import BlockScoring, Importance, output_error
-from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, remove_blocks_
+from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
 
 MOST_MEASURED = 6  # candidates that are exported and measured for one budget
 MOST_LOCKED = 6  # reasons that a refusal lists
@@ -103,7 +103,7 @@ def check_removable(model: nn.Module, found: Blocks) -> None:
 
 def _locked(model: nn.Module, inputs: Inputs, found: Blocks, plan: BlockPlan, failure: str) -> Blocks:
     """The blocks without those whose removal fails alone; ModelError where only all of them together fail."""
-    bad = {path: reason for path in plan.paths if (reason := check_blocks(model, [path], inputs)) is not None}
+    bad = failing_alone(model, plan.paths, inputs)
     if not bad:
         raise ModelError(f"{type(model).__name__} without {', '.join(plan.paths)}: {failure}; leave one of them with ignore=")
     return found.without(bad)

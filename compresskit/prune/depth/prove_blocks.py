@@ -99,6 +99,12 @@ def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock],
     return failures
 
 
+def failing_alone(model: nn.Module, paths: Collection[str], example: Inputs) -> dict[str, str]:
+    """Those of some blocks whose removal alone is not what a plan says, each with what is wrong, see `check_blocks`."""
+    failures = {path: check_blocks(model, [path], example) for path in paths}
+    return {path: failure for path, failure in failures.items() if failure is not None}
+
+
 def changed_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Inputs with another value in the place of every floating point tensor."""
     changed: Inputs = pytree.tree_map(lambda v: change(v) if isinstance(v, Tensor) and v.is_floating_point() else v, inputs)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compresskit.base.errors import DataError, SettingError
+from compresskit.base.errors import SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.objective import Objective
@@ -22,7 +22,8 @@ from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy, call
 from compresskit.distill import imitate
 from compresskit.distill.losses import hint
-from compresskit.graph.surgery import copy_model, frozen_copy, mode
+from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.recipe.preflight import missing_target
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
 from compresskit.search.proxy import Workshop
@@ -42,7 +43,7 @@ def with_objective(train: Train, model: nn.Module, task: Task) -> Train:
     """
     if train.objective is not None or task.train is None:
         return train
-    labelled = _has_targets(task)
+    labelled = missing_target(task, next(iter(task.batches("train")), None)) is None
     try:
         classes = _predicts_classes(model, task, labelled=labelled)
     except Exception:  # the model does not run on its data, which the check of the request says
@@ -52,18 +53,9 @@ def with_objective(train: Train, model: nn.Module, task: Task) -> Train:
     return replace(train, objective=imitate() if labelled else imitate(weight=1.0, task_weight=0.0))
 
 
-def _has_targets(task: Task) -> bool:
-    batch = next(iter(task.batches("train")), None)
-    try:
-        task.split(batch)
-    except DataError:
-        return False
-    return True
-
-
 def _predicts_classes(model: nn.Module, task: Task, *, labelled: bool) -> bool:
     """Whether predictions have scores of classes in their second dimension, by the loss, or, without targets, by the metric."""
-    with torch.no_grad(), mode(model, training=False):
+    with torch.no_grad():
         predictions = task.predict(call(frozen_copy(model).to(task.device), task.example()))
     loss = task.loss.func if isinstance(task.loss, partial) else task.loss
     of_classes = loss is F.cross_entropy or loss is F.nll_loss or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
