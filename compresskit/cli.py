@@ -18,7 +18,7 @@ from compresskit.base.errors import CompressError, DataError, SettingError
 from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
 from compresskit.export.check.audit import Audit, audit
-from compresskit.export.check.benchmark import ask_for_sizes, benchmark, random_inputs
+from compresskit.export.check.benchmark import ask_for_sizes, benchmark, random_inputs, shared_inputs
 from compresskit.export.check.contents import inspect_onnx
 from compresskit.export.check.environment import environment, packages
 from compresskit.export.check.levels import verify_levels
@@ -184,8 +184,8 @@ def _print(options: argparse.Namespace, record: Any, text: str) -> None:
     sys.stdout.write((json.dumps(record, indent=1) if options.json else text) + "\n")
 
 
-def _inputs(path: str, options: argparse.Namespace) -> Inputs | None:
-    """Inputs by name from the npz file; None where none is given."""
+def _inputs(path: str, options: argparse.Namespace, *others: str) -> Inputs | None:
+    """Inputs of a file from the npz file, such that other files run on them, too; None where none is given."""
     if not options.inputs:
         return None
     defaults = random_inputs(path, batch=options.batch, size=options.size or 1)
@@ -197,14 +197,14 @@ def _inputs(path: str, options: argparse.Namespace) -> Inputs | None:
         raise DataError(f"{options.inputs}: not an npz file of arrays ({error})") from None
     if missing := sorted(set(defaults) - set(given)):
         raise DataError(f"{options.inputs}: no array {missing[0]!r}; the file wants {sorted(defaults)}")
-    return {name: torch.from_numpy(given[name]) for name in defaults}
+    return shared_inputs({name: torch.from_numpy(given[name]) for name in defaults}, others)
 
 
 def _verify_command(options: argparse.Namespace) -> int:
     if len(options.files) > 2:
         raise SettingError(f"verify: wanted one file, or a reference and a file, got {len(options.files)}")
     reference = options.files[0] if len(options.files) == 2 else None
-    inputs = _inputs(options.files[0], options)
+    inputs = _inputs(options.files[0], options, *options.files[1:])
     result = verify_levels(options.files[-1], inputs, reference=reference, batch=options.batch, size=options.size)
     _print(options, {"file": options.files[-1]} | result.to_json(), f"{options.files[-1]}: {result}")
     return {True: 0, False: 1, None: 3}[result.passed]
@@ -229,7 +229,8 @@ def _audit_of(path: str, options: argparse.Namespace) -> Audit:
             raise SettingError(f"audit: --{next(iter(given))} is for --profile; write that, too")
         return audit(path, size=options.size)
     options.batch = options.batch or 1
-    if (inputs := _inputs(path, options)) is None:
+    others = [options.against] if options.against else []
+    if (inputs := _inputs(path, options, *others)) is None:
         ask_for_sizes(path, options.size, "audit --profile", SAY_WHICH)
     return audit(path, profile=True, size=options.size, **{**given, "inputs": inputs})
 
@@ -241,7 +242,7 @@ def _shortened(value: Any) -> str:
 
 
 def _bench_command(options: argparse.Namespace) -> int:
-    inputs = _inputs(options.files[0], options)
+    inputs = _inputs(options.files[0], options, *options.files[1:])
     if inputs is None:
         ask_for_sizes(options.files[0], options.size, "bench", SAY_WHICH)
     size = 1 if options.size is None else options.size  # nothing varies but the batch

@@ -119,13 +119,14 @@ class Evaluation:
     """A task's metric, from what a model returns for one validation batch after another."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.outputs = task, list[tuple[Tensor, Any]]()
+        self.task, self.outputs, self.batches = task, list[tuple[Tensor, Any]](), 0
         if isinstance(task.metric, RunningMetric):
             task.metric.reset()
 
     def add(self, output: Any, target: Any) -> None:
         """Count a batch: what the model returned for it, and its target."""
         predictions = self.task.predict(output).float()
+        self.batches += 1
         if isinstance(self.task.metric, RunningMetric):
             self.task.metric.update(predictions, target)
         else:
@@ -133,6 +134,8 @@ class Evaluation:
 
     def value(self) -> float:
         """The metric of all batches; DataError where it is not finite, or there was none."""
+        if not self.batches:
+            raise DataError("Task(val=...): the loader gave no batch")
         metric = self.task.metric
         value = float(metric.compute() if isinstance(metric, RunningMetric) else self.task.score(*_joined(self.outputs)))
         if not math.isfinite(value):
@@ -141,25 +144,43 @@ class Evaluation:
 
 
 def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
-    if not outputs:
-        raise DataError("Task(val=...): the loader gave no batch")
-    targets = [target for _, target in outputs]
-    joined = torch.cat(targets) if isinstance(targets[0], Tensor) and targets[0].ndim else targets
-    return torch.cat([predictions for predictions, _ in outputs]), joined
+    predictions, targets = zip(*outputs, strict=True)
+    dense = isinstance(targets[0], Tensor) and targets[0].ndim > 0
+    for what, parts in (("predictions", predictions), ("targets", targets if dense else ())):
+        if len(sizes := dict.fromkeys(tuple(part.shape[1:]) for part in parts)) > 1:
+            first, second = list(sizes)[:2]
+            raise DataError(
+                f"Task(metric=...): a function wants all batches as one tensor, got {what} of size {first} and {second} for each"
+                " sample; give a metric with update, compute and reset, which takes one batch after another, such as those of"
+                " torchmetrics, or make Task(predict=...) return one size"
+            )
+    return torch.cat(predictions), torch.cat(targets) if dense else list(targets)
 
 
-def numpy_inputs(session: Any, inputs: AnyInputs) -> dict[str, np.ndarray]:
+def numpy_inputs(session: Any, inputs: AnyInputs, path: str | Path | None = None) -> dict[str, np.ndarray]:
     """Return the tensors among the inputs as numpy arrays, by the input names of an ONNX Runtime session.
 
+    Inputs by name must have the names of the file; those in order, and those that hold tensors in lists, are taken in order.
+
+    Args:
+        session: of the file.
+        inputs: a tensor, a tuple or a dict.
+        path: of the file, for messages.
+
     Raises:
-        DataError: the session has another number of inputs.
+        DataError: the session has another number of inputs, or other names.
     """
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
         return {name: _array(inputs[name]) for name in names}
     tensors = [value for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
+    file = "the file" if path is None else f"{path}: the file"
     if len(tensors) != len(names):
-        raise DataError(f"the file wants inputs {names}, got {len(tensors)} tensors")
+        raise DataError(f"{file} wants inputs {names}, got {len(tensors)} tensors")
+    if isinstance(inputs, Mapping):
+        given = [name for name, value in inputs.items() if isinstance(value, Tensor)]
+        if len(given) == len(tensors):  # else the exporter made names for what lists hold
+            raise DataError(f"{file} wants inputs {names}, got {given}; give them these names, or as a tuple in this order")
     return {name: _array(value) for name, value in zip(names, tensors, strict=True)}
 
 
@@ -247,6 +268,7 @@ def latency(
 
     Raises:
         SettingError: `rounds`, `seconds` or `threads` is out of range.
+        DataError: a file has other inputs.
         ExportError: a file does not load, or does not run on the inputs.
     """
     if rounds < 1 or seconds <= 0:
@@ -256,7 +278,7 @@ def latency(
     runs = []
     for path in paths:
         runner = session(path, threads=threads)
-        feed = numpy_inputs(runner, inputs)
+        feed = numpy_inputs(runner, inputs, path)
         run_session(runner, feed, path)
         runs.append(partial(runner.run, None, feed))
     return time_in_turn(runs, seconds=seconds, rounds=rounds)

@@ -1,13 +1,15 @@
 """Metrics without labels: how far the predictions of a model agree with those of the float model.
 
 task = Task(val=float_targets(model, batches), metric=agreement("classes"))     the targets are the float model's predictions
+
+What is compared adds up over batches, two sums each, so that predictions of several sizes, such as pictures, count together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import Batches, each_inputs
-from compresskit.base.settings import check_field_types
+from compresskit.base.settings import NO_EFFECT, check_field_types
 from compresskit.base.task import call_checked, first_tensor
 from compresskit.graph.surgery import mode
 
@@ -25,7 +27,7 @@ MOST_DECIBELS = 200.0  # of outputs that are equal
 
 @dataclass(frozen=True)
 class OutputAgreement:
-    """The metric that `agreement` returns, `(predictions, targets) -> number`; larger is better."""
+    """The metric that `agreement` returns, `(predictions, targets) -> number` or a `RunningMetric`; larger is better."""
 
     higher_is_better: ClassVar[bool] = True
 
@@ -33,6 +35,8 @@ class OutputAgreement:
     score: float = 0.5
     iou: float = 0.5
     peak: float = 1.0
+    #: Of all batches since the last reset.
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False, repr=False, compare=False, metadata=NO_EFFECT)
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -46,13 +50,36 @@ class OutputAgreement:
 
     def __call__(self, predictions: Tensor, targets: Any) -> float:
         """Compare predictions with those of the float model, of the same shape."""
+        return self._score(*self._sums_of(predictions, targets))
+
+    def update(self, predictions: Tensor, targets: Any) -> None:
+        """Add one batch; its predictions may have another size than those before, but that of its targets."""
+        for i, value in enumerate(self._sums_of(predictions, targets)):
+            self.sums[i] += value
+
+    def compute(self) -> float:
+        """The agreement of all batches since the last `reset`."""
+        return self._score(*self.sums)
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.sums[:] = [0.0, 0.0]
+
+    def _sums_of(self, predictions: Tensor, targets: Any) -> tuple[float, float]:
         if not isinstance(targets, Tensor) or targets.shape != predictions.shape or not targets.is_floating_point():
             got = f"{targets.dtype} {tuple(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
             raise DataError(
                 f'agreement("{self.outputs}"): wanted the float model\'s predictions as targets, {tuple(predictions.shape)}, got'
                 f" {got}; make the data with metrics.float_targets(model, batches)"
             )
-        return _MEASURES[self.outputs](self, predictions.double(), targets.double())
+        return _MEASURES[self.outputs](self, predictions.cpu().double(), targets.cpu().double())
+
+    def _score(self, part: float, whole: float) -> float:
+        if self.outputs == "sqnr":
+            return decibels(part, whole, most=MOST_DECIBELS)
+        if not whole:  # no box on either side is what was wanted; nothing else is
+            return 1.0 if self.outputs == "boxes" else math.nan
+        return part / whole
 
 
 def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: float = 1.0) -> OutputAgreement:
@@ -65,13 +92,21 @@ def agreement(outputs: Outputs, *, score: float = 0.5, iou: float = 0.5, peak: f
             boxes above `score`, each matched with one of the float model's of the same picture and class above `iou`;
             "psnr", (N, ...): the peak signal-to-noise ratio in dB, mean over the samples, of values in 0..`peak`;
             "sqnr", any shape: the signal-to-noise ratio of all values in dB.
+            What is not finite agrees with nothing: NaN among the entries counts as another class, a box with it matches none,
+            and it makes "psnr" and "sqnr" -inf, which `evaluate` refuses.
         score: least score of a box that counts, of its best class.
         iou: least intersection over union of boxes that match.
         peak: largest value of a picture.
 
     Raises SettingError for settings out of range. The metric raises DataError where it does not fit the outputs.
     """
-    return OutputAgreement(outputs, float(score), float(iou), float(peak))
+    numbers = {}
+    for name, value in {"score": score, "iou": iou, "peak": peak}.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise SettingError(f"agreement({name}=...): wanted a number, got {value!r}") from None
+    return OutputAgreement(outputs, **numbers)
 
 
 def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any], Tensor] = first_tensor) -> list[Any]:
@@ -93,34 +128,44 @@ def float_targets(model: nn.Module, batches: Batches, *, predict: Callable[[Any]
 
 
 def decibels(signal: float, noise: float, *, most: float = math.inf) -> float:
-    """10 log10(signal / noise), of two powers; `most` where there is no noise, and at most that."""
+    """10 log10(signal / noise), of two powers; `most` where there is no noise, and at most that; -inf where one is not finite."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return -math.inf  # min(most, nan) would be `most`, as of outputs that are equal
     if noise <= 0:
         return most
     return min(most, 10 * math.log10(max(signal, 1e-300) / noise))
 
 
-def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+def _classes(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
+    """How many places agree, and how many there are."""
     if predictions.ndim < 2 or predictions.shape[1] < 2:
         raise DataError(f'agreement("classes"): wanted predictions (N, classes, ...), got {tuple(predictions.shape)}; see "sqnr"')
-    return (predictions.argmax(1) == targets.argmax(1)).double().mean().item()
+    undefined = predictions.isnan().any(1) | targets.isnan().any(1)  # argmax takes NaN for the largest
+    same = (predictions.argmax(1) == targets.argmax(1)) & ~undefined
+    return float(same.sum()), float(same.numel())
 
 
-def _psnr(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+def _psnr(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
+    """The sum of the decibels of all samples, and how many there are."""
     if predictions.ndim < 2:
         raise DataError(f'agreement("psnr"): wanted pictures (N, ...), got {tuple(predictions.shape)}; see "sqnr"')
     error = (predictions - targets).square().flatten(1).mean(1)
-    return (10 * (how.peak**2 / error.clamp(min=1e-300)).log10()).clamp(max=MOST_DECIBELS).mean().item()
+    error = error.where(error.isfinite(), math.inf)
+    ratios = (10 * (how.peak**2 / error.clamp(min=1e-300)).log10()).clamp(max=MOST_DECIBELS)
+    return float(ratios.sum()), float(len(ratios))
 
 
-def _sqnr(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
-    noise, signal = (predictions - targets).square().sum(), targets.square().sum()
-    return decibels(float(signal), float(noise), most=MOST_DECIBELS)
+def _sqnr(_: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
+    """The powers of the signal and of the noise."""
+    return float(targets.square().sum()), float((predictions - targets).square().sum())
 
 
-def _boxes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
+def _boxes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> tuple[float, float]:
+    """How many boxes of both sides match, and how many there are."""
     if predictions.ndim != 3 or predictions.shape[2] < 5:
         raise DataError(f'agreement("boxes"): wanted predictions (N, boxes, 4 + classes), got {tuple(predictions.shape)}')
-    low, high = (float(bound) for bound in torch.aminmax(targets[..., 4:]))
+    scores = targets[..., 4:]
+    low, high = (float(bound) for bound in torch.aminmax(scores)) if scores.numel() else (0.0, 1.0)
     if low < 0 or high > 1:
         raise DataError(
             f'agreement("boxes"): wanted scores in 0..1 after the four corners, got {low:.3g}..{high:.3g}; apply softmax or'
@@ -128,10 +173,11 @@ def _boxes(how: OutputAgreement, predictions: Tensor, targets: Tensor) -> float:
         )
     matched = both = 0
     for found, wanted in zip(predictions, targets, strict=True):
-        found, wanted = (boxes[boxes[:, 4:].amax(1) > how.score] for boxes in (found, wanted))
-        both += len(found) + len(wanted)
+        sides = [boxes[~(boxes[:, 4:].amax(1) <= how.score)] for boxes in (found, wanted)]  # with those whose score is NaN
+        both += sum(map(len, sides))
+        found, wanted = (boxes[boxes.isfinite().all(1)] for boxes in sides)
         matched += _matched_boxes(found, wanted, how.iou)
-    return 2 * matched / both if both else 1.0
+    return 2.0 * matched, float(both)
 
 
 def _matched_boxes(found: Tensor, wanted: Tensor, least: float) -> int:

@@ -107,3 +107,25 @@ def test_macs_of_a_bilinear_layer() -> None:
             return super().forward(x[:, :3], x[:, 3:])
 
     assert measure.count_macs(Pair(3, 4, 5), torch.randn(2, 7)) == 3 * 4 * 5
+
+
+@pytest.mark.parametrize("what", ["predictions", "targets"])
+def test_a_function_is_no_metric_of_outputs_of_several_sizes(what: str) -> None:
+    sizes = [(2, 3, 4, 4), (2, 3, 6, 5)]
+    others = [(2, 3, 4, 4)] * 2
+    inputs, targets = (sizes, others) if what == "predictions" else (others, sizes)
+    task = ck.Task(val=[(torch.zeros(a), torch.zeros(b)) for a, b in zip(inputs, targets, strict=True)], metric=lambda p, t: 0.0)
+    wanted = rf"got {what} of size \(3, 4, 4\) and \(3, 6, 5\) for each sample; give a metric with update, compute and reset"
+    with pytest.raises(DataError, match=wanted):
+        ck.evaluate(nn.Identity(), task)
+
+
+def test_inputs_by_name_need_the_names_of_the_file(tmp_path) -> None:
+    model, x = nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8)
+    path = ck.export_onnx(model, tmp_path / "f.onnx", (x,))
+    wanted = r"f\.onnx: the file wants inputs \['input'\], got \['zz'\]; give them these names, or as a tuple in this order"
+    for run in (lambda: latency([path], {"zz": x}), lambda: ck.audit(path, profile=True, inputs={"zz": x})):
+        with pytest.raises(DataError, match=wanted):
+            run()
+    assert latency([path], {"input": x, "more": x}, seconds=0.02)[0] > 0
+    assert latency([path], {"in_a_list": [x]}, seconds=0.02)[0] > 0  # the exporter makes names of its own for these

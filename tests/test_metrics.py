@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import networks
 import pytest
 import torch
@@ -9,7 +11,7 @@ from networks import build, image
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.metrics import agreement, float_targets
+from compresskit.metrics import agreement, decibels, float_targets
 from compresskit.quant import quantize_static
 
 
@@ -81,3 +83,74 @@ def test_a_metric_that_does_not_fit_the_outputs_is_one_line(outputs, predictions
 def test_settings_out_of_range_are_refused(settings) -> None:
     with pytest.raises(SettingError, match=r"agreement\("):
         agreement(**settings)
+
+
+SIZES = [(2, 3, 16, 16), (3, 3, 24, 20)]
+
+
+def test_pictures_of_several_sizes_are_compared_one_batch_after_another() -> None:
+    torch.manual_seed(0)
+    model, other = torch.nn.Conv2d(3, 3, 3, padding=1).eval(), torch.nn.Conv2d(3, 3, 3, padding=1).eval()
+    pictures = [torch.randn(size) for size in SIZES]
+    task = ck.Task(val=float_targets(model, pictures), metric=agreement("psnr"))
+    assert ck.evaluate(model, task) == 200.0
+    with torch.no_grad():
+        pairs = [(other(x), model(x)) for x in pictures]
+        error = torch.cat([(a - b).double().square().flatten(1).mean(1) for a, b in pairs])
+        noise = sum(float((a - b).double().square().sum()) for a, b in pairs)
+        signal = sum(float(b.double().square().sum()) for _, b in pairs)
+        same = torch.cat([(a.argmax(1) == b.argmax(1)).flatten() for a, b in pairs])
+    wanted = {
+        "psnr": float((-10 * error.log10()).mean()),
+        "sqnr": 10 * math.log10(signal / noise),
+        "classes": same.double().mean().item(),
+    }
+    for outputs, value in wanted.items():
+        found = [ck.evaluate(other, ck.Task(val=task.val, metric=agreement(outputs))) for _ in range(2)]
+        assert found == pytest.approx([value, value], rel=1e-5)
+
+
+def test_batches_of_boxes_add_up() -> None:
+    box = torch.tensor([[[0.0, 0.0, 2.0, 2.0, 0.9]]])
+    metric = agreement("boxes")
+    metric.update(box, box)
+    metric.update(torch.cat([box, box], 1) * 0.1, torch.cat([box, box], 1))  # none of two boxes is found
+    assert metric.compute() == pytest.approx(2 / (2 + 2))
+    metric.reset()
+    metric.update(box, box)
+    assert metric.compute() == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_predictions_that_are_not_finite_do_not_agree(bad: float) -> None:
+    wanted = torch.eye(4)[:2].repeat(2, 1)
+    found = wanted.clone()
+    found[0, 0] = bad
+    for one, other in ((found, wanted), (wanted, found)):
+        assert agreement("sqnr")(one, other) == agreement("psnr")(one, other) == -math.inf
+    if math.isnan(bad):
+        assert agreement("classes")(found, wanted) == agreement("classes")(found, found) == 0.75
+    boxes = torch.tensor([[[0.0, 0.0, 2.0, 2.0, 0.9], [4.0, 4.0, 6.0, 6.0, 0.9]]])
+    moved = boxes.clone()
+    moved[0, 0, 2] = bad
+    assert agreement("boxes")(moved, boxes) == agreement("boxes")(moved, moved) == 0.5
+    model = torch.nn.Flatten()
+    with pytest.raises(DataError, match="the metric is -inf on the validation set"):
+        ck.evaluate(model, ck.Task(val=[(found, wanted)], metric=agreement("sqnr")))
+
+
+def test_decibels_of_powers_that_are_not_finite_are_the_least() -> None:
+    for bad in (math.nan, math.inf):
+        assert decibels(1.0, bad, most=200.0) == decibels(bad, 1.0) == decibels(bad, 0.0, most=200.0) == -math.inf
+    assert decibels(100.0, 1.0) == pytest.approx(20)
+    assert decibels(1.0, 0.0, most=200.0) == 200.0
+
+
+def test_no_boxes_at_all_agree() -> None:
+    assert agreement("boxes")(torch.zeros(2, 0, 6), torch.zeros(2, 0, 6)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["score", "iou", "peak"])
+def test_a_setting_that_is_no_number_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match=rf"agreement\({name}=...\): wanted a number, got 'x'"):
+        agreement("boxes", **{name: "x"})

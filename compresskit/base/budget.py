@@ -13,11 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
-import numpy as np
-from torch import Tensor
-
 from compresskit.base.errors import SettingError
-from compresskit.base.settings import refuse_unknown_settings
+from compresskit.base.settings import as_python, refuse_unknown_settings
 
 Quantity = Literal["macs", "parameters", "bytes", "latency", "channels", "weights"]
 QUANTITIES: tuple[Quantity, ...] = ("macs", "parameters", "bytes", "latency", "channels", "weights")
@@ -87,17 +84,10 @@ def remove(
 
 
 def _single(given: Mapping[Any, Any], function: str) -> tuple[Quantity, Any]:
-    chosen = {name: _as_python(value) for name, value in given.items() if value is not None}
+    chosen = {name: as_python(value) for name, value in given.items() if value is not None}
     if len(chosen) != 1:
         raise SettingError(f"{function}(): wanted exactly one of {', '.join(QUANTITIES)}; got {chosen or 'none'}")
     return next(iter(chosen.items()))
-
-
-def _as_python(value: Any) -> Any:
-    """The Python number of a NumPy or torch value that holds one; anything else as it is."""
-    if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1:
-        return value.item()
-    return value
 
 
 def _is_number(value: Any) -> bool:

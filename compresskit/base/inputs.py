@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compresskit.base.errors import DataError
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, Task, batch_size
+from compresskit.base.task import Inputs, Task, batch_size, shapes_of
 
 #: Inputs of one batch, as a caller may pass them.
 AnyInputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -52,12 +52,28 @@ def each_inputs(batches: Batches, where: str) -> Iterator[Inputs]:
 def first_and_all(batches: Batches, where: str) -> tuple[Inputs, Iterator[Inputs]]:
     """The inputs of the first batch, and an iterator over all batches, the first included.
 
-    Raises DataError, which begins with `where`, where there is no batch.
+    Batches that are dicts have their inputs in the order of the first, however they were given.
+
+    Raises DataError, which begins with `where`, where there is no batch, or no row in the first.
     """
     stream = each_inputs(batches, where)
     for first in stream:
-        return first, itertools.chain([first], stream)
+        check_has_rows(first, f"{where}: the first batch")
+        return first, itertools.chain([first], (_in_order_of(first, batch) for batch in stream))
     raise DataError(f"{where}: no calibration batch was given; a few hundred samples will do")
+
+
+def check_has_rows(inputs: Inputs, where: str) -> None:
+    """Raise DataError, which begins with `where`, for inputs whose first tensor has no rows."""
+    shape = next(iter(shapes_of(inputs)), ())
+    if shape and shape[0] == 0:
+        raise DataError(f"{where}: wanted one row at least, got inputs of shape {shapes_of(inputs)}; leave empty batches out")
+
+
+def _in_order_of(first: Inputs, batch: Inputs) -> Inputs:
+    if isinstance(first, dict) and isinstance(batch, dict) and first.keys() == batch.keys():
+        return {name: batch[name] for name in first}
+    return batch
 
 
 def some_batches(task: Task, which: Literal["train", "val", "calibration"], samples: int, label: str) -> Iterator[Any]:

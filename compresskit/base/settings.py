@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from torch import Tensor
 
 from compresskit.base.errors import SettingError
 
@@ -27,10 +30,15 @@ TYPE_WORDS: dict[type, str] = {
 }
 
 
-def check_field_types(settings: Any) -> None:
+def check_field_types(settings: Any, where: str = "") -> None:
     """Check the fields of a dataclass instance that are annotated as numbers, flags, text, mappings or tuples of text.
 
     A whole number passes for a float; True and False do not pass for numbers, nor do nan and infinity.
+
+    Args:
+        settings: are checked.
+        where: the function that was called with them, none of which is recorded: NumPy's numbers and sets of text pass, too.
+            "" for settings that a run records: messages then name their class.
 
     Raises:
         SettingError: a field holds a value of another type; the message names the field.
@@ -38,8 +46,8 @@ def check_field_types(settings: Any) -> None:
     types = _annotations(type(settings))  # type: ignore[arg-type]  # types are hashable
     for field in fields(settings):
         value, annotation = getattr(settings, field.name), types.get(field.name)
-        if (expected := _mismatch_with(annotation, value)) is not None:
-            raise SettingError(f"{type(settings).__name__}({field.name}=...): wanted {expected}, got {value!r}")
+        if (expected := _mismatch_with(annotation, as_python(value) if where else value)) is not None:
+            raise SettingError(f"{where or type(settings).__name__}({field.name}=...): wanted {expected}, got {value!r}")
 
 
 def refuse_unknown_settings(cls: type, args: Sequence[Any], settings: Mapping[str, Any], hints: Mapping[str, str]) -> None:
@@ -71,6 +79,13 @@ def _annotations(cls: type) -> dict[str, Any]:
         with suppress(NameError):  # a class inside a function, whose annotations name other local classes
             types |= get_type_hints(base)
     return types
+
+
+def as_python(value: Any) -> Any:
+    """The Python number of a NumPy or torch value that holds one, a tuple of a set; anything else as it is."""
+    if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1:
+        return value.item()
+    return tuple(value) if isinstance(value, Set) else value
 
 
 def _mismatch_with(annotation: Any, value: Any) -> str | None:

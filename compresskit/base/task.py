@@ -200,8 +200,28 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         if isinstance(error, CompressError):
             raise
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        forward = model.forward if isinstance(model, nn.Module) else model
+        first = surplus_inputs(forward, inputs) or (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
+
+
+def surplus_inputs(forward: Callable[..., Any], inputs: Inputs) -> str:
+    """Say that more inputs were given than a function takes, the labels of a loader most often; "" where that is not so."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # builtins without a signature
+        return ""
+    rest = inspect.Parameter.VAR_KEYWORD if isinstance(inputs, dict) else inspect.Parameter.VAR_POSITIONAL
+    alone = inspect.Parameter.POSITIONAL_ONLY if isinstance(inputs, dict) else inspect.Parameter.KEYWORD_ONLY
+    taken = [p.name for p in parameters if p.kind not in (alone, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)]
+    surplus = [name for name in inputs if name not in taken] if isinstance(inputs, dict) else list(inputs[len(taken) :])
+    if not surplus or any(p.kind is rest for p in parameters):
+        return ""
+    named = f" ({', '.join(map(repr, surplus))} too many)" if isinstance(inputs, dict) else ""
+    return (
+        f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}{named}; batches must be"
+        " inputs alone, without labels, such as [(x,) for x, y in loader]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,19 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import Inputs, call
+from compresskit.base.task import Inputs
 from compresskit.base.version import __version__
 from compresskit.export.exporter_tables import quick_exporter
 from compresskit.export.files import KEY, write_model
 from compresskit.export.merged_program import merged_program
 from compresskit.export.ops.translations import translations
 from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype, store_bf16_, widen_to_fp32
-from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace
-from compresskit.graph.exportable import refuse_weights_of_samples
+from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace, warn_of_state
+from compresskit.graph.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
-from compresskit.graph.surgery import copy_model, mode
+from compresskit.graph.surgery import call_unmoved, check_is_module, copy_model, mode, unset_buffers_kept
+
+log = logging.getLogger(__name__)
 
 OPSETS = range(13, 26)  # 13: the first whose QuantizeLinear has a scale for each channel; 25: the first with int2
 EXPORTED = 18  # the oldest opset that torch's exporter writes; for older ones its graph is rewritten
@@ -52,7 +54,8 @@ def export_onnx(
             float model that compute one linear function are one in the file (`graph.layers.merge_layers`).
         path: of the file; an existing one is replaced only once the new one is complete. Past 2 GB the weights go to
             `<path>.data`.
-        example: inputs of the model, a tuple or a dict; a dict names the inputs of the file.
+        example: inputs of the model, a tuple or a dict; a dict names the inputs of the file. Outputs of the model that are no
+            tensors (None, numbers, text) are left out of the file.
         opset: version of ONNX's operators, 13 to 25, or "lowest" for the lowest that the operators of the file have a form in,
             which the oldest runtimes read; None takes that of a quantized model's target, or what its types need, else 20.
         dynamic: dimensions of the inputs that may vary: `(0, 2, 3)` for batch, height and width of every input, or names for
@@ -72,6 +75,7 @@ def export_onnx(
             f"export_onnx: wanted a path as the second argument, got {type(path).__name__}; torch.onnx.export takes the example"
             " first, here it is export_onnx(model, path, example)"
         )
+    check_is_module(model, "export_onnx")
     path, example = Path(path), as_inputs(example)
     check_opset(opset, "export_onnx")
     if not path.parent.is_dir():
@@ -152,6 +156,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     from compresskit.export.rewrite.common import optimize_
     from compresskit.export.rewrite.constant_weights import decode_on_loading
     from compresskit.export.rewrite.onnxruntime import CPU_REWRITES, X86_REWRITES
+    from compresskit.export.rewrite.onnxruntime.transposed_ends import write_transposed_ends
     from compresskit.export.rewrite.opset import set_ir_version_
     from compresskit.export.rewrite.rotary import expand_rotary_caches
     from compresskit.export.rewrite.slopes import slopes_in_convolutions, write_slopes
@@ -163,7 +168,7 @@ def _optimized_file(file: Any, model: nn.Module, dynamic: Dynamic, metadata: Map
     write_slopes(file)
     rewrites = [*X86_REWRITES] if tuned else []
     rewrites += CPU_REWRITES if any(part.in_onnxruntime for part in parts) else ()
-    optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches])
+    optimize_(file, [*rewrites, expand_attention_masks, expand_rotary_caches, write_transposed_ends])
     pack_nibbles(file)
     decode_on_loading(file)
     _name_dimensions(file, dynamic)
@@ -191,14 +196,17 @@ def to_program(
     """Run torch's exporter: the ONNX graph before this library's rewrites, and the exported program it was made from."""
     dynamic = _varying_dimensions(model) if dynamic is None else dynamic
     opset = max(EXPORTED, _default_opset(model)) if opset is None else opset
-    with torch.no_grad(), mode(model, training=False):
-        check_runs(model, example)
+    with torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
+        written = check_runs(model, example)
         module, example = widen_to_fp32(deployed(model), example)
         module.eval()
         program, example = trace(module, example, dynamic)
+        warn_of_state(program, module, written)
         program = merged_program(program, model, example, dynamic)
-        outputs = output_names(call(module, example))  # of the two rows of a trace, not of a whole batch
+        outputs = output_names(call_unmoved(module, example)[0])  # of the two rows of a trace, not of a whole batch
         refuse_weights_of_samples(program.graph)
+    if dropped := drop_constant_outputs_(program):
+        log.warning("%s: outputs that are no tensors are left out of the file: %s", type(model).__name__, ", ".join(dropped))
     from compresskit.export.rewrite.palettes import write_palettes  # these load onnx_ir, which only exporting needs
     from compresskit.export.rewrite.recurrent import write_recurrent
 

@@ -15,17 +15,19 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError
-from compresskit.base.inputs import AnyInputs, as_inputs
-from compresskit.base.task import Inputs, call, first_rows, shapes_of
+from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
+from compresskit.base.task import Inputs, first_rows, shapes_of, surplus_inputs
 from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import (
     inline_blocks_,
@@ -40,11 +42,14 @@ from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
-from compresskit.graph.surgery import get_tensor, mode
+from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, unset_buffers_kept
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
 Dynamic = tuple[int, ...] | Mapping[str, Mapping[int, str]]
+
+#: Class of a model -> buffers that were warned of. Effort levels capture one model many times.
+_warned: WeakKeyDictionary[type, set[tuple[str, ...]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,8 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
     """Capture a model, or its submodule `inside`, as a graph with a dynamic batch.
 
     Args:
-        model: any module; it is captured in eval mode and not changed.
+        model: any module; it is captured in eval mode and not changed. Buffers that its forward pass writes are constants of the
+            graph, of which a warning tells.
         example: its inputs: a tensor, a tuple of positional or a dict of keyword arguments. A dynamic batch is captured with two
             rows; an example of one row is doubled, since `torch.export` would treat a batch of 1 as a constant.
         inside: dotted name of the submodule to capture, with the inputs that it receives from the model.
@@ -96,12 +102,15 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         ModelError: `torch.export` cannot follow the code; the message names the line.
         SettingError: the inputs do not have the dynamic dimensions.
     """
+    check_is_module(model, "capture")
     prefix, example = inside or "", as_inputs(example)
-    with torch.no_grad(), mode(model, training=False):
-        check_runs(model, example)
+    with torch.no_grad(), mode(model, training=False), unset_buffers_kept(model):
+        written = check_runs(model, example)
         if inside is not None:
             model, example = inputs_inside(model, example, inside)
+            written = [name.removeprefix(f"{inside}.") for name in written if name.startswith(f"{inside}.")]
         program, example = trace(model, example, dynamic)
+        warn_of_state(program, model, written)
         module = graph_of(program, type(model).__name__)
         shapes = _node_shapes(module, example)
     names = tuple(n.name for n in module.graph.nodes if n.op == "placeholder" and n.name in shapes)
@@ -132,10 +141,12 @@ def graph_of(program: torch.export.ExportedProgram, name: str) -> fx.GraphModule
     return module
 
 
-def check_runs(model: nn.Module, example: Inputs) -> None:
+def check_runs(model: nn.Module, example: Inputs) -> list[str]:
     """Raise `ModelError` unless the model runs on the example in eval mode; the model is not changed.
 
     The first two rows are run where the model takes them, which shows all that the rows have in common, and the example else.
+
+    Returns the names of the buffers that each run of the model writes; they are as they were before.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
@@ -146,13 +157,14 @@ def check_runs(model: nn.Module, example: Inputs) -> None:
         with torch.no_grad(), mode(model, training=False):
             with contextlib.suppress(Exception):
                 if _share_rows(example):
-                    call(model, first_rows(example, 2))
-                    return
-            call(model, example)
+                    return call_unmoved(model, first_rows(example, 2))[1]
+            return call_unmoved(model, example)[1]
     except Exception as error:
+        surplus = surplus_inputs(model.forward, example)
+        dtypes = "" if surplus else _other_dtypes(example)
         raise ModelError(
-            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{_other_dtypes(example)}):"
-            f" {_first_line(error)}"
+            f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{dtypes}):"
+            f" {surplus or _first_line(error)}"
         ) from error
 
 
@@ -177,7 +189,9 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     Raises:
         ModelError, SettingError: as `capture` does.
     """
+    check_dynamic(dynamic, "dynamic")
     if _has_dynamic_batch(dynamic):
+        check_has_rows(example, "the example")
         example = _two_rows(model, example, dynamic)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dims = dynamic_dims(model, example, dynamic)
@@ -209,6 +223,52 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     return program, example
 
 
+def warn_of_state(program: torch.export.ExportedProgram, model: nn.Module, written: Sequence[str]) -> None:
+    """Warn, once for a class of models, of the buffers on which outputs depend although each run of the model writes them.
+
+    Args:
+        program: the graph of the model, which does not write them.
+        model: was captured.
+        written: names of the buffers that each of its runs writes.
+    """
+    if not written:
+        return
+    renamed, read = reserved_names(model), _buffers_read(program)
+    names = [name for name in written if rename_first(name, renamed) in read]
+    warned = _warned.setdefault(type(model), set())
+    if names and tuple(names) not in warned:
+        warnings.warn(
+            f"{type(model).__name__}: forward writes the buffers {names}, which its outputs depend on: the graph, and a file of"
+            " it, hold them as they are now and never change them. Where the state matters, make it an input and an output of"
+            " forward",
+            stacklevel=3,
+        )
+        warned.add(tuple(names))
+
+
+def _buffers_read(program: torch.export.ExportedProgram) -> set[str]:
+    """Names of the buffers that outputs of an exported program are computed from."""
+    buffers = program.graph_signature.inputs_to_buffers
+    pending, visited = list(program.graph.output_node().all_input_nodes), set()
+    while pending:
+        node = pending.pop()
+        if node not in visited:
+            visited.add(node)
+            pending += node.all_input_nodes
+    return {buffers[node.name] for node in visited if node.name in buffers}
+
+
+def check_dynamic(dynamic: Any, where: str) -> None:
+    """Raise SettingError, which begins with `where`, for what cannot name the dimensions that vary; see `Dynamic`."""
+    for dims in dynamic.values() if isinstance(dynamic, Mapping) else [dynamic]:
+        numbers = isinstance(dims, Collection) and all(isinstance(d, Integral) and not isinstance(d, bool) for d in dims)
+        if not numbers or isinstance(dims, str):  # "" holds no entry that is none
+            raise SettingError(
+                f'{where}: wanted dimensions, such as (0, 2, 3), or their names for each input, {{"x": {{0: "batch"}}}}, or'
+                f" () for none, got {dynamic!r}"
+            )
+
+
 def dynamic_dims(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Any:
     """Return the dynamic dimensions in the form that `torch.export` takes; SettingError where the inputs do not have them."""
     varying = _varying(model, example, dynamic)
@@ -229,9 +289,9 @@ def _varying(model: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, t
     if isinstance(dynamic, Mapping):
         if unknown := sorted(set(dynamic) - set(tensors)):
             raise SettingError(f"dynamic={{{unknown[0]!r}: ...}}: the inputs are {sorted(tensors)}")
-        varying = {name: tuple(dynamic.get(name, ())) for name in tensors}
+        varying = {name: tuple(map(int, dynamic.get(name, ()))) for name in tensors}
     else:
-        varying = {name: tuple(d for d in dynamic if d < value.ndim) for name, value in tensors.items()}
+        varying = {name: tuple(int(d) for d in dynamic if d < value.ndim) for name, value in tensors.items()}
         if lost := [d for d in dynamic if d and not any(d in dims for dims in varying.values())]:
             raise SettingError(f"dynamic={tuple(dynamic)}: no input has a dimension {lost[0]}, got {shapes_of(example)}")
     for name, dims in varying.items():
@@ -335,7 +395,7 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
 
     handle = part.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        call(model, inputs)
+        call_unmoved(model, inputs)
     finally:
         handle.remove()
     if not seen:

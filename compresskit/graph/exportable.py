@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
@@ -39,6 +42,23 @@ def replace_divisors_(module: fx.GraphModule) -> None:
         scaled.meta = dict(node.meta)
         node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
     module.recompile()
+
+
+def drop_constant_outputs_(program: ExportedProgram) -> list[str]:
+    """Put None in the place of numbers, flags and text among the outputs, in place: of these, the exporter takes None alone.
+
+    Returns what was there, with its place in the output: `[1] is 3`, `['size'] is 8`.
+    """
+    output: Node = program.graph.output_node()
+    values: tuple[Any, ...] = output.args[0]
+    places = pytree.tree_flatten_with_path(pytree.tree_unflatten(values, program.call_spec.out_spec))[0]
+    constants = [(path, value) for path, value in places if value is not None and not isinstance(value, fx.Node)]
+    if constants:
+        output.args = (tuple(value if isinstance(value, fx.Node) else None for value in values),)
+        for spec in program.graph_signature.output_specs:
+            if isinstance(spec.arg, ConstantArgument):
+                spec.arg = ConstantArgument(name=spec.arg.name, value=None)
+    return [f"{pytree.keystr(path)} is {value!r}" for path, value in constants]
 
 
 def replace_chunks_(module: fx.GraphModule) -> None:

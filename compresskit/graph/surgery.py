@@ -1,11 +1,13 @@
-"""Read, replace and resize tensors by dotted name; set train and eval mode; the structure of a model as plain data."""
+"""Read, replace and resize tensors by dotted name; set train and eval mode; run a model and leave it as it was; the structure
+of a model as plain data.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.task import Inputs, call
 from compresskit.graph.replacements import replace_recorded_, replacements
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -51,6 +54,18 @@ def get_tensor(model: nn.Module, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name}: {type(model).__name__} has no parameter or buffer of that name")
     return value
+
+
+def check_is_module(model: Any, where: str) -> None:
+    """Raise ModelError, which begins with `where`, for a function, or a class, in the place of a model."""
+    if isinstance(model, type):
+        raise ModelError(
+            f"{where}: wanted a torch.nn.Module as the model, got the class {model.__name__}; make an instance of it"
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{where}: wanted a torch.nn.Module as the model, got {type(model).__name__}; put a function into the forward of one"
+        )
 
 
 def free_name(model: nn.Module, name: str) -> str:
@@ -243,6 +258,68 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+class _HeldBuffers:
+    """The buffers of a model, as they are when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = {
+            f"{path}.{leaf}".lstrip("."): (module, leaf, buffer, _writes(buffer), buffer.detach().clone())
+            for path, module in model.named_modules()
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def written(self) -> list[str]:
+        """Names of the buffers that were replaced or written to since."""
+        return [
+            name
+            for name, (module, leaf, buffer, writes, _) in self._held.items()
+            if module._buffers.get(leaf) is not buffer or _writes(buffer) != writes
+        ]
+
+    def put_back_(self, names: Sequence[str]) -> None:
+        for name in names:
+            module, leaf, buffer, writes, values = self._held[name]
+            module._buffers[leaf] = buffer
+            if _writes(buffer) != writes:
+                with torch.no_grad():
+                    buffer.copy_(values)
+
+
+def _writes(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version  # torch counts no writes to tensors of the inference mode
+
+
+def call_unmoved(model: nn.Module, inputs: Inputs) -> tuple[Any, list[str]]:
+    """Call a model, and put back the buffers that each of its runs writes.
+
+    Buffers that only the first run writes stay as it left them: tables that a model makes when it needs them, about which an
+    attribute may tell it that they are there. A model that wrote is run twice, which shows the difference.
+
+    Returns the output, and the names of the buffers that were put back.
+    """
+    before = _HeldBuffers(model)
+    output = call(model, inputs)
+    written = before.written()
+    if written:
+        again = _HeldBuffers(model)
+        call(model, inputs)
+        written = again.written()
+        before.put_back_(written)
+    return output, written
+
+
+@contextmanager
+def unset_buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Let buffers that are None be None after the block: a run in it may have begun a state, of the rows of its inputs."""
+    unset = [(module, leaf) for module in model.modules() for leaf, buffer in module._buffers.items() if buffer is None]
+    try:
+        yield
+    finally:
+        for module, leaf in unset:
+            module._buffers[leaf] = None
 
 
 def _is_size(value: Any) -> bool:

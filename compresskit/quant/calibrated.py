@@ -15,9 +15,10 @@ from torch import nn
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import Batches, first_and_all
+from compresskit.base.settings import check_field_types
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Dynamic, check_runs, inputs_inside
-from compresskit.graph.surgery import copy_model, mode
+from compresskit.graph.capture import Dynamic, check_dynamic, check_runs, inputs_inside
+from compresskit.graph.surgery import check_is_module, copy_model, mode
 from compresskit.quant.build import Strict
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, Bits, BitWidths, check_bits, check_target_takes
@@ -73,6 +74,8 @@ class CalibratedSettings:
 
     def check(self, where: str) -> None:
         """Raise SettingError, which begins with `where`, for a setting out of range."""
+        check_field_types(self, where)
+        check_dynamic(self.dynamic, f"{where}(dynamic=...)")
         check_target(self.target, where)
         check_observer(self.observer, where)
         check_bits(self.bits, where)
@@ -101,8 +104,9 @@ def module_to_quantize(
 ) -> tuple[nn.Module, Inputs, Iterator[Inputs]]:
     """Return the module to quantize, its inputs in the first batch, and all batches of the whole model.
 
-    Raises DataError, which begins with `where`, where there is no batch.
+    Raises DataError, which begins with `where`, where there is no batch; ModelError where the model is no module.
     """
+    check_is_module(model, where)
     first, data = first_and_all(batches, where)
     if not inside:
         return model, first, data

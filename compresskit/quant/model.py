@@ -123,6 +123,8 @@ class Quantized(QuantizedModule):
 
     def check_inputs(self, inputs: Inputs) -> None:
         """Raise ModelError for a batch of another shape than the model was captured with."""
+        if isinstance(inputs, dict) and isinstance(self.example, dict) and inputs.keys() == self.example.keys():
+            inputs = {name: inputs[name] for name in self.example}  # in whatever order they were given
         given = shapes_of(inputs)
         if _open(given, self.varying) != self.input_shapes:
             raise ModelError(

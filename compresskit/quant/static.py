@@ -27,6 +27,7 @@ from compresskit.quant.calibrated import (
 )
 from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.effort.improve import FLOAT_MACS, TIMED_FLOAT_MACS, Effort, quantize_with_effort
+from compresskit.quant.effort.samples import batch_varies, halves
 from compresskit.quant.effort.trials import Build
 from compresskit.quant.measured_placement.beside_float import beside_float, measures
 from compresskit.quant.measured_placement.latency_search import measured_choice
@@ -119,8 +120,9 @@ def quantize_static(
             and last layer of a transformer float where they are a small part of the MACs. Changes nothing in models without layer
             norms. Default True.
         effort: "fast" (the default) takes the ranges that the observer finds. "balanced" tries remedies on one half of the
-            calibration data (even out channels, leave layers float whose rounding makes much noise for little time, choose ranges
-            activation by activation, correct biases, and in networks of up to 500 million MACs train weights, biases and
+            calibration data (even out channels, give operands and results of sums one scale so that adding rounds nothing, narrow
+            ranges, leave layers float whose rounding makes much noise for little time, choose ranges activation by activation,
+            correct biases, and in networks of up to 500 million MACs train weights, biases and
             scales for 50 steps, with the rounding in place, to imitate the float model) and keeps each only where the outputs on
             the other half come closer to the float model's. In the end what was kept is made once more, from all of the data.
             "best" imitates for 300 steps, in networks of any size, and learns the rounding of weights of fewer than 8 bits block
@@ -188,15 +190,17 @@ def builder(module: nn.Module, example: Inputs, settings: StaticSettings, *, tri
 
 def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, where: str) -> nn.Module:
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
-    build = builder(module, example, settings, trials=settings.effort != "fast")
     if settings.effort == "fast":
-        quantized = build()
+        quantized = builder(module, example, settings)()
         result = calibrate_inside(model, quantized, data, settings.inside)
         warn_of_constants(quantized, where)
         nudge_scales_(quantized.body)
         quantized.balance_weights_()
     else:
         own, inputs = settings.observer is not None, inputs_to_quantize(model, data, settings.inside)
+        cut, where = batch_varies(settings.dynamic), f'{where}(effort="{settings.effort}")'
+        halves(inputs, where, cut=cut)  # raises where there is too little data, before anything is timed
+        build = builder(module, example, settings, trials=True)
         with beside_float(module, example, settings) as timed:
             quantized = quantize_with_effort(
                 module,
@@ -205,8 +209,9 @@ def _quantize(model: nn.Module, batches: Batches, settings: StaticSettings, wher
                 effort=settings.effort,
                 own_observer=own,
                 float_macs=settings.most_float,
-                where=f'{where}(effort="{settings.effort}")',
+                where=where,
                 timed=timed,
+                cut=cut,
             )
         warn_of_constants(quantized, where)
         result = in_place_of(model, quantized, settings.inside)

@@ -16,6 +16,7 @@ from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows
 from compresskit.graph.capture import capture, check_runs
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
+from compresskit.metrics import OutputAgreement
 from compresskit.mixed.formats.parallel import is_sharded
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, needs_of
 from compresskit.recipe.baselines import trainings_in
@@ -76,6 +77,8 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
         try:
             if which == "train":
                 supervised_loss(task, predictions, target)
+            elif isinstance(task.metric, OutputAgreement):
+                task.metric(predictions, target)
             elif not isinstance(task.metric, RunningMetric) and not _all_ignored(task, target):
                 task.score(predictions, target)
         except CompressError:

@@ -6,9 +6,11 @@ import networks
 import pytest
 import torch
 from networks import build
+from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError
+from compresskit.base.errors import DataError, ModelError
+from compresskit.base.task import call_checked
 from compresskit.graph.capture import capture
 from compresskit.measure import latency
 
@@ -34,3 +36,42 @@ def test_one_tensor_stands_for_the_inputs(tmp_path) -> None:
         ck.quant.quantize_static(model, 3)
     with pytest.raises(DataError, match=r"the example: wanted inputs as a tensor, a tuple or a dict of them, got int"):
         capture(model, 3)
+
+
+def test_labels_among_the_inputs_are_named() -> None:
+    model, x, labels = build(networks.Chain).eval(), torch.randn(8, 3, 16, 16), torch.arange(8)
+    message = r"wanted 1 input \(x\), got 2; batches must be inputs alone, without labels, such as \[\(x,\) for x, y in loader\]"
+    with pytest.raises(ModelError, match=rf"\[\(8, 3, 16, 16\), \(8,\)\]\): {message}"):
+        ck.quant.quantize_static(model, [(x, labels)])
+    with pytest.raises(DataError, match=message):
+        call_checked(model, (x, labels), "data")
+    with pytest.raises(ModelError, match=r"wanted 1 input \(x\), got 2 \('labels' too many\); batches must be inputs alone"):
+        ck.quant.quantize_static(model, [{"x": x, "labels": labels}])
+    with pytest.raises(DataError, match="data: the model does not run on inputs of shape .*: .*channels"):
+        call_checked(model, (x[:, :2],), "data")
+
+
+def test_a_first_batch_without_rows_is_refused() -> None:
+    model, x = build(networks.Chain).eval(), torch.randn(8, 3, 16, 16)
+    with pytest.raises(
+        DataError, match=r"^quantize_static: the first batch: wanted one row at least, got .*\[\(0, 3, 16, 16\)\]"
+    ):
+        ck.quant.quantize_static(model, [x[:0], x])
+    with pytest.raises(DataError, match="^the example: wanted one row at least"):
+        capture(model, x[:0])
+
+
+def test_inputs_by_name_may_come_in_any_order() -> None:
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(5, 8)
+
+        def forward(self, image, size):
+            return self.conv(image).mean((2, 3)) + self.linear(size)
+
+    model, images, sizes = Sum().eval(), torch.randn(2, 8, 3, 8, 8), torch.randn(2, 8, 5)
+    named = [{"image": i, "size": s} for i, s in zip(images, sizes, strict=True)]
+    turned = [named[0], {"size": sizes[1], "image": images[1]}]
+    wanted, got = (ck.quant.quantize_static(model, batches)(**named[0]) for batches in (named, turned))
+    assert torch.equal(wanted, got)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import networks
 import pytest
 import torch
 import torch.nn.functional as F
 from networks import NETWORKS, build, image
-from torch import nn
+from torch import fx, nn
 
 import compresskit as ck
 from compresskit.base.errors import ModelError
 from compresskit.graph.capture import capture, check_runs
+from compresskit.measure import session
 
 
 def test_any_number_of_inputs() -> None:
@@ -159,3 +161,92 @@ def test_rows_of_a_state_vary_with_those_of_the_input() -> None:
 def test_a_state_whose_rows_were_not_named_is_explained() -> None:
     with pytest.raises(ModelError, match=r'dynamic=\{"x": \{0: "batch"\}, "state": \{1: "batch"\}\}'):
         capture(Stateful().eval(), (torch.randn(5, 6), torch.randn(2, 5, 8)))
+
+
+X = torch.randn(4, 3, 8, 8)
+
+
+def stateful(write, *, read=True):
+    """A new class of model, since a class is warned of once, whose forward writes its buffer `n` by a function."""
+
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.register_buffer("n", torch.zeros(2))
+
+        def forward(self, x):
+            write(self)
+            y = self.conv(x).relu()
+            return y + self.n[0] if read else y
+
+    return Stream().eval()
+
+
+def add(model):
+    model.n += 1
+
+
+def replace(model):
+    model.n = model.n * 0.9 + 0.1
+
+
+def write_a_part(model):
+    model.n[:1] = model.n[:1] + 1
+
+
+@pytest.mark.parametrize("write", [add, replace, write_a_part])
+def test_a_state_is_frozen_as_it_is_with_a_warning_and_does_not_move(write, tmp_path) -> None:
+    for make in (
+        lambda model: capture(model, X).module,
+        lambda model: capture(nn.Sequential(model, nn.ReLU()), X, inside="0").module,
+        lambda model: ck.quant.quantize_static(model, [X]),
+        lambda model: ck.export_onnx(model, tmp_path / "m.onnx", X, opset="lowest"),
+    ):
+        model = stateful(write)
+        buffer = model.n
+        with pytest.warns(
+            UserWarning, match=r"^Stream: forward writes the buffers \['n'\].* make it an input and an output"
+        ) as seen:
+            made = make(model)
+        assert len(seen) == 1
+        assert model.n is buffer
+        assert not model.n.any()
+        if isinstance(made, fx.GraphModule):
+            torch.testing.assert_close(made(X), model(X))
+        if isinstance(made, Path):
+            file = session(made)
+            (output,) = file.run(None, {file.get_inputs()[0].name: X.numpy()})
+            torch.testing.assert_close(torch.from_numpy(output), model(X), atol=1e-5, rtol=1e-4)
+
+
+def test_a_class_is_warned_of_once(tmp_path) -> None:
+    model = stateful(add)
+    with pytest.warns(UserWarning, match="forward writes the buffers"):
+        capture(model, X)
+    capture(model, X)
+    ck.export_onnx(model, tmp_path / "m.onnx", X)
+    assert not model.n.any()
+
+
+def test_a_counter_that_no_output_reads_is_no_state() -> None:
+    model = stateful(add, read=False)
+    capture(model, X)
+    assert not model.n.any()
+
+
+def test_a_table_that_the_first_run_makes_stays() -> None:
+    def make_table(model):
+        if not getattr(model, "made", False):
+            model.n, model.made = torch.ones(2), True
+
+    model = stateful(make_table)
+    graph = capture(model, X).module
+    assert model.n.all(), "the attribute says that it is there"
+    torch.testing.assert_close(graph(X), model(X))
+
+
+def test_the_statistics_of_batchnorm_are_no_state() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
+    capture(model, X)
+    assert model[1].num_batches_tracked == 0

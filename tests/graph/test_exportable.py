@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import compresskit as ck
 from compresskit.base.errors import ModelError
 from compresskit.graph.capture import capture
+from compresskit.measure import session
 
 
 class Mixed(nn.Module):
@@ -143,3 +145,26 @@ def test_a_block_without_autocast_is_captured_quantized_pruned_and_written(tmp_p
     assert ck.verify_onnx(path, quantized, [torch.randn(5, 8)]).passed
     plan = ck.prune.plan_channels(model, x, budget=ck.keep(macs=0.6), round_to=1)
     assert ck.prune.apply_(model, plan).last.in_features < 16
+
+
+@pytest.mark.parametrize(
+    ("output", "places"),
+    [
+        (lambda y: (y, 3, [y.mean(1), True]), "[1] is 3, [2][1] is True"),
+        (lambda y: {"y": y, "kind": "a", "width": y.shape[1]}, "['kind'] is 'a', ['width'] is 8"),
+        (lambda y: (y, None), ""),
+    ],
+)
+def test_outputs_that_are_no_tensors_are_left_out(output, places, tmp_path, caplog) -> None:
+    class Head(nn.Sequential):
+        def forward(self, x):
+            return output(super().forward(x))
+
+    model, x = Head(nn.Linear(4, 8)).eval(), torch.randn(3, 4)
+    for exported in (model, ck.quant.quantize_static(model, [x])):
+        caplog.clear()
+        path = ck.export_onnx(exported, tmp_path / "m.onnx", x)
+        count = sum(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(model(x)))
+        assert len(session(path).get_outputs()) == count
+        messages = [record.getMessage().partition("left out of the file: ")[2] for record in caplog.records]
+        assert [text for text in messages if text] == ([places] if places else [])

@@ -15,6 +15,7 @@ from torch import nn
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError
 from compresskit.graph import surgery
+from compresskit.graph.capture import capture
 
 
 def test_structure_rebuilds_a_pruned_model() -> None:
@@ -90,3 +91,62 @@ def test_the_attribute_that_cannot_be_copied_is_named() -> None:
     model[0].lock = threading.Lock()
     with pytest.raises(ModelError, match=r"its attribute '0.lock', of type lock\): cannot pickle"):
         surgery.copy_model(model)
+
+
+def test_a_function_and_a_class_in_the_place_of_a_model_are_refused(tmp_path) -> None:
+    x = image(2)
+    for refused in (
+        lambda model: capture(model, x),
+        lambda model: ck.export_onnx(model, tmp_path / "m.onnx", x),
+        lambda model: ck.quant.quantize_static(model, [x]),
+        lambda model: ck.quant.prepare_qat(model, [x]),
+    ):
+        with pytest.raises(ModelError, match=r"^\w+: wanted a torch.nn.Module as the model, got function; put a function into"):
+            refused(lambda x: x)
+        with pytest.raises(ModelError, match=r"^\w+: wanted .* got the class Chain; make an instance of it"):
+            refused(networks.Chain)
+
+
+class Counts(nn.Linear):
+    """Adds the number of its runs, which `write` writes, to its outputs."""
+
+    def __init__(self, write):
+        super().__init__(3, 4)
+        self.register_buffer("runs", torch.zeros(()))
+        self.write = write
+
+    def forward(self, x):
+        self.write(self)
+        return super().forward(x) + self.runs
+
+
+def add_one(model):
+    model.runs += 1
+
+
+def replace(model):
+    model.runs = torch.zeros(()) if model.runs is None else model.runs + 1
+
+
+@pytest.mark.parametrize("write", [add_one, replace])
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
+def test_buffers_that_each_run_writes_are_put_back(write, switch) -> None:
+    with torch.no_grad():
+        model, x = nn.Sequential(Counts(write), nn.ReLU()), torch.randn(2, 3)
+        buffer = model[0].runs
+        with switch():
+            output, written = surgery.call_unmoved(model, (x,))
+        assert written == ["0.runs"]
+        assert model[0].runs is buffer
+        assert not buffer.any()
+        torch.testing.assert_close(output.clone(), model(x))
+        assert surgery.call_unmoved(nn.BatchNorm1d(3).eval(), (x,))[1] == []
+
+
+def test_buffers_that_are_none_stay_so() -> None:
+    model = Counts(replace)
+    model.runs = None
+    with surgery.unset_buffers_kept(model):
+        model(torch.randn(2, 3))
+        assert model.runs is not None
+    assert model.runs is None

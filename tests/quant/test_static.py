@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import networks
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,3 +116,39 @@ def test_inside_that_does_not_exist_is_refused(inside, message) -> None:
         quantize_static(model, [photos((16, 16), (16, 16))], inside=inside)
     with pytest.raises(ModelError, match=f"inside='{inside}'"):
         ck.export_onnx(model, "x.onnx", photos((16, 16), (16, 16)), inside=inside)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"skip": "03"}, "skip=...): wanted a tuple of texts, got '03'"),
+        ({"skip": None}, "skip=...): wanted a tuple of texts, got None"),
+        ({"smooth": "no"}, "smooth=...): wanted True or False, got 'no'"),
+        ({"float_macs": "0.1", "effort": "balanced"}, "float_macs=...): wanted a number or None, got '0.1'"),
+        ({"inside": 3}, "inside=...): wanted a text or None, got 3"),
+        ({"dynamic": 0}, "dynamic=...): wanted dimensions, such as (0, 2, 3), or their names"),
+        ({"dynamic": "batch"}, "or () for none, got 'batch'"),
+        ({"dynamic": {"x": "batch"}}, "or () for none, got {'x': 'batch'}"),
+        ({"dynamic": (True,)}, "or () for none, got (True,)"),
+    ],
+)
+def test_settings_of_another_type_are_refused(settings, message) -> None:
+    with pytest.raises(SettingError, match=re.escape(message)):
+        quantize_static(build(networks.Chain), [image(2)], **settings)
+
+
+def test_settings_of_the_sister_functions_are_checked_too() -> None:
+    for refuse in (ck.quant.prepare_qat, ck.quant.repair):
+        with pytest.raises(SettingError, match=rf"^{refuse.__name__}\(skip=...\): wanted a tuple of texts, got 'x'"):
+            refuse(build(networks.Chain), [image(16)], skip="x")
+    with pytest.raises(SettingError, match=r"^dynamic: wanted dimensions, .* got 'batch'"):
+        ck.quant.quantize_dynamic(build(networks.Chain), [image(2)], dynamic="batch")
+
+
+def test_settings_may_be_lists_sets_and_numbers_of_numpy() -> None:
+    model, x = build(networks.Chain).eval(), image(8)
+    wanted = quantize_static(model, [x], skip=("a",), dynamic=(0, 2, 3), smooth=False)
+    for skip in (["a"], {"a"}, {"a": 1}.keys()):
+        dims = np.array([0, 2, 3])
+        got = quantize_static(model, [x], skip=skip, dynamic=[*dims], smooth=np.bool_(False))
+        assert got.placement == wanted.placement

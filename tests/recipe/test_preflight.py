@@ -66,3 +66,10 @@ def test_targets_that_no_loss_reads_need_not_fit_it(tmp_path) -> None:
     assert recipe.run(networks.Chain(), task, tmp_path / "run").rows[0].stage == "1-train"
     with pytest.raises(DataError, match=r"Task\(loss=\.\.\.\) fails on the first batch of train"):
         ck.Recipe(ck.Train(epochs=1, objective=imitation), ck.QAT(epochs=1)).run(networks.Chain(), task, tmp_path / "qat")
+
+
+def test_targets_that_the_agreement_with_a_float_model_cannot_read_are_found_before_training(tmp_path) -> None:
+    task = ck.Task(train=LABELLED, val=LABELLED, metric=ck.metrics.agreement("classes"))
+    with pytest.raises(DataError, match=r'agreement\("classes"\): wanted the float model\'s predictions as targets'):
+        ck.Recipe(ck.Train(epochs=1)).run(networks.Chain(), task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

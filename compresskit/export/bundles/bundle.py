@@ -125,7 +125,7 @@ def _run_example(path: Path, example: Inputs | Tensor, preprocess: Preprocess | 
     """Run the file as it is on the example, after preprocessing."""
     session = open_session(path)
     if preprocess is None:
-        feed = numpy_inputs(session, (example,) if isinstance(example, Tensor) else example)
+        feed = numpy_inputs(session, (example,) if isinstance(example, Tensor) else example, path)
         return _Example(feed=feed, shown=feed, outputs=_named_outputs(session, feed, path))
     pixels = preprocess.pixels(example)
     names = [entry.name for entry in session.get_inputs()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from compresskit.base.errors import SettingError
 from compresskit.base.inputs import AnyInputs
-from compresskit.export.check.benchmark import ask_for_sizes, random_inputs
+from compresskit.export.check.benchmark import ask_for_sizes, random_inputs, shared_inputs
 from compresskit.export.check.layer_profile import Profile, profile_layers
 from compresskit.export.check.optimized_graph import (
     ANY_TYPE,
@@ -108,8 +108,8 @@ def audit(
         inputs: what is run; random numbers of `batch` rows and `size` where it is None.
         threads: of ONNX Runtime. seconds: time to profile each file.
 
-    Raises ExportError where a file does not load or run; SettingError for a setting out of range, or where a dimension besides
-    the batch varies and neither `inputs` nor `size` says how large it is.
+    Raises ExportError where a file does not load or run; DataError where a file has other inputs; SettingError for a setting out
+    of range, or where a dimension besides the batch varies and neither `inputs` nor `size` says how large it is.
     """
     if against is not None and not profile:
         raise SettingError("audit(against=...): a second file is compared by its times; write profile=True, too")
@@ -168,7 +168,7 @@ def _profile(
     """Profile a file on what the user gave, or on random inputs."""
     if inputs is None:
         ask_for_sizes(path, size, "audit(profile=True)", "give inputs=, or size=")
-        inputs = random_inputs(path, batch=batch, size=size or 1)
+        inputs = shared_inputs(random_inputs(path, batch=batch, size=size or 1), [] if against is None else [against])
     return profile_layers(path, inputs, against=against, threads=threads, seconds=seconds)
 
 

@@ -73,15 +73,16 @@ def benchmark(
 
     Returns the timings of all files in the first runtime, then in the next. Where `runtimes` is None, a file that OpenVINO cannot
     run is left out there, with a warning in the log.
-    Raises ExportError where a file does not load or run, or a runtime that is named is not installed; SettingError for a setting
-    out of range.
+    Raises ExportError where a file does not load or run, or a runtime that is named is not installed; DataError where a file has
+    other inputs; SettingError for a setting out of range.
     """
     chosen = _runtimes_to_time(runtimes)
     if threads < 1 or seconds <= 0:
         raise SettingError(f"bench: wanted threads >= 1 and seconds > 0, got {threads} and {seconds}")
     for path in paths:
         open_session(path)
-    inputs = random_inputs(paths[0], batch=batch, size=size) if inputs is None else inputs
+    if inputs is None:
+        inputs = shared_inputs(random_inputs(paths[0], batch=batch, size=size), paths[1:])
     runs: dict[tuple[str, str | Path], Callable[[], object]] = {}
     for runtime in chosen:
         for path in paths:
@@ -108,13 +109,13 @@ def _runtimes_to_time(runtimes: Sequence[str] | None) -> Sequence[str]:
 
 def _onnxruntime_run(path: str | Path, inputs: Inputs, threads: int) -> Callable[[], object]:
     runner = session(path, threads=threads)
-    feed = numpy_inputs(runner, inputs)
+    feed = numpy_inputs(runner, inputs, path)
     run_session(runner, feed, path)
     return partial(runner.run, None, feed)
 
 
 def _openvino_run(path: str | Path, inputs: Inputs, threads: int) -> Callable[[], object]:
-    return openvino_run(path, numpy_inputs(session(path), inputs), threads)
+    return openvino_run(path, numpy_inputs(session(path), inputs, path), threads)
 
 
 _RUNS = {"onnxruntime": _onnxruntime_run, "openvino": _openvino_run}
@@ -156,3 +157,9 @@ def random_inputs(path: str | Path, *, batch: int = 1, size: int = 64) -> dict[s
         values = torch.randn(shape, generator=generator) if kind.kind == "f" else torch.zeros(shape)
         inputs[entry.name] = torch.from_numpy(values.numpy().astype(kind))
     return inputs
+
+
+def shared_inputs(inputs: dict[str, torch.Tensor], others: Sequence[str | Path]) -> Inputs:
+    """Inputs with the names that one file has, such that other files run on them, too: in order where one has other names."""
+    names = [{entry.name for entry in open_session(path).get_inputs()} for path in others]
+    return inputs if all(found <= set(inputs) for found in names) else tuple(inputs.values())

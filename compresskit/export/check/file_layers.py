@@ -26,6 +26,7 @@ from compresskit.export.check.optimized_graph import (
 #: Kinds of operators that a layer begins with -> those of one family, which rewrites turn into one another.
 FAMILIES = {"Conv": "convolution", "ConvTranspose": "convolution", "Gemm": "matrix product", "MatMul": "matrix product"}
 BEFORE = -1  # index of what comes before the first layer
+WIDENED = "InsertedPrecisionFreeCast_"  # before names of values that ONNX Runtime computes in fp32, not in fp16 as in the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +157,13 @@ class _Heads:
         return None
 
     def _candidates(self, node: Any) -> Iterator[int | None]:
-        name = re.sub(r"_token_\d+$", "", node.name)  # what ONNX Runtime appends to make a name its own
+        name = re.sub(rf"^{WIDENED}|_token_\d+$", "", node.name)  # what ONNX Runtime appends to make a name its own
         yield self.of_node.get(node.name)
         yield self.of_node.get(name)
         yield self.of_node.get(name.split("/MatMul", 1)[0])
         yield self._behind(name.removesuffix("_nchwc"))  # named for the value that it computes
         for value in node.output:
-            yield self._behind(value)
+            yield self._behind(value.removeprefix(WIDENED))
 
     def _behind(self, value: str) -> int | None:
         """The nearest layer that a value of the file comes from."""

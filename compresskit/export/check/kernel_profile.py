@@ -137,7 +137,7 @@ class ProfiledFile:
         renamed = name_nodes_(proto.graph)
         self.source, self.layers = proto.graph, file_layers(proto.graph)
         self.plain = session(path, threads=threads)
-        self.feed = numpy_inputs(self.plain, inputs)
+        self.feed = numpy_inputs(self.plain, inputs, path)
         self.rows = next((a.shape[0] for a in self.feed.values() if a.ndim), 1)
         run_session(self.plain, self.feed, path)
         source = proto.SerializeToString() if renamed else runtime_path(path)

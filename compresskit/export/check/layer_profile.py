@@ -5,6 +5,7 @@ profile_layers(int8, fp32): the files run in turn, with and without the runtime'
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -54,8 +55,9 @@ class ProfiledLayer:
     """One layer of the model in a file and, where there is one to compare with, in the other.
 
     name: of the module or node; `INPUTS` for what comes before the first layer. this, other: None where the file has no such
-    layer. cause: why it is not faster than in the other file; "" where it is, or where there is none. place: its number among the
-    layers of the file; None for `INPUTS`, and for a layer that only the other file has.
+    layer. cause: why it is not faster than in the other file, where it takes no time if it has no such layer; "" where it is, or
+    where there is no other file. place: its number among the layers of the file; None for `INPUTS`, and for a layer that only the
+    other file has.
     """
 
     name: str
@@ -139,7 +141,11 @@ class Profile:
             lines.append(f"  the profiler's times were multiplied by {self.scale:.2f} to sum to the latency")
         if both:
             worst = [f"{layer.name} {layer.lost:+.3f} ms ({layer.cause})" for layer in self.eating[:WORST]]
-            lines.append(f"  eat the gain: {'; '.join(worst)}" if worst else "  every layer is faster than in the other file")
+            if worst:
+                lines.append(f"  eat the gain: {'; '.join(worst)}")
+            else:
+                slower = self.milliseconds > (self.against_milliseconds or math.inf)
+                lines.append(f"  every layer is faster than in the other file{', what is outside of kernels is not' * slower}")
         return "\n".join(lines)
 
 
@@ -202,7 +208,8 @@ def _side_by_side(this: ProfiledFile, other: ProfiledFile, times: Sequence[dict[
         raise SettingError(
             f"audit(against=...): {this.path} and {other.path} have no layer in common: wanted two files of one network"
         )
-    rows = [ProfiledLayer(name=INPUTS, this=times[0].get(BEFORE), other=times[1].get(BEFORE))]
+    own, their = times[0].get(BEFORE), times[1].get(BEFORE)
+    rows = [ProfiledLayer(name=INPUTS, this=own, other=their, cause=slow_cause(None, own, their))]
     for i, j in pairs:
         layers = [files.layers[k] for files, k in ((other, j), (this, i)) if k is not None]
         name = next((layer.name for layer in layers if layer.name != layer.node), layers[0].name)
@@ -212,9 +219,13 @@ def _side_by_side(this: ProfiledFile, other: ProfiledFile, times: Sequence[dict[
     return [row for row in rows if row.this or row.other]
 
 
-def slow_cause(layer: FileLayer, this: LayerTime | None, other: LayerTime | None) -> str:
-    """Why a layer is no faster than in the other file: the part of it that grew most; "" where it is faster."""
-    if this is None or other is None or this.milliseconds < other.milliseconds or this == other:
+def slow_cause(layer: FileLayer | None, this: LayerTime | None, other: LayerTime | None) -> str:
+    """Why a layer is no faster than in the other file: the part of it that grew most; "" where it is faster.
+
+    layer: None for what comes before the first. other: None where the other file has none, which takes no time.
+    """
+    alone, other = other is None, other or LayerTime()
+    if this is None or this.milliseconds < other.milliseconds or this == other or (alone and not this.milliseconds):
         return ""
     grown = {
         "conversion": this.conversions - other.conversions,
@@ -223,9 +234,12 @@ def slow_cause(layer: FileLayer, this: LayerTime | None, other: LayerTime | None
     }
     part = max(grown, key=lambda name: grown[name])
     if part == "conversion":
-        return f"conversions: {', '.join(kind for kind in this.operators if kind in CONVERSIONS or kind == 'Transpose')}"
-    if part == "others":
-        floating = [kind for kind in sorted(this.floats, key=lambda kind: -this.floats[kind]) if kind != layer.kind]
+        kinds = ", ".join(kind for kind in this.operators if kind in CONVERSIONS or kind == "Transpose")
+        return f"conversions{'' if layer else ' of the inputs'}: {kinds}"
+    if alone and layer is not None:
+        return "a layer that the other file does not have"
+    if part == "others" or layer is None:
+        floating = [k for k in sorted(this.floats, key=lambda k: -this.floats[k]) if layer is None or k != layer.kind]
         if floating:
             return f"no integer kernel: {', '.join(floating[:MOST_NAMED])}"
         more = [kind for kind in this.operators if kind not in CONVERSIONS and kind not in other.operators]

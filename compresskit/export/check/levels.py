@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from compresskit.base.task import Inputs
-from compresskit.export.check.benchmark import open_session, random_inputs
+from compresskit.export.check.benchmark import open_session, random_inputs, shared_inputs
 from compresskit.export.check.verify import FLOAT_STEPS, QUANTIZED_WITHIN, Agreement, compare
 from compresskit.export.files import read_proto
 from compresskit.measure import numpy_inputs, run_session
@@ -89,7 +89,8 @@ def verify_levels(
     Raises ExportError where a file does not load or run.
     """
     drawn = inputs is None
-    inputs = random_inputs(reference or path, batch=batch, size=size) if inputs is None else inputs
+    if inputs is None:
+        inputs = shared_inputs(random_inputs(reference or path, batch=batch, size=size), [path])
     operators = {node.op_type for node in read_proto(path).graph.node}
     wanted = _run_file(path, inputs, optimize=False) if reference is None else _run_file(reference, inputs, optimize=True)
     names: dict[str, bool | str] = {"none": False, "basic": "basic", "extended": "extended", "all": True}
@@ -105,4 +106,4 @@ def verify_levels(
 
 def _run_file(path: str | Path, inputs: Inputs, *, optimize: bool | str) -> list[np.ndarray]:
     runtime = open_session(path, optimize=optimize)
-    return [np.atleast_1d(value) for value in run_session(runtime, numpy_inputs(runtime, inputs), path)]
+    return [np.atleast_1d(value) for value in run_session(runtime, numpy_inputs(runtime, inputs, path), path)]

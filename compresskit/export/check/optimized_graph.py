@@ -33,7 +33,7 @@ INTEGER_KERNELS = {
 #: Operators that run on any type; they count as integer where their input is 8 bits wide.
 ANY_TYPE = frozenset(
     "MaxPool Concat Reshape Transpose Slice Pad Flatten Split Gather Squeeze Unsqueeze Expand Resize DepthToSpace SpaceToDepth"
-    " Identity Tile".split()
+    " Identity Tile Clip".split()
 )
 #: Index of the weight among the inputs, for float and integer kernels.
 WEIGHT = {

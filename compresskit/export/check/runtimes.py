@@ -53,7 +53,7 @@ class OtherRuntime:
         """All outputs for a batch. session: of ONNX Runtime, whose inputs have the same names."""
         assert self.compiled is not None
         with _Named(f"{self.path}: OpenVINO {self.record.version} cannot run it"):
-            found = self.compiled(numpy_inputs(session, inputs))
+            found = self.compiled(numpy_inputs(session, inputs, self.path))
             return [np.atleast_1d(found[k]) for k in range(len(session.get_outputs()))]
 
 

@@ -235,7 +235,7 @@ def _rng_states() -> list[Tensor]:
 
 def _run(run: Any, inputs: Inputs, path: str | Path) -> list[np.ndarray]:
     """Outputs of a session of ONNX Runtime."""
-    return [np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs), path)]
+    return [np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs, path), path)]
 
 
 def usable_reference(reference: list[np.ndarray], exact: list[np.ndarray]) -> list[np.ndarray] | None:

@@ -269,8 +269,15 @@ class _PrecisionSearch:
 
 
 def flat_outputs(outputs: Any) -> Tensor:
-    """All floating point tensors of a model's output as one vector in float64, with 0 for nan and infinite values."""
+    """All floating point tensors of a model's output as one vector in float64, with 0 for nan and infinite values.
+
+    Raises ModelError where there is none.
+    """
     tensors = [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.is_floating_point()]
+    if not tensors:
+        raise ModelError(
+            "quantize_to_accuracy: wanted an output in floating point to compare, the model has none; pass it without its argmax"
+        )
     return torch.cat([v.detach().double().flatten() for v in tensors]).nan_to_num(0, 0, 0)
 
 

@@ -32,8 +32,9 @@ from compresskit.quant.calibrated import (
 from compresskit.quant.calibration.constant_values import warn_of_constants
 from compresskit.quant.calibration.diagnose import Finding, diagnose
 from compresskit.quant.calibration.rows import in_chunks
+from compresskit.quant.effort.aligned_sums import quantizers_of_sums
 from compresskit.quant.effort.ranges import set_range_
-from compresskit.quant.effort.samples import halves, joined_samples
+from compresskit.quant.effort.samples import batch_varies, halves, joined_samples
 from compresskit.quant.effort.trials import PROBE_SAMPLES, RECONSTRUCTION_ROWS, STRENGTHS, Trials
 from compresskit.quant.effort.unusual import without_unusual
 from compresskit.quant.numerics.quantizers import WeightQuantizer
@@ -184,8 +185,9 @@ def _repair(
     began = time.perf_counter()
     module, example, data = module_to_quantize(model, batches, settings.inside, where)
     inputs = inputs_to_quantize(model, data, settings.inside)
-    fit, judge = halves(inputs, where)
-    parts = list(in_chunks(judge, max(1, batch_size(inputs[0]))))
+    cut = batch_varies(settings.dynamic)
+    fit, judge = halves(inputs, where, cut=cut)
+    parts = list(in_chunks(judge, max(1, batch_size(inputs[0])))) if cut else judge
     loss = (
         OutputLoss(module, parts)
         if task is None
@@ -193,7 +195,7 @@ def _repair(
     )
     tolerance = 0.0 if task is None else max(settings.drop / 10, 100 / max(1, loss.samples))
     build = builder(module, example, settings, trials=True)
-    trials = Trials(module, fit, judge, build, measure=loss, tolerance=tolerance)
+    trials = Trials(module, fit, judge, build, measure=loss, tolerance=tolerance, cut=cut)
     trials.start()
     work = _Repairing(trials, settings, began)
     report = work.diagnosed(loss.name, loss.samples)
@@ -226,7 +228,9 @@ class _Repairing:
         """Find the causes, and plan."""
         trials = self.trials
         assert trials.drop is not None
-        self.causes = diagnose(trials.model, [joined_samples(trials.judge, PROBE_SAMPLES)]).findings
+        self.causes = diagnose(
+            trials.model, [joined_samples(trials.judge, PROBE_SAMPLES) if trials.cut else trials.judge[0]]
+        ).findings
         self._plan()
         return RepairReport(
             wanted=self.settings.drop,
@@ -287,6 +291,9 @@ class _Repairing:
             f" ({others})" if trials.norms and others else ""
         )
         self._add(name, trials.try_norms, len(STRENGTHS) * rebuild, skipped="" if trials.norms else others or "there are none")
+        no_sums = "" if quantizers_of_sums(trials.model.body) else "there are none"
+        self._add("align sums", trials.try_aligned_sums, 2 * rebuild, skipped=no_sums or no_gradient)
+        self._add("narrow ranges", trials.try_narrow_ranges, 2 * rebuild, skipped=own)
         self._add("choose ranges", trials.try_ranges, 2 * rebuild, skipped=own)
         self._add("correct biases", trials.try_biases, rebuild)
         few = any(q.scheme.bits < 8 for q in trials.model.quantizers() if isinstance(q, WeightQuantizer))
@@ -333,12 +340,13 @@ class _Repairing:
                     break
 
     def _try_balance(self) -> None:
+        strengths = (None, *STRENGTHS) if self.trains else STRENGTHS
         for _ in range(BALANCINGS):
-            if self.reached() or not any(self.trials.try_balance(strength) for strength in STRENGTHS):
+            if self.reached() or not any(self.trials.try_balance(strength) for strength in strengths):
                 return
 
     def _try_widening(self, share: float) -> None:
-        bits, names = widened_bits(self.trials.model, joined_samples(self.trials.fit, PROBE_SAMPLES), share)
+        bits, names = widened_bits(self.trials.model, self.trials.few(PROBE_SAMPLES), share)
         if names:
             self.trials.try_bits(f"8 bits for {', '.join(names)}", bits)
 

@@ -8,7 +8,7 @@ does not grow with the number of roundings, and errors that later layers suppres
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,12 +27,15 @@ from compresskit.quant.numerics.scheme import channelwise
 PROBES = 8  # random vectors; with eight samples the estimates are within some 20 %
 
 
-def rounding_noise(quantized: Quantized, inputs: Inputs, *, probes: int = PROBES, seed: int = 0) -> dict[Node, float]:
+def rounding_noise(
+    quantized: Quantized, inputs: Inputs, *, exact: Collection[Node] = (), probes: int = PROBES, seed: int = 0
+) -> dict[Node, float]:
     """Estimate the power that each rounding alone adds to the outputs, as a fraction of their power, summed over the outputs.
 
     Args:
         quantized: a calibrated model.
         inputs: a batch, whose activations fit in memory, all of them at once.
+        exact: roundings of values that lie on their grid already, of which only clipping counts.
         probes: backward passes.
         seed: of the random vectors.
 
@@ -40,13 +43,13 @@ def rounding_noise(quantized: Quantized, inputs: Inputs, *, probes: int = PROBES
     rounding of its weights, less the mean error of each channel where it has a bias, which bias correction removes). All are 0
     where no output has a gradient. Raises RuntimeError, as torch does, for an operator without a derivative.
     """
-    errors = _Errors(quantized)
+    errors = _Errors(quantized, exact)
     outputs = errors.outputs(inputs)
     rows, generator = batch_size(inputs), torch.Generator().manual_seed(seed)
     total = dict.fromkeys(errors.of, 0.0)
     for probe in range(probes if outputs else 0):
         with torch.enable_grad():
-            projected = _random_product(outputs, generator)
+            projected = random_product(outputs, generator)
         gradients = torch.autograd.grad(
             projected, [value for value, _ in errors.of.values()], retain_graph=probe < probes - 1, allow_unused=True
         )
@@ -58,7 +61,7 @@ def rounding_noise(quantized: Quantized, inputs: Inputs, *, probes: int = PROBES
     return {node: value if math.isfinite(value) else math.inf for node, value in total.items()}
 
 
-def _random_product(outputs: list[Tensor], generator: torch.Generator) -> Tensor:
+def random_product(outputs: list[Tensor], generator: torch.Generator) -> Tensor:
     """The product of all outputs, each divided by its norm, with one vector of random signs."""
     total = torch.zeros(())
     for output in outputs:
@@ -71,8 +74,8 @@ def _random_product(outputs: list[Tensor], generator: torch.Generator) -> Tensor
 class _Errors:
     """Runs the float model of a quantized one: the value at each rounding, through which gradients pass, and its error there."""
 
-    def __init__(self, quantized: Quantized) -> None:
-        self.quantized, self.body = quantized, quantized.body
+    def __init__(self, quantized: Quantized, exact: Collection[Node]) -> None:
+        self.quantized, self.body, self.exact = quantized, quantized.body, frozenset(exact)
         self.layers = {layer.node: layer for layer in integer_layers(quantized)}
         self.of: dict[Node, tuple[Tensor, Tensor]] = {}
 
@@ -85,7 +88,8 @@ class _Errors:
     def _compute(self, node: Node, value_of: ValueOf) -> Any:
         module = self.body.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, ActivationQuantizer):
-            return self._rounded(node, module.unrounded(value_of(node.args[0])), module)
+            round_ = module.clipped if node in self.exact else module
+            return self._rounded(node, module.unrounded(value_of(node.args[0])), round_)
         if isinstance(module, Quantizer):
             return value_of(node.args[0])  # of a weight or bias
         value = execute(self.body, node, value_of)

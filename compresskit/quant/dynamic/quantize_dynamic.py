@@ -61,6 +61,11 @@ def quantize_dynamic(
     quantized = build_dynamic(model, example, target, **settings)
     rows = first_rows(example, COMPARED_ROWS)
     error = OutputError(model, [rows], COMPARED_ROWS)
+    if not error.outputs[0]:
+        log.info(
+            "quantize_dynamic: %s has no output in floating point to compare; what it loses is not judged", type(model).__name__
+        )
+        return quantized
     noisy = noisy_lstm_layers(quantized, error.decibels)
     if noisy:
         log.warning("quantize_dynamic: left in float: %s", ", ".join(f"{name} ({reason})" for name, reason in noisy.items()))

@@ -9,7 +9,7 @@ that of its weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -43,7 +43,16 @@ def balance_channels_(
     factors = {
         root: value if root not in columns else (value / max(columns[root], LEAST_RANGE)) ** 0.5 for root, value in ranges.items()
     }
-    factors = {root: factor**strength for root, factor in factors.items()}
+    return _divide_channels_(ties, module, {root: factor**strength for root, factor in factors.items()})
+
+
+def scale_channels_(module: fx.GraphModule, factors: Mapping[int, float]) -> int:
+    """Divide channels by factors (`least_noise_factors`), in place, and return how many are not 1. module: the graph of these."""
+    return _divide_channels_(ChannelTies(module), module, factors)
+
+
+def _divide_channels_(ties: ChannelTies, module: fx.GraphModule, factors: Mapping[int, float]) -> int:
+    """Divide channels by their factors where they are made, and multiply where they are read; returns how many are not 1."""
     with torch.no_grad():
         for layer in ties.layers:
             bias = None if layer.bias is None else get_tensor(module, layer.bias)
@@ -65,7 +74,7 @@ def _weight_ranges(ties: ChannelTies, module: fx.GraphModule) -> dict[int, float
     return columns
 
 
-def _factors(ties: ChannelTies, factors: dict[int, float], node: Node) -> Tensor:
+def _factors(ties: ChannelTies, factors: Mapping[int, float], node: Node) -> Tensor:
     return torch.tensor([factors.get(ties.root(c), 1.0) for c in ties.of[node]])
 
 

@@ -158,7 +158,7 @@ class ChannelTies:
     def _sum(self, node: Node) -> bool:
         if len(node.args) != 2 or not all(isinstance(a, fx.Node) and a in self.of for a in node.args):
             return False
-        if len({tuple(a.meta["val"].shape[1:]) for a in node.args}) > 1:
+        if len({tuple(map(str, a.meta["val"].shape[1:])) for a in node.args}) > 1:  # as text: sizes that vary have no hash
             return False
         return all(self._tie_to(node, self.of[a]) for a in node.args)
 
@@ -166,6 +166,8 @@ class ChannelTies:
         """By what is stored, or by a gate: a value with one number for all positions of a channel, whose own factor is 1."""
         computed = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
         divides = node.target is aten.div.Tensor
+        if not computed:
+            return False
         if len(computed) == 1:
             return not (divides and computed[0] is not node.args[0]) and self._tie_to(node, self.of.get(computed[0]))
         value, gate = computed if divides else sorted(computed, key=_positions_of, reverse=True)

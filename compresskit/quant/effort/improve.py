@@ -1,13 +1,15 @@
 """Quantize with more than the rules: try remedies one after another, and keep each only where it pays.
 
 fit, judge = halves of the calibration data
-balance channels -> keep the noisiest layers float -> choose ranges -> reconstruct blocks -> correct biases -> imitate the float
-    model; each made by `fit`, kept where the outputs on `judge` are closer to the float model's
+balance channels -> align sums -> narrow ranges -> keep the noisiest layers float -> choose ranges -> reconstruct blocks ->
+    correct biases -> imitate the float model
+each made by `fit`, kept where the outputs on `judge` are closer to the float model's
 make what was kept once more, by all of the data
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,6 +20,8 @@ from compresskit.quant.effort.samples import halves
 from compresskit.quant.effort.trials import LEAST_DECIBELS, STRENGTHS, Build, Trials
 from compresskit.quant.measured_placement.beside_float import Timed
 from compresskit.quant.model import Quantized
+
+log = logging.getLogger(__name__)
 
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
@@ -41,6 +45,7 @@ def quantize_with_effort(
     float_macs: float,
     where: str,
     timed: Timed | None = None,
+    cut: bool = True,
 ) -> Quantized:
     """Return the best model that the remedies of an effort level reach, calibrated.
 
@@ -52,17 +57,30 @@ def quantize_with_effort(
         float_macs: the largest share of the MACs that may stay float where rounding costs most.
         where: what messages begin with.
         timed: times a model beside the float one. Layers are then left float only while it is faster, or no slower than at first.
+        cut: whether batches may be cut and joined; not where the model takes one size of batch only.
 
     Raises DataError where half of the calibration data is too little.
     """
-    fit, judge = halves(batches, where)
-    trials = Trials(module, fit, judge, build, timed=timed)
+    fit, judge = halves(batches, where, cut=cut)
+    trials = Trials(module, fit, judge, build, timed=timed, cut=cut)
     trials.start()
-    for strength in STRENGTHS:
+    if not trials.error.outputs[0]:
+        log.warning(
+            "%s: %s has no output in floating point to compare, so no remedy can be judged: quantized as with"
+            ' effort="fast"; pass it without its argmax for more',
+            where,
+            type(module).__name__,
+        )
+        return trials.result(batches)
+    trains = trials.has_gradients()
+    for strength in (None, *STRENGTHS) if trains else STRENGTHS:
         if trials.try_balance(strength):
             break
     trials.try_norms()
-    trains = trials.has_gradients()
+    if trains:
+        trials.try_aligned_sums()
+    if not own_observer:
+        trials.try_narrow_ranges()
     if trains and float_macs > 0:
         _try_float_layers(trials, float_macs, effort)
     if not own_observer:

@@ -12,15 +12,23 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import DataError
 from compresskit.base.task import Inputs, batch_size, call, shapes_of
-from compresskit.graph.surgery import mode
+from compresskit.graph.capture import Dynamic
+from compresskit.graph.surgery import call_unmoved, mode
 from compresskit.metrics import decibels
 from compresskit.quant.calibration.rows import in_chunks, row_count, take_rows
 
 LEAST_SAMPLES = 8  # of each half
 
 
-def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[Inputs]]:
+def batch_varies(dynamic: Dynamic) -> bool:
+    """Whether the first dimension of inputs may vary, so that batches may be cut and joined."""
+    return 0 in dynamic if isinstance(dynamic, tuple) else any(0 in sizes for sizes in dynamic.values())
+
+
+def halves(batches: Sequence[Inputs], where: str, *, cut: bool = True) -> tuple[list[Inputs], list[Inputs]]:
     """Split calibration data into a half to choose by and a half to judge by: the rows of each batch, or every other batch.
+
+    cut: whether batches may be cut.
 
     Raises DataError, which begins with `where`, where a half has fewer than `LEAST_SAMPLES` samples.
     """
@@ -28,7 +36,7 @@ def halves(batches: Sequence[Inputs], where: str) -> tuple[list[Inputs], list[In
     turn = 0
     for inputs in batches:
         rows = row_count(inputs)
-        if rows is None or rows < 2:
+        if rows is None or rows < 2 or not cut:
             parts[turn % 2].append(inputs)
             turn += 1
         else:
@@ -68,10 +76,35 @@ class OutputError:
     outputs: of the float model for each part.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Inputs], rows: int) -> None:
-        self.batches = list(in_chunks(batches, rows))
-        with torch.no_grad(), mode(model, training=False):
-            self.outputs = [[v.clone() for v in float_leaves(call(model, inputs))] for inputs in self.batches]
+    def __init__(self, model: nn.Module, batches: Sequence[Inputs], rows: int | None) -> None:
+        """rows: of a part, at most; None for the batches as they are."""
+        self.model, self.batches = model, list(batches) if rows is None else list(in_chunks(batches, rows))
+        self.outputs = [self._of_float_model(inputs) for inputs in self.batches]
+        self._has_rows: bool | None = None
+
+    def _of_float_model(self, inputs: Inputs) -> list[Tensor]:
+        with torch.no_grad(), mode(self.model, training=False):
+            return [v.clone() for v in float_leaves(call_unmoved(self.model, inputs)[0])]
+
+    def rows_of(self, part: int, rows: Tensor) -> tuple[Inputs, list[Tensor]]:
+        """Some rows of a part, and the float model's outputs for them."""
+        inputs = take_rows(self.batches[part], rows)
+        if self._has_rows is None:
+            self._has_rows = self._outputs_have_rows(part)
+        return inputs, [v[rows] for v in self.outputs[part]] if self._has_rows else self._of_float_model(inputs)
+
+    def _outputs_have_rows(self, part: int) -> bool:
+        """Whether the first dimension of every output is the batch: not where time or a mean comes first."""
+        rows = row_count(self.batches[part]) or 0
+        if any(not v.ndim or v.shape[0] != rows for v in self.outputs[part]):
+            return False
+        alone = self._of_float_model(take_rows(self.batches[part], slice(0, 1)))
+        wanted = [v[:1] for v in self.outputs[part]]
+        close = [
+            a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3 * float(b.abs().max()))
+            for a, b in zip(alone, wanted, strict=True)
+        ]
+        return all(close)
 
     def of(self, model: nn.Module) -> list[float]:
         """Relative error of each output of a model: power of the difference / power of the float output."""

@@ -14,14 +14,17 @@ from torch import nn
 
 from compresskit.base.task import Inputs, batch_size
 from compresskit.graph.capture import Captured, module_path
+from compresskit.graph.normalize import Node
 from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
 from compresskit.quant.calibration.rounding_noise import rounding_noise
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.calibration.smoothquant import even_norms_, norms_of
-from compresskit.quant.effort.balance import balance_channels_
-from compresskit.quant.effort.biases import correct_biases_
+from compresskit.quant.effort.aligned_sums import align_sums_, exact_sums, quantizers_of_sums
+from compresskit.quant.effort.balance import balance_channels_, scale_channels_
+from compresskit.quant.effort.biases import correct_biases_, correct_weight_errors_
 from compresskit.quant.effort.float_layers import choose_float_layers
-from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_
+from compresskit.quant.effort.least_noise import least_noise_factors
+from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_, narrow_by_, narrow_ranges_
 from compresskit.quant.effort.samples import OutputError, joined_samples
 from compresskit.quant.effort.tuning import minimise_error_
 from compresskit.quant.measured_placement.beside_float import Timed
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
 LEAST_LOWERED = 0.02  # of the second measure that it must lower, where the outputs come no closer
 PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
+WEIGHT_ERROR_SAMPLES = 64  # by which mean errors of weights are corrected, at most
+NARROW_SAMPLES = 256  # by which ranges are narrowed
 NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
 MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this are not tried
@@ -69,6 +74,7 @@ class Trials:
     the second measure by more than that.
 
     model: the best so far. quality: its signal-to-noise ratio at the outputs in dB. drop: its second measure, or None.
+    corrects: whether the mean errors of its rounded weights are going to be corrected; it is judged so.
     norms: names of those whose channels can be evened out. uneven_norms: names of the others, and why not.
     """
 
@@ -82,6 +88,7 @@ class Trials:
         measure: Callable[[Quantized], float] | None = None,
         tolerance: float = 0.0,
         timed: Timed | None = None,
+        cut: bool = True,
     ) -> None:
         """Set up the trials of one model; `start` begins them.
 
@@ -90,7 +97,9 @@ class Trials:
             build: makes the quantized model.
             measure: a second measure of a model, lower is better. tolerance: how much of it is chance.
             timed: times a model beside the float one. Layers are left float only while it is faster, or no slower than at first.
+            cut: whether batches may be cut and joined; not where the model takes one size of batch only.
         """
+        self.cut = cut
         self.module, self.fit, self.judge, self.build = module, fit, judge, build
         self.measure, self.tolerance, self.timed = measure, tolerance, timed
         self.drop: float | None = None
@@ -103,6 +112,7 @@ class Trials:
         self.norms: list[str] = []
         self.uneven_norms: dict[str, str] = {}
         self.chooses_ranges = False
+        self.corrects = False
         self.changes: list[Callable[[Quantized], object]] = []
 
     def start(self) -> None:
@@ -130,31 +140,48 @@ class Trials:
     def has_gradients(self) -> bool:
         """Whether gradients of the outputs reach the roundings: an argmax at the end has none, nor have some operators."""
         try:
-            return any(rounding_noise(self.model, joined_samples(self.fit, 1), probes=1).values())
+            return any(rounding_noise(self.model, self.few(1), probes=1).values())
         except RuntimeError as error:  # an operator without a derivative
             log.warning("no layers are kept float, and nothing is trained: %s", str(error).splitlines()[0])
             return False
 
     def error_on(self, batches: Sequence[Inputs]) -> OutputError:
         """The error of the outputs on some data."""
-        return OutputError(self.module, batches, self.rows)
+        return OutputError(self.module, batches, self.rows if self.cut else None)
 
-    def try_balance(self, strength: float) -> bool:
-        """Try to balance channels, once more where they are balanced; returns whether that paid, or there are none to balance."""
+    def few(self, count: int) -> Inputs:
+        """A batch of at most `count` samples of the data to make by; the first batch where batches cannot be cut."""
+        return joined_samples(self.fit, count) if self.cut else self.fit[0]
+
+    def try_balance(self, strength: float | None) -> bool:
+        """Try to balance channels, once more where they are balanced; returns whether that paid, or there are none to balance.
+
+        It is judged with the mean errors of rounded weights corrected, which even channels make larger; they are in the end.
+
+        strength: as in `balance_channels_`; None balances for the least noise that gradients predict.
+        """
         began, counts, before = time.perf_counter(), list[int](), self.adjust
+        found: dict[int, float] = {}
         rounded = {point.node for point in self.model.placement.points}
 
         def adjust(captured: Captured) -> None:
             if before is not None:
                 before(captured)
-            counts.append(balance_channels_(captured.module, self.fit, rounded=rounded, strength=strength))
+            if strength is None:
+                if not found:  # later the same graph is built anew, for which the same factors do
+                    few = self.few(min(self.rows, NOISE_SAMPLES))
+                    found.update(least_noise_factors(captured.module, self.fit, few, rounded))
+                counts.append(scale_channels_(captured.module, found))
+            else:
+                counts.append(balance_channels_(captured.module, self.fit, rounded=rounded, strength=strength))
 
-        built = self.build(adjust=adjust, bits=self.bits)
+        candidate = self.calibrated(self.build(adjust=adjust, bits=self.bits), self.fit)
         if not counts[0]:
             return True
-        kept = self.judged(f"balance channels, strength {strength:g}", self.calibrated(built, self.fit), began)
+        how = "for least noise" if strength is None else f"strength {strength:g}"
+        kept = self.judged(f"balance channels, {how}", candidate, began, corrects=True)
         if kept:
-            self.adjust, self.moved = adjust, max(self.moved, counts[0])
+            self.adjust, self.moved, self.corrects = adjust, max(self.moved, counts[0]), True
         return kept
 
     def try_norms(self) -> bool:
@@ -205,7 +232,7 @@ class Trials:
         Returns whether that paid.
         """
         began = time.perf_counter()
-        noise = rounding_noise(self.model, joined_samples(self.fit, min(self.rows, NOISE_SAMPLES)))
+        noise = self._noise(self.model)
         measured = self.timed.operators(self.model) if by_time and self.timed is not None else None
         found = choose_float_layers(
             self.model, noise, most_macs, self.floating, free=self.free, by_time=by_time, measured=measured
@@ -220,6 +247,28 @@ class Trials:
         if kept:
             self.floating, self.free = floating, self.free | found.free
         return kept
+
+    def _noise(self, quantized: Quantized) -> dict[Node, float]:
+        """The noise of each rounding on a few samples of the data to make by."""
+        return rounding_noise(quantized, self.few(min(self.rows, NOISE_SAMPLES)), exact=exact_sums(quantized.body))
+
+    def try_aligned_sums(self) -> bool:
+        """Try to give operands and results of sums one scale; returns whether that paid."""
+        if not quantizers_of_sums(self.model.body):
+            return False
+        return self.try_changed("align sums", lambda quantized: align_sums_(quantized, self._noise))
+
+    def try_narrow_ranges(self) -> bool:
+        """Try to narrow ranges, many by one factor; returns whether that paid."""
+        chosen: list[tuple[float, float]] = []
+
+        def change(quantized: Quantized) -> None:
+            if chosen:  # by an earlier call: the model is built anew, with more data or other float layers
+                narrow_by_(quantized, chosen[0])
+            else:
+                chosen.append(narrow_ranges_(quantized, self.error_on([self.few(NARROW_SAMPLES)])))
+
+        return self.try_changed("narrow ranges", change)
 
     def try_bits(self, name: str, bits: BitWidths) -> bool:
         """Try other bit widths; what was learned on the way is learned again. Returns whether that paid."""
@@ -249,23 +298,37 @@ class Trials:
         observer = partial(SeveralRanges, min(8, formats.bits), symmetric=formats.symmetric)
         built = self.build(observer=observer, adjust=self.adjust, floating=floating, bits=bits)
         candidate = self.calibrated(built, self.fit, finish=False)
-        choose_ranges_(candidate, joined_samples(self.fit, PROBE_SAMPLES))
+        choose_ranges_(candidate, self.few(PROBE_SAMPLES))
         self.finish(candidate)
         return candidate
 
-    def try_changed(self, name: str, change: Callable[[Quantized], object]) -> bool:
-        """Try a change of a copy of the model so far; returns whether that paid."""
+    def try_changed(self, name: str, change: Callable[[Quantized], object], *, corrects: bool | None = None) -> bool:
+        """Try a change of a copy of the model so far; returns whether that paid. corrects: as in `judged`."""
         began, candidate = time.perf_counter(), copy.deepcopy(self.model)
         change(candidate)
         nudge_scales_(candidate.body)
-        kept = self.judged(name, candidate, began)
+        kept = self.judged(name, candidate, began, corrects=corrects)
         if kept:
             self.changes.append(change)
         return kept
 
     def try_biases(self) -> bool:
-        """Try to correct biases; returns whether that paid."""
-        return self.try_changed("correct biases", lambda q: correct_biases_(q, joined_samples(self.fit, PROBE_SAMPLES)))
+        """Try to correct biases for all errors before them; returns whether that paid. Else those of the weights are."""
+
+        def change(quantized: Quantized) -> None:
+            correct_biases_(quantized, self.few(PROBE_SAMPLES))
+
+        kept = self.try_changed("correct biases", change, corrects=False)
+        if not kept and self.corrects:
+            self._correct_weight_errors(self.model)
+            self.changes.append(self._correct_weight_errors)
+        self.corrects = False
+        return kept
+
+    def _correct_weight_errors(self, quantized: Quantized) -> None:
+        """Correct the mean errors of a model's rounded weights by the data to make by, as much of it as fits in memory."""
+        correct_weight_errors_(quantized, self.few(max(PROBE_SAMPLES, min(WEIGHT_ERROR_SAMPLES, self.rows))))
+        nudge_scales_(quantized.body)
 
     @property
     def tuning_rows(self) -> int:
@@ -306,6 +369,9 @@ class Trials:
     def try_reconstruction(self) -> bool:
         """Try to learn the rounding block by block, for as many steps as take some minutes; returns whether that paid."""
         steps = self.reconstruction_steps
+        if not self.cut:
+            log.info("blocks are not reconstructed: that mixes the rows of batches, and this model takes one size of batch only")
+            return False
         if not steps:
             log.info("blocks are not reconstructed: %.2g MACs a sample would take too long", self.macs)
             return False
@@ -331,6 +397,8 @@ class Trials:
         """The model so far, with its remedies; where none paid, calibrated on all data."""
         if not any(remedy.kept for remedy in self.remedies):
             self.model = self.calibrated(self.build(), batches)
+        elif self.corrects:
+            self._correct_weight_errors(self.model)
         origin = self.model.origin
         self.model.origin = replace(origin, remedies=tuple(self.remedies), smoothed=origin.smoothed + self.moved)
         return self.model
@@ -342,15 +410,22 @@ class Trials:
         began: float,
         least: float = LEAST_DECIBELS,
         *,
+        corrects: bool | None = None,
         timed: Timed | None = None,
     ) -> bool:
         """Keep a candidate where it pays, by `least` dB where the outputs judge, and say what it bought.
 
+        corrects: whether it is judged with the mean errors of its weights corrected; None for as the model so far. The model that
+            is kept is without: remedies compare it with its float parameters, and these with what they were.
         timed: given for a candidate that may cost latency, which is kept only where it is faster than the float model, or no
             slower than the first model.
         """
-        quality = self.error.decibels(candidate)
-        drop = None if self.measure is None else self.measure(candidate)
+        judged = candidate
+        if self.corrects if corrects is None else corrects:
+            judged = copy.deepcopy(candidate)
+            self._correct_weight_errors(judged)
+        quality = self.error.decibels(judged)
+        drop = None if self.measure is None else self.measure(judged)
         pays = self._pays(quality, drop, least)
         times = timed(candidate, self.first) if timed is not None and pays else None
         remedy = Remedy(

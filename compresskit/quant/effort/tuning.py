@@ -13,7 +13,8 @@ from compresskit.base.progress import progress_bar
 from compresskit.base.task import call
 from compresskit.graph.masks import masks_of
 from compresskit.graph.surgery import mode
-from compresskit.quant.calibration.rows import row_count, take_rows
+from compresskit.quant.calibration.rows import row_count
+from compresskit.quant.effort.aligned_sums import quantizers_in_exact_sums
 from compresskit.quant.effort.samples import OutputError, float_leaves
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
@@ -94,9 +95,8 @@ def minimise_error_(
             count = row_count(error.batches[part])
             rows = torch.randperm(count or 0, generator=generator)[:batch]
             whole = count is None or len(rows) == count
-            inputs = error.batches[part] if whole else take_rows(error.batches[part], rows)
+            inputs, wanted = (error.batches[part], error.outputs[part]) if whole else error.rows_of(part, rows)
             outputs = float_leaves(call(quantized, inputs))
-            wanted = error.outputs[part] if whole else [v[rows] for v in error.outputs[part]]
             losses = [
                 w * (a - b).square().mean() / max(p, 1e-30)
                 for a, b, w, p in zip(outputs, wanted, weights, powers, strict=True)
@@ -117,8 +117,10 @@ def minimise_error_(
 
 def _groups(quantized: Quantized, weight_rate: float, scale_rate: float) -> list[dict[str, object]]:
     """Parameters with a learning rate each: weights in steps of their grid, other parameters relative to their size, scales."""
+    kept = quantizers_in_exact_sums(quantized.body)  # scales that move apart would round the sums again
     for activation in quantized.activation_quantizers():
-        activation.learn_()
+        if activation not in kept:
+            activation.learn_()
     groups: list[dict[str, object]] = []
     seen = set[int]()
     steps = {weight.data_ptr(): rounding.qparams(weight)[0].detach() for rounding, weight in quantized.rounded_weights()}

@@ -106,6 +106,11 @@ class ActivationQuantizer(Quantizer):
         low, high = self.clamp
         return F.relu(x) if low == 0 and high is None else F.hardtanh(x, low, torch.inf if high is None else high)
 
+    def clipped(self, x: Tensor) -> Tensor:
+        """A value of any shape within the range, not rounded."""
+        low, high = (end - int(self.zero_point) for end in (self.scheme.low, self.scheme.high))
+        return x.clamp(low * float(self.scale), high * float(self.scale))
+
     def following(self) -> list[Tensor]:
         """The ends that a moving average follows in training."""
         observer = self.observer

@@ -141,6 +141,8 @@ def _norm_to_conv(module: fx.GraphModule, node: Node) -> None:
         weight, bias = (module.graph.get_attr(f"{name}.{leaf}") for leaf in ("weight", "bias"))
         args = (x, weight, bias, [1] * spatial, [0] * spatial, [1] * spatial, channels)
         new = module.graph.call_function(conv, args)
+    for read, stored in ((weight, holder.weight), (bias, holder.bias)):
+        read.meta["val"] = x.meta["val"].new_empty(stored.shape)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     module.graph.erase_node(node)

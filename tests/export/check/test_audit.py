@@ -92,3 +92,10 @@ def test_layers_of_both_branches_are_counted(tmp_path) -> None:
 
     audit = ck.audit(ck.export_onnx(Either().eval(), tmp_path / "f.onnx", (torch.randn(4, 8),)))
     assert (audit.macs, len(audit.floating)) == (8 * 4 + 8 * 4, 2)
+
+
+def test_clamps_between_integer_operators_run_in_integers(tmp_path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 1)).eval()
+    audit = ck.audit(ck.export_onnx(ck.quant.quantize_static(model, [image(16)]), tmp_path / "q.onnx", image(2)))
+    done, every = audit.operators["Clip"]
+    assert done == every > 0, audit

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import networks
 import pytest
+import torch
 from networks import build, image
+from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import ExportError, SettingError
+from compresskit.base.errors import DataError, ExportError, SettingError
 from compresskit.export import benchmark
 
 
@@ -67,3 +69,25 @@ def test_a_runtime_that_is_named_must_run_the_files(files, monkeypatch) -> None:
     with pytest.raises(ExportError, match=r"bench: openvino is not installed; pip install openvino"):
         benchmark(files, runtimes=["openvino"])
     assert {t.runtime for t in benchmark(files, seconds=0.02)} == {"onnxruntime"}
+
+
+def test_files_with_other_inputs_are_named(tmp_path) -> None:
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    class Double(nn.Module):
+        def forward(self, z):
+            return z + z
+
+    x = torch.randn(2, 8)
+    two, one, other = (
+        ck.export_onnx(model.eval(), tmp_path / f"{name}.onnx", inputs)
+        for name, model, inputs in (("two", Sum(), (x, x)), ("one", nn.Linear(8, 4), (x,)), ("other", Double(), (x,)))
+    )
+    with pytest.raises(DataError, match=r"one\.onnx: the file wants inputs \['input'\], got 2 tensors"):
+        benchmark([two, one], seconds=0.02, runtimes=["onnxruntime"])
+    timings = benchmark([one, other], seconds=0.02, runtimes=["onnxruntime"])  # random inputs go in order
+    assert [t.path for t in timings] == [str(one), str(other)]
+    with pytest.raises(DataError, match=r"other\.onnx: the file wants inputs \['z'\], got \['input'\]"):
+        benchmark([one, other], {"input": x}, seconds=0.02, runtimes=["onnxruntime"])

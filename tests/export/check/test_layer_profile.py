@@ -202,3 +202,46 @@ def test_a_layer_is_named_for_its_weight_or_its_node(tmp_path) -> None:
     named = [{entry.key: entry.name for entry in file_layers(onnx.load(path).graph)} for path in (plain, small)]
     assert set(named[0]) & set(named[1])
     assert all("." not in name or name.rpartition(".")[2] != "weight" for name in named[0].values())
+
+
+def test_what_only_this_file_has_eats_the_gain_too(tmp_path) -> None:
+    """Large pictures and little to compute: rounding the inputs takes longer than all layers in integers."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 8, 8), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).eval()
+    x = torch.randn(4, 3, 256, 256)
+    plain, small = pair(model, (x,), tmp_path)
+    profile = ck.audit(small, profile=True, against=plain, inputs=(x[:1],), seconds=0.1).profile
+    assert profile.eating[0].name == "(inputs)"
+    assert profile.eating[0].cause.startswith("conversions of the inputs: QuantizeLinear")
+
+
+def test_a_layer_that_the_other_file_has_not_is_compared_with_no_time() -> None:
+    head = LayerTime(milliseconds=2.0, head=1.5, conversions=0.5, integer=True, operators=("Conv", "QuantizeLinear"))
+    assert slow_cause(layer("d", 8, 1, 1, 1, groups=8), head, None) == "a layer that the other file does not have"
+    converting = LayerTime(milliseconds=2.0, head=0.5, conversions=1.5, integer=True, operators=("Conv", "QuantizeLinear"))
+    assert slow_cause(layer("d", 8, 8, 1, 1), converting, None) == "conversions: QuantizeLinear"
+    assert slow_cause(layer("d", 8, 8, 1, 1), LayerTime(operators=("Conv",)), None) == ""
+    assert slow_cause(layer("d", 8, 8, 1, 1), None, head) == ""
+    inputs = LayerTime(milliseconds=1.0, conversions=1.0, operators=("QuantizeLinear", "Transpose"))
+    assert slow_cause(None, inputs, None) == "conversions of the inputs: QuantizeLinear, Transpose"
+    computing = LayerTime(milliseconds=1.0, floats={"Mul": 1.0}, operators=("Mul",))
+    assert slow_cause(None, computing, None) == "no integer kernel: Mul"
+    assert slow_cause(None, None, inputs) == ""
+
+
+def test_a_slower_file_whose_layers_are_all_faster_is_slow_outside_of_them() -> None:
+    fast = ProfiledLayer(name="c", this=LayerTime(milliseconds=0.5), other=LayerTime(milliseconds=1.0))
+    both = {"path": "q", "against": "f", "threads": 1, "rows": 1, "scale": 1.0, "layers": (fast,)}
+    slower = Profile(milliseconds=2.5, outside=2.0, against_milliseconds=1.2, against_outside=0.2, **both)
+    assert str(slower).endswith("every layer is faster than in the other file, what is outside of kernels is not")
+    faster = Profile(milliseconds=0.7, outside=0.2, against_milliseconds=1.2, against_outside=0.2, **both)
+    assert str(faster).endswith("every layer is faster than in the other file")
+
+
+def test_layers_of_a_half_precision_file_are_told_apart(tmp_path) -> None:
+    """ONNX Runtime computes them in fp32 here, and renames what it converts."""
+    model, x = Separable().half().eval(), torch.randn(2, 3, 8, 8).half()
+    profile = profile_layers(ck.export_onnx(model, tmp_path / "h.onnx", (x,)), (x,), seconds=0.05)
+    by_name = {row.name: row.this for row in profile.layers}
+    assert {"first", "depthwise", "up", "head"} <= set(by_name)
+    assert all("Conv" in by_name[name].floats for name in ("first", "depthwise"))
+    assert "Conv" not in by_name["(inputs)"].floats

@@ -136,14 +136,14 @@ def test_what_is_float_already_counts(monkeypatch) -> None:
     assert shares[1] < shares[0] <= 0.5
 
 
-@pytest.mark.parametrize(("enough", "steps"), [(-100.0, 0), (100.0, 2)])
-def test_balanced_leaves_layers_float_only_while_the_outputs_are_far(monkeypatch, enough, steps) -> None:
+@pytest.mark.parametrize(("enough", "tried"), [(-100.0, False), (100.0, True)])
+def test_balanced_leaves_layers_float_only_while_the_outputs_are_far(monkeypatch, enough, tried) -> None:
     monkeypatch.setattr(improve, "FIRST_SHARES", {"balanced": 0.05})
     monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 1})
     monkeypatch.setattr(improve, "ENOUGH_OF_MAPS", enough)
     quantized = quantize_static(narrow(), [image(64)], effort="balanced", float_macs=0.5)
-    assert len([remedy for remedy in quantized.origin.remedies if remedy.name.startswith("float layers")]) == steps
-    assert bool(quantized.origin.floating) == bool(steps)
+    assert any(remedy.name.startswith("float layers") for remedy in quantized.origin.remedies) == tried
+    assert bool(quantized.origin.floating) == tried
 
 
 def test_the_share_of_a_second_choice_contains_the_first() -> None:

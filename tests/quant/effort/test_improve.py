@@ -186,18 +186,18 @@ def test_what_was_kept_is_made_from_all_data(monkeypatch) -> None:
     assert float(first.scale) * 255 == pytest.approx(float(x[0].max() - x[0].min()), rel=0.02)
 
 
-class Ids(nn.Module):
-    """Class ids, which have no gradient."""
+class Rounded(nn.Module):
+    """Whole numbers in floating point, which have no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = build(networks.Chain)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).argmax(1)
+        return (8 * self.inner(x)).argmax(1, keepdim=True).float()
 
 
-class Stepped(Ids):
+class Stepped(Rounded):
     """An operator that has no derivative, before the outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Stepped(Ids):
 
 
 @pytest.mark.parametrize("effort", ["balanced", "best"])
-@pytest.mark.parametrize("kind", [Ids, Stepped])
+@pytest.mark.parametrize("kind", [Rounded, Stepped])
 def test_outputs_without_gradients_get_the_other_remedies(kind, effort, caplog, monkeypatch) -> None:
     monkeypatch.setattr(trials, "RECONSTRUCTION_STEPS", 5)
     with caplog.at_level(logging.WARNING, logger="compresskit.quant.effort.trials"):

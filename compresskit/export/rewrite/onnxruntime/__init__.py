@@ -4,6 +4,8 @@ pad_input_channels    Conv on an image of 3 channels   -> the image padded to 4,
 pool_as_convolution   AveragePool                      -> a depthwise Conv whose weights are all 1 / positions
 keep_products_apart   Gemm whose result stays float    -> Max between it and readers that would take it back to float
 pool_in_float         MaxPool behind a float Conv      -> before the rounding, with a Clip without bounds between
+
+write_transposed_ends, of any graph: ConvTranspose that adds a stride or more at its end -> less cut off, zeros behind the input
 """
 
 from compresskit.export.rewrite.attention import avoid_skip_layernorm, merge_attention_heads
