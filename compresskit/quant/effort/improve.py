@@ -30,7 +30,7 @@ TIMED_FLOAT_MACS = {**FLOAT_MACS, "best": 0.8}  # the same where the file is tim
 FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
-ENOUGH_OF_MAPS = 40.0  # the same for outputs with a value for each position: boxes and pixels do change
+ENOUGH_OF_MAPS = 40.0  # the same for outputs with a value for each position, which do change, but for the first shares only
 LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
 MOST_TUNED_MACS = 500e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
@@ -104,7 +104,8 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     smaller = [TIMED_SHARE * FIRST_SHARES["balanced"]] if trials.timed is not None else []
     cheap = [*smaller, FIRST_SHARES["balanced"], most if effort == "balanced" else FLOAT_MACS["balanced"]]
     for share in _up_to(most, cheap):
-        if effort == "balanced" and trials.quality >= (ENOUGH_OF_MAPS if trials.gives_maps else ENOUGH):
+        enough = ENOUGH_OF_MAPS if trials.gives_maps and share <= FIRST_SHARES["balanced"] else ENOUGH
+        if effort == "balanced" and trials.quality >= enough:
             return
         tried = len(trials.remedies)
         kept = trials.try_float_layers(share, by_time=True)
