@@ -34,7 +34,7 @@ from compresskit.quant.calibration.diagnose import Finding, diagnose
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.aligned_sums import quantizers_of_sums
 from compresskit.quant.effort.ranges import set_range_
-from compresskit.quant.effort.samples import batch_varies, halves, joined_samples
+from compresskit.quant.effort.samples import batch_varies, halves
 from compresskit.quant.effort.trials import PROBE_SAMPLES, RECONSTRUCTION_ROWS, STRENGTHS, Trials
 from compresskit.quant.effort.unusual import without_unusual
 from compresskit.quant.numerics.quantizers import WeightQuantizer
@@ -228,9 +228,7 @@ class _Repairing:
         """Find the causes, and plan."""
         trials = self.trials
         assert trials.drop is not None
-        self.causes = diagnose(
-            trials.model, [joined_samples(trials.judge, PROBE_SAMPLES) if trials.cut else trials.judge[0]]
-        ).findings
+        self.causes = diagnose(trials.model, [trials.few(PROBE_SAMPLES, trials.judge)]).findings
         self._plan()
         return RepairReport(
             wanted=self.settings.drop,

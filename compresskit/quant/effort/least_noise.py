@@ -27,6 +27,7 @@ from compresskit.quant.calibration.rounding_noise import PROBES, random_product
 from compresskit.quant.effort.channel_ties import ChannelTies, ScaledLayer
 
 STEPS, RATE = 300, 0.05  # of Adam; the rate falls as a cosine
+MOST_ENTRIES = 2**16  # of the weights of one layer, which are read in every step: outputs are left out of larger ones
 LARGEST = 32.0  # a channel is enlarged by at most that: other data may bring larger values
 VALUE_STEPS, WEIGHT_STEPS = 255, 127
 
@@ -103,10 +104,14 @@ def least_noise_factors(
 
 
 def _scaled_weight(layer: ScaledLayer, read: Tensor, largest: Tensor, gradients: Tensor) -> _Weight:
-    """read: the factor of each channel that the layer reads, all groups."""
+    """The weights of a layer, of so many outputs that there are few entries; those stand for the others.
+
+    read: the factor of each channel that the layer reads, all groups.
+    """
     outputs, inputs = largest.shape
-    in_groups = read.view(layer.groups, 1, inputs).expand(-1, outputs // layer.groups, -1)
-    return _Weight(in_groups.reshape(outputs, inputs), largest, gradients)
+    rows = torch.arange(0, outputs, -(-outputs * inputs // MOST_ENTRIES))
+    factors = read.view(layer.groups, inputs)[rows * layer.groups // outputs]
+    return _Weight(factors, largest[rows], gradients[rows] * (outputs / len(rows)))
 
 
 def _ends(module: fx.GraphModule, batches: Sequence[Inputs], seen: Sequence[Node]) -> dict[Node, tuple[Tensor, Tensor]]:

@@ -149,9 +149,10 @@ class Trials:
         """The error of the outputs on some data."""
         return OutputError(self.module, batches, self.rows if self.cut else None)
 
-    def few(self, count: int) -> Inputs:
-        """A batch of at most `count` samples of the data to make by; the first batch where batches cannot be cut."""
-        return joined_samples(self.fit, count) if self.cut else self.fit[0]
+    def few(self, count: int, batches: Sequence[Inputs] | None = None) -> Inputs:
+        """A batch of at most `count` samples, of the data to make by if None; the first batch where batches cannot be cut."""
+        batches = self.fit if batches is None else batches
+        return joined_samples(batches, count) if self.cut else batches[0]
 
     def try_balance(self, strength: float | None) -> bool:
         """Try to balance channels, once more where they are balanced; returns whether that paid, or there are none to balance.

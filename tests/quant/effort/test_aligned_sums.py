@@ -62,8 +62,6 @@ def test_aligned_sums_round_nothing_and_the_file_agrees(tmp_path) -> None:
             quantizer = quantized.body.get_submodule(node.target)
             whole = quantizer.clipped(quantizer.unrounded(seen[node.args[0].name])) / quantizer.scale
             assert float((whole - whole.round()).abs().max()) < 1e-2
-        others = [node for node in quantized.body.graph.nodes if node.op == "call_module" and node not in exact]
-        assert any(float(quantized.body.get_submodule(node.target).scale) != 1 for node in others if "relu" in node.name)
     predicted = noise_on(x)(quantized)
     assert all(predicted[node] < 1e-3 * max(predicted.values()) for node in exact)
     assert ck.verify_onnx(ck.export_onnx(quantized, tmp_path / "m.onnx", x), quantized, [image(7)]).passed

@@ -13,8 +13,8 @@ from compresskit.graph.capture import capture
 from compresskit.graph.surgery import copy_model
 from compresskit.quant import X86
 from compresskit.quant.build import build_quantized
+from compresskit.quant.effort import least_noise
 from compresskit.quant.effort.balance import balance_channels_, scale_channels_
-from compresskit.quant.effort.least_noise import least_noise_factors
 
 
 class Uneven(nn.Module):
@@ -38,7 +38,7 @@ class Uneven(nn.Module):
 
 def for_least_noise_(captured, model: nn.Module, x: tuple[torch.Tensor, ...]) -> int:
     rounded = {point.node for point in build_quantized(model, x, X86, None).placement.points}
-    return scale_channels_(captured.module, least_noise_factors(captured.module, [x], x, rounded))
+    return scale_channels_(captured.module, least_noise.least_noise_factors(captured.module, [x], x, rounded))
 
 
 def separable() -> nn.Module:
@@ -69,6 +69,18 @@ def test_the_float_model_computes_the_same_for_least_noise() -> None:
     assert all(value.grad is None for value in captured.module.parameters())
     with torch.no_grad():
         torch.testing.assert_close(captured.module(*x), model(*x), rtol=1e-4, atol=1e-5)
+
+
+def test_of_large_layers_some_outputs_stand_for_all(monkeypatch) -> None:
+    model, x = build(Uneven), image(32)
+    rounded = {point.node for point in build_quantized(model, x, X86, None).placement.points}
+    found = []
+    for entries in (2**16, 16):
+        monkeypatch.setattr(least_noise, "MOST_ENTRIES", entries)
+        found.append(least_noise.least_noise_factors(capture(copy_model(model), x).module, [x], x, rounded))
+    every, some = (torch.tensor(list(factors.values())).log() for factors in found)
+    assert not torch.equal(every, some)
+    assert torch.corrcoef(torch.stack([every, some]))[0, 1] > 0.8
 
 
 def test_a_model_without_gradients_is_not_changed() -> None:

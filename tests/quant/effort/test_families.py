@@ -144,6 +144,15 @@ def test_batches_of_a_fixed_size_are_neither_cut_nor_joined(network, batch, coun
         assert oracles.sqnr(model(*fresh), quantized(*fresh)) > 28
 
 
+def test_rounding_is_not_learned_by_batches_of_a_fixed_size_which_is_said(caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        quantized = quantize_static(
+            Shortcut(), [image(4) for _ in range(8)], effort="best", choose="rules", dynamic=(), bits=ck.quant.Bits(weights=3)
+        )
+    assert "blocks are not reconstructed: that mixes the rows of batches" in caplog.text
+    assert not any(remedy.name.startswith("reconstruct") for remedy in quantized.origin.remedies)
+
+
 def test_too_few_batches_of_a_fixed_size_are_refused_before_anything_is_timed(monkeypatch) -> None:
     monkeypatch.setattr("compresskit.quant.static.measured_choice", lambda *_: pytest.fail("timed"))
     model = build(Shortcut)
