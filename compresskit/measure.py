@@ -22,7 +22,7 @@ from compresskit.base.errors import DataError, ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import mode, state_kept
 
 LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
 
@@ -43,7 +43,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
     Fused kernels (attention's fast path, oneDNN's LSTM) are disabled meanwhile: the counter does not see the operations inside.
 
     Args:
-        model: any module; its mode is restored.
+        model: any module; its mode is restored, and so is state that its forward writes.
         inputs: a batch of inputs, as a tensor, a tuple or a dict.
     """
     from torch.utils.flop_counter import FlopCounterMode  # loads triton: a tenth of a second
@@ -60,6 +60,7 @@ def count_macs(model: nn.Module, inputs: AnyInputs) -> int:
         with (
             torch.no_grad(),
             mode(model, training=False),
+            state_kept(model),
             counter,
         ):
             call(model, inputs)
@@ -89,20 +90,21 @@ class _WholeModel:
     def __exit__(self, *error: object) -> None: ...
 
 
-def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate") -> float:
+def evaluate(model: Callable[..., Any], task: Task, *, label: str = "evaluate", finite: bool = True) -> float:
     """Return the task's metric over its whole validation set.
 
     Args:
         model: a module, which is put in eval mode meanwhile, or any function of the inputs.
         task: has the data and the metric.
         label: name of the progress bar.
+        finite: whether a metric that is nan or infinite is an error.
 
     Raises:
         DataError: the model does not run on the data, or the metric is not finite.
     """
     evaluation = Evaluation(task)
     each_output(model, task, evaluation.add, label=label)
-    return evaluation.value()
+    return evaluation.value(finite=finite)
 
 
 def each_output(model: Callable[..., Any], task: Task, take: Callable[[Any, Any], None], *, label: str = "evaluate") -> None:
@@ -132,13 +134,13 @@ class Evaluation:
         else:
             self.outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
 
-    def value(self) -> float:
-        """The metric of all batches; DataError where it is not finite, or there was none."""
+    def value(self, *, finite: bool = True) -> float:
+        """The metric of all batches; DataError where there was none or, with `finite`, it is not finite."""
         if not self.batches:
             raise DataError("Task(val=...): the loader gave no batch")
         metric = self.task.metric
         value = float(metric.compute() if isinstance(metric, RunningMetric) else self.task.score(*_joined(self.outputs)))
-        if not math.isfinite(value):
+        if finite and not math.isfinite(value):
             raise DataError(f"the metric is {value} on the validation set; look at the predictions and at Task(metric=...)")
         return value
 

@@ -129,3 +129,28 @@ def test_inputs_by_name_need_the_names_of_the_file(tmp_path) -> None:
             run()
     assert latency([path], {"input": x, "more": x}, seconds=0.02)[0] > 0
     assert latency([path], {"in_a_list": [x]}, seconds=0.02)[0] > 0  # the exporter makes names of its own for these
+
+
+class Streams(nn.Module):
+    """Adds a running mean, a buffer, and the number of its runs, an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.runs = nn.Linear(3, 4), 0
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.mean())
+        self.runs += 1
+        return self.layer(x) + self.mean + self.runs
+
+
+@pytest.mark.filterwarnings("ignore:Streams. forward writes")
+def test_measuring_moves_no_state(tmp_path) -> None:
+    model, x = Streams().eval(), torch.randn(4, 3)
+    assert ck.count_macs(model, x) == 12
+    path = ck.export_onnx(model, tmp_path / "m.onnx", x)
+    assert ck.verify_onnx(path, model, [x]).passed
+    assert not ck.verify_onnx(path, model, [x, x]).passed  # the file has no state
+    assert not model.mean.any()
+    assert model.runs == 0

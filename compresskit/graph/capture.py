@@ -42,7 +42,7 @@ from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
-from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, unset_buffers_kept
+from compresskit.graph.surgery import attributes_kept, call_unmoved, check_is_module, get_tensor, mode, unset_buffers_kept
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
@@ -109,7 +109,8 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         if inside is not None:
             model, example = inputs_inside(model, example, inside)
             written = [name.removeprefix(f"{inside}.") for name in written if name.startswith(f"{inside}.")]
-        program, example = trace(model, example, dynamic)
+        with attributes_kept(model):
+            program, example = trace(model, example, dynamic)
         warn_of_state(program, model, written)
         module = graph_of(program, type(model).__name__)
         shapes = _node_shapes(module, example)
@@ -146,7 +147,8 @@ def check_runs(model: nn.Module, example: Inputs) -> list[str]:
 
     The first two rows are run where the model takes them, which shows all that the rows have in common, and the example else.
 
-    Returns the names of the buffers that each run of the model writes; they are as they were before.
+    Returns the names of the buffers that each run of the model writes, and of attributes that each run sets and outputs depend
+    on; all are as they were before.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
@@ -197,14 +199,13 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
     dims = dynamic_dims(model, example, dynamic)
 
     def export() -> torch.export.ExportedProgram:
-        with KeepRecurrent():
+        with KeepRecurrent(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.export warns of its own internals
             return torch.export.export(model, args, kwargs, dynamic_shapes=dims)
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.export warns of its own internals
-            logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
-            program = export()
+        logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.CRITICAL)
+        program = export()
     except CompressError:
         raise
     except Exception as error:
@@ -224,21 +225,23 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
 
 
 def warn_of_state(program: torch.export.ExportedProgram, model: nn.Module, written: Sequence[str]) -> None:
-    """Warn, once for a class of models, of the buffers on which outputs depend although each run of the model writes them.
+    """Warn, once for a class of models, of the state on which outputs depend although each run of the model writes it.
 
     Args:
-        program: the graph of the model, which does not write them.
+        program: the graph of the model, which does not write it.
         model: was captured.
-        written: names of the buffers that each of its runs writes.
+        written: names of the buffers that each of its runs writes, and of attributes that outputs depend on, see `check_runs`.
     """
     if not written:
         return
     renamed, read = reserved_names(model), _buffers_read(program)
-    names = [name for name in written if rename_first(name, renamed) in read]
+    buffers = {name for name, _ in model.named_buffers()}
+    names = [name for name in written if name not in buffers or rename_first(name, renamed) in read]
     warned = _warned.setdefault(type(model), set())
     if names and tuple(names) not in warned:
+        kind = "buffers" if buffers.issuperset(names) else "attributes"
         warnings.warn(
-            f"{type(model).__name__}: forward writes the buffers {names}, which its outputs depend on: the graph, and a file of"
+            f"{type(model).__name__}: forward writes the {kind} {names}, which its outputs depend on: the graph, and a file of"
             " it, hold them as they are now and never change them. Where the state matters, make it an input and an output of"
             " forward",
             stacklevel=3,

@@ -85,6 +85,11 @@ def not_fp32(model: nn.Module) -> str:
     return ""
 
 
+def holds_nan(model: nn.Module) -> str:
+    """Name of the first parameter with an entry that is nan; "" where none has."""
+    return next((name for name, value in model.named_parameters() if bool(value.isnan().any())), "")
+
+
 #: id of a parameter -> the modules that own it, with its name there.
 ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
 
@@ -283,32 +288,142 @@ class _HeldBuffers:
         for name in names:
             module, leaf, buffer, writes, values = self._held[name]
             module._buffers[leaf] = buffer
-            if _writes(buffer) != writes:
-                with torch.no_grad():
-                    buffer.copy_(values)
+            _write_back_(buffer, writes, values)
 
 
 def _writes(buffer: Tensor) -> int:
     return -1 if buffer.is_inference() else buffer._version  # torch counts no writes to tensors of the inference mode
 
 
-def call_unmoved(model: nn.Module, inputs: Inputs) -> tuple[Any, list[str]]:
-    """Call a model, and put back the buffers that each of its runs writes.
+def _write_back_(tensor: Tensor, writes: int, values: Tensor) -> None:
+    """Give a tensor the values that it had after as many writes, if there were more."""
+    if _writes(tensor) != writes:
+        with torch.no_grad():
+            tensor.copy_(values)
 
-    Buffers that only the first run writes stay as it left them: tables that a model makes when it needs them, about which an
-    attribute may tell it that they are there. A model that wrote is run twice, which shows the difference.
 
-    Returns the output, and the names of the buffers that were put back.
+#: Attributes that torch gives every module, such as its hooks.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class _HeldAttributes:
+    """The plain attributes of the modules of a model, as they are when this is made.
+
+    Of lists, tuples and dictionaries what is in them is held, of tensors their values, but those of parameters. What changes
+    inside of an object of another class is not noticed.
     """
-    before = _HeldBuffers(model)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._held = {name: _Held(module, leaf, value) for name, module, leaf, value in _attributes(model)}
+
+    def written(self) -> list[str]:
+        """Names of the attributes that were made, set or written to since, or removed."""
+        now = {name: value for name, _, _, value in _attributes(self._model)}
+        gone = [name for name in self._held if name not in now]
+        return gone + [name for name, value in now.items() if name not in self._held or self._held[name].differs(value)]
+
+    def put_back_(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._held:
+                self._held[name].put_back_()
+            else:
+                module, leaf = owner(self._model, name)
+                del vars(module)[leaf]
+
+
+class _Held:
+    """An attribute of a module: its value, and what is in it."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self.module, self.name, self.value = module, name, value
+        self.leaves, self.spec = pytree.tree_flatten(value)
+        self.tensors = {  # place -> (writes, values)
+            place: (_writes(leaf), leaf.detach().clone())
+            for place, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        }
+
+    def differs(self, value: Any) -> bool:
+        leaves, spec = pytree.tree_flatten(value)
+        if spec != self.spec:
+            return True
+        if not all(map(_is_same, leaves, self.leaves)):
+            return True
+        return any(_writes(self.leaves[place]) != writes for place, (writes, _) in self.tensors.items())
+
+    def put_back_(self) -> None:
+        for place, (writes, values) in self.tensors.items():
+            _write_back_(self.leaves[place], writes, values)
+        inside = pytree.tree_unflatten(self.leaves, self.spec)
+        if isinstance(self.value, list):  # in place, since other modules may hold it, too
+            self.value[:] = inside
+        elif isinstance(self.value, dict):
+            self.value.clear()
+            self.value.update(inside)
+        vars(self.module)[self.name] = self.value
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Name, module, name there and value of each plain attribute."""
+    for path, module in model.named_modules():
+        for leaf, value in list(vars(module).items()):
+            if leaf not in _OF_EVERY_MODULE:
+                yield f"{path}.{leaf}".lstrip("."), module, leaf, value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, int | float | complex | str | bytes) and bool(a == b))
+
+
+def call_unmoved(model: nn.Module, inputs: Inputs) -> tuple[Any, list[str]]:
+    """Call a model, and put back the buffers and plain attributes that each of its runs writes.
+
+    Those that only the first run writes stay as it left them: tables that a model makes when it needs them. A model that wrote is
+    run twice, which shows the difference.
+
+    Returns the output, and the names of what was put back: buffers, and attributes where both runs gave other outputs.
+    """
+    before, attributes = _HeldBuffers(model), _HeldAttributes(model)
     output = call(model, inputs)
-    written = before.written()
-    if written:
-        again = _HeldBuffers(model)
-        call(model, inputs)
-        written = again.written()
-        before.put_back_(written)
-    return output, written
+    written, set_ = before.written(), attributes.written()
+    if not written and not set_:
+        return output, []
+    again, attributes_again = _HeldBuffers(model), _HeldAttributes(model)
+    second = call(model, inputs)
+    written, set_ = again.written(), attributes_again.written()
+    moves = set_ and not _are_equal(output, second)
+    before.put_back_(written)
+    attributes.put_back_(set_)
+    return output, written + (set_ if moves else [])
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two outputs have the same tensors."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=False)
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor))
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Put back all buffers and plain attributes that runs of a model in the block write, and those that they make."""
+    buffers, attributes = _HeldBuffers(model), _HeldAttributes(model)
+    try:
+        with unset_buffers_kept(model):
+            yield
+    finally:
+        buffers.put_back_(buffers.written())
+        attributes.put_back_(attributes.written())
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the plain attributes that following the code of a model in the block sets."""
+    attributes = _HeldAttributes(model)
+    try:
+        yield
+    finally:
+        attributes.put_back_(attributes.written())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import networks
 import pytest
@@ -99,10 +100,10 @@ class Rows(nn.Module):
 
     def __init__(self, only: int | None = None) -> None:
         super().__init__()
-        self.only, self.seen = only, []
+        self.only, self.seen = only, SimpleNamespace(rows=[])  # what is in an object is not put back
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.seen.append(len(x))
+        self.seen.rows.append(len(x))
         return x + y if self.only is None else (x + y).reshape(self.only, -1)
 
 
@@ -111,7 +112,7 @@ def test_two_rows_are_enough_to_see_that_a_model_runs() -> None:
     for only, other, seen in ((None, x, [2]), (8, x, [2, 8]), (None, x[:1], [8])):
         model = Rows(only)
         check_runs(model, (x, other))
-        assert model.seen == seen, "inputs of eight rows each; a model of eight rows; inputs that do not share their rows"
+        assert model.seen.rows == seen, "inputs of eight rows each; a model of eight rows; inputs that do not share their rows"
 
 
 def test_a_script_module_is_refused() -> None:
@@ -250,3 +251,45 @@ def test_the_statistics_of_batchnorm_are_no_state() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
     capture(model, X)
     assert model[1].num_batches_tracked == 0
+
+
+def test_a_state_in_attributes_is_frozen_as_it_is_with_a_warning_and_does_not_move(tmp_path) -> None:
+    for make in (
+        lambda model: capture(model, X),
+        lambda model: ck.export_onnx(model, tmp_path / "m.onnx", X),
+    ):
+
+        class Stream(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.mean, self.steps = nn.Conv2d(3, 4, 3), torch.zeros(1), 0
+
+            def forward(self, x):
+                y = self.conv(x)
+                self.mean, self.steps = 0.9 * self.mean + y.mean(), self.steps + 1
+                return y + self.mean * self.steps
+
+        model = Stream().eval()
+        mean = model.mean
+        with pytest.warns(UserWarning, match=r"^Stream: forward writes the attributes \['mean', 'steps'\], which its outputs"):
+            make(model)
+        assert model.mean is mean
+        assert model.steps == 0
+
+
+def test_a_hidden_state_that_begins_as_none_is_captured_at_its_beginning(tmp_path) -> None:
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.state = nn.LSTM(8, 8, batch_first=True), None
+
+        def forward(self, x):
+            y, self.state = self.lstm(x, self.state)
+            return y
+
+    model, x = Hidden().eval(), torch.randn(2, 5, 8)
+    with pytest.warns(UserWarning, match="forward writes the attributes \\['state'\\]"):
+        path = ck.export_onnx(model, tmp_path / "m.onnx", x)
+    assert model.state is None
+    assert ck.verify_onnx(path, model, [x]).passed
+    assert model.state is None

@@ -150,3 +150,68 @@ def test_buffers_that_are_none_stay_so() -> None:
         model(torch.randn(2, 3))
         assert model.runs is not None
     assert model.runs is None
+
+
+class KeepsState(nn.Linear):
+    """Keeps what `write` makes of its attributes, and adds `seen` to its outputs."""
+
+    def __init__(self, write, *, read=True):
+        super().__init__(3, 4)
+        self.seen, self.steps, self.cache, self.table = torch.zeros(4), 0, {"past": []}, None
+        self.write, self.read = write, read
+
+    def forward(self, x):
+        self.write(self, x)
+        return super().forward(x) + self.seen if self.read else super().forward(x)
+
+
+def sets_anew(module, x):
+    module.seen, module.steps = module.seen + x.mean(), module.steps + 1
+
+
+def writes_in_place(module, x):
+    module.seen += 1
+    module.cache["past"].append(x)
+    module.cache["last"] = x
+
+
+def makes_one(module, x):
+    module.seen = module.seen + 1
+    module.last = x.clone()
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [(sets_anew, ["0.seen", "0.steps"]), (writes_in_place, ["0.cache", "0.seen"]), (makes_one, ["0.last", "0.seen"])],
+)
+def test_attributes_that_each_run_sets_are_put_back(write, names) -> None:
+    with torch.no_grad():
+        model, x = nn.Sequential(KeepsState(write)), torch.randn(2, 3)
+        seen, cache = model[0].seen, model[0].cache
+        output, written = surgery.call_unmoved(model, (x,))
+        assert sorted(written) == names
+        assert model[0].seen is seen
+        assert not seen.any()
+        assert model[0].cache is cache
+        assert cache == {"past": []}
+        assert model[0].steps == 0
+        assert not hasattr(model[0], "last")
+        torch.testing.assert_close(output, model(x))
+
+
+def test_what_no_output_depends_on_is_put_back_and_not_named() -> None:
+    model = KeepsState(sets_anew, read=False)
+    with torch.no_grad():
+        assert surgery.call_unmoved(model, (torch.randn(2, 3),))[1] == []
+    assert model.steps == 0
+
+
+def test_what_the_first_run_makes_stays() -> None:
+    def once(module, x):
+        if module.table is None:
+            module.table = torch.ones(4)
+
+    model = KeepsState(once)
+    with torch.no_grad():
+        assert surgery.call_unmoved(model, (torch.randn(2, 3),))[1] == []
+    assert model.table is not None

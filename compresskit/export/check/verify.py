@@ -40,7 +40,7 @@ from compresskit.export.rewrite.dtypes import least_precise_dtype
 from compresskit.graph.capture import inputs_inside
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.replacements import takes_signs
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import mode, state_kept
 from compresskit.measure import numpy_inputs, run_session, session
 
 #: Limits for a file to pass. FLOAT_STEPS: largest error of a float file, in steps. QUANTIZED_AGREEMENT and QUANTIZED_WITHIN:
@@ -167,7 +167,7 @@ def verify_onnx(
     weight_only = not signs and all(part.exact for part in parts)  # quantizers switched off leave rounded weights
     outputs: list[list[list[np.ndarray]]] = [[], [], [], []]
     unrounded, samples, first, random = list[list[np.ndarray]](), 0, None, False
-    with torch.no_grad(), mode(model, training=False):
+    with torch.no_grad(), mode(model, training=False), state_kept(model):
         for inputs in progress_bar(batches, total=total, desc=label, unit="batch"):
             drawn = _rng_states()
             outputs[0].append(_arrays(call_checked(model, inputs, "verification data")))
@@ -224,7 +224,8 @@ def _machine_that_differs(machines: Sequence[MachineAgreement]) -> str:
 
 def _place(path: str | Path, model: nn.Module, inputs: Inputs) -> str:
     """Where the file and its model begin to differ, to append to a reason; empty where that is not found."""
-    where = first_layer_that_differs(path, model, inputs)
+    with state_kept(model):
+        where = first_layer_that_differs(path, model, inputs)
     return f"; {where}" if where else ""
 
 
@@ -253,7 +254,7 @@ def _batches_inside(model: nn.Module, batches: Iterable[Inputs], inside: str) ->
 
     def received() -> Iterator[Inputs]:
         for inputs in batches:
-            with torch.no_grad(), mode(model, training=False):
+            with torch.no_grad(), mode(model, training=False), state_kept(model):
                 seen = inputs_inside(model, inputs, inside)[1]
             yield seen  # outside: a generator that waits within no_grad would leave it switched off for its caller
 

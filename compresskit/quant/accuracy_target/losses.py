@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,8 +43,10 @@ class MetricLoss:
         self.samples = sum(batch_size(task.inputs(batch)) for batch in task.batches("val"))
 
     def __call__(self, quantized: Quantized) -> float:
-        """The loss in percent; below 0 where the quantized model is better."""
-        found = evaluate(self.whole(quantized), self.task)
+        """The loss in percent; below 0 where the quantized model is better, infinite where its metric is nan or infinite."""
+        found = evaluate(self.whole(quantized), self.task, finite=False)
+        if not math.isfinite(found):
+            return math.inf
         return 100 * 10 ** (-found / 10) if self.of_error else 100 * self.sign * (self.best - found) / self.unit
 
 

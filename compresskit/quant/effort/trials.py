@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -450,6 +451,8 @@ class Trials:
         closer = quality > self.quality + decibels
         if drop is None or self.drop is None:
             return closer
+        if math.isinf(self.drop):  # a metric that nothing could be told by
+            return math.isfinite(drop) or closer
         least = max(self.tolerance, LEAST_LOWERED * self.drop)
         return drop < self.drop - least or (self.tolerance > 0 and closer and drop <= self.drop + self.tolerance)
 

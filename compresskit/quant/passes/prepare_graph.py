@@ -21,7 +21,7 @@ from compresskit.graph.masks import transfer_masks_
 from compresskit.graph.normalize import source_line
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.stored_products import rewrite_stored_products_
-from compresskit.graph.surgery import copy_model, not_fp32, structure
+from compresskit.graph.surgery import copy_model, holds_nan, not_fp32, structure
 from compresskit.quant.numerics.bit_widths import TARGET_BITS, BitWidths, bits_record
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.fold_parametrizations import fold_parametrizations_
@@ -150,13 +150,15 @@ def prepare_graph(
         merges: `Origin.merges` of a model that is built again; None merges what can be merged.
 
     Returns the captured graph, what it was made from, and the BatchNorms that were folded into layers which it still has.
-    Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32.
+    Raises ModelError where the model, or a part of it, is quantized already, or its weights are not fp32 or hold nan.
     """
     if parts := list(quantized_parts(model)):
         where = f"its part {parts[0]!r}" if parts[0] else "this model"
         raise ModelError(f"{where} is quantized already; quantize the float model it came from")
     if other := not_fp32(model):
         raise ModelError(f"{type(model).__name__}: wanted fp32 weights, but {other}; quantize model.float()")
+    if merges is None and (bad := holds_nan(model)):  # one that is built again takes its weights from a file
+        raise ModelError(f"{type(model).__name__}: {bad} holds nan; mend the model before it is quantized")
     origin = Origin(float_class=type(model).__name__, structure=structure(model), skip=tuple(skip))
     captured = capture(copy_model(model), example, dynamic=dynamic)
     _refuse_autocast(type(model).__name__, captured.module.graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 
 import networks
@@ -167,6 +168,22 @@ def test_a_task_judges_by_its_metric() -> None:
     undirected = ck.Task(val=held, metric=lambda predictions, targets: 1.0)
     with pytest.raises(SettingError, match=r"repair\(task=...\): whether more of .* is better is not said; pass Task\(higher"):
         repair(model, [x], task=undirected)
+
+
+def test_a_metric_without_a_value_loses_everything() -> None:
+    """As a correlation, of outputs that rounding made constant."""
+    model, x = scaled(build(networks.Residual)), image(48)
+    calls = []
+
+    def metric(predictions, targets):
+        calls.append(predictions)
+        return float("nan") if len(calls) == 2 else 1.0  # of the model without remedies
+
+    held = ck.metrics.float_targets(model, [image(20)])
+    _, report = repair(model, [x], task=ck.Task(val=held, metric=metric, higher_is_better=True), drop=0.02)
+    assert report.before == math.inf
+    assert report.after == 0
+    assert [remedy.kept for remedy in report.remedies] == [True]  # it brought a value, of no loss
 
 
 def test_losses_are_those_of_plain_loops() -> None:

@@ -11,7 +11,7 @@ from networks import build, image
 from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, ModelError
-from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_weights
+from compresskit.quant import prepare_qat, quantize_dynamic, quantize_static, quantize_to_accuracy, quantize_weights
 
 
 def test_the_float_model_is_not_changed() -> None:
@@ -48,3 +48,19 @@ def test_other_precisions_than_fp32_are_refused(quantize) -> None:
     place = r"but 0 computes in torch\.bfloat16 under torch\.autocast \(at .*test_prepare_graph\.py:\d+: return super\(\)"
     with pytest.raises(ModelError, match=rf"Sequential: wanted fp32 in forward, {place}"):
         quantize(nn.Sequential(Halved(4, 4)).eval(), torch.randn(2, 4))
+
+
+def test_weights_that_are_nan_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4)).eval()
+    with torch.no_grad():
+        model[3].weight[1, 2] = float("nan")
+    x = torch.randn(16, 3, 8, 8)
+    for refused in (
+        lambda: quantize_static(model, [x]),
+        lambda: quantize_static(model, [x], effort="balanced"),
+        lambda: quantize_dynamic(model, x),
+        lambda: quantize_to_accuracy(model, [x], sqnr=30),
+        lambda: prepare_qat(model, [x]),
+    ):
+        with pytest.raises(ModelError, match=r"Sequential: 3\.weight holds nan; mend the model before it is quantized"):
+            refused()
