@@ -302,6 +302,7 @@ def _write_back_(tensor: Tensor, writes: int, values: Tensor) -> None:
             tensor.copy_(values)
 
 
+LARGEST_STATE = 10_000  # entries of a container that are compared one by one
 #: Attributes that torch gives every module, such as its hooks.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -337,7 +338,7 @@ class _Held:
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self.module, self.name, self.value = module, name, value
-        self.leaves, self.spec = pytree.tree_flatten(value)
+        self.leaves, self.spec = pytree.tree_flatten(value, is_leaf=_is_large)
         self.tensors = {  # place -> (writes, values)
             place: (_writes(leaf), leaf.detach().clone())
             for place, leaf in enumerate(self.leaves)
@@ -345,7 +346,7 @@ class _Held:
         }
 
     def differs(self, value: Any) -> bool:
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_large)
         if spec != self.spec:
             return True
         if not all(map(_is_same, leaves, self.leaves)):
@@ -356,7 +357,9 @@ class _Held:
         for place, (writes, values) in self.tensors.items():
             _write_back_(self.leaves[place], writes, values)
         inside = pytree.tree_unflatten(self.leaves, self.spec)
-        if isinstance(self.value, list):  # in place, since other modules may hold it, too
+        if inside is self.value:
+            pass
+        elif isinstance(self.value, list):  # in place, since other modules may hold it, too
             self.value[:] = inside
         elif isinstance(self.value, dict):
             self.value.clear()
@@ -370,6 +373,11 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
         for leaf, value in list(vars(module).items()):
             if leaf not in _OF_EVERY_MODULE:
                 yield f"{path}.{leaf}".lstrip("."), module, leaf, value
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a container has more in it than a state has, such as a vocabulary, which takes long to look through."""
+    return isinstance(value, list | tuple | dict) and len(value) > LARGEST_STATE
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -215,3 +215,14 @@ def test_what_the_first_run_makes_stays() -> None:
     with torch.no_grad():
         assert surgery.call_unmoved(model, (torch.randn(2, 3),))[1] == []
     assert model.table is not None
+
+
+def test_a_vocabulary_is_not_looked_through(monkeypatch) -> None:
+    monkeypatch.setattr(surgery, "LARGEST_STATE", 2)
+    model = KeepsState(lambda module, _: module.cache["past"].append(1))
+    with torch.no_grad():
+        surgery.call_unmoved(model, (torch.randn(2, 3),))
+        assert model.cache["past"] == []
+        model.cache = {"past": [], "large": [0, 0, 0], "last": None}
+        surgery.call_unmoved(model, (torch.randn(2, 3),))
+    assert model.cache["past"] == [1]  # what is in it is neither compared nor put back
