@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import DataError, ExportError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
-from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked
+from compresskit.base.task import RunningMetric, Task, batch_size, call, call_checked, to_device
 from compresskit.graph.surgery import mode, state_kept
 
 LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
@@ -132,7 +132,7 @@ class Evaluation:
         if isinstance(self.task.metric, RunningMetric):
             self.task.metric.update(predictions, target)
         else:
-            self.outputs.append((predictions.cpu(), target.cpu() if isinstance(target, Tensor) else target))
+            self.outputs.append((predictions.cpu(), to_device(target, "cpu")))
 
     def value(self, *, finite: bool = True) -> float:
         """The metric of all batches; DataError where there was none or, with `finite`, it is not finite."""
@@ -156,7 +156,38 @@ def _joined(outputs: list[tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
                 " sample; give a metric with update, compute and reset, which takes one batch after another, such as those of"
                 " torchmetrics, or make Task(predict=...) return one size"
             )
-    return torch.cat(predictions), torch.cat(targets) if dense else list(targets)
+    return torch.cat(predictions), torch.cat(targets) if dense else _joined_targets(targets, [len(part) for part in predictions])
+
+
+def _joined_targets(targets: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The targets of all batches in the form of those of one: dicts by key, lists by place where they hold tensors of all rows,
+    and else by sample; single values stay a list of them.
+
+    rows: of the predictions of each batch.
+
+    Raises DataError where a list has neither one entry for each sample nor tensors of all rows.
+    """
+    first = targets[0]
+    if isinstance(first, Mapping):
+        return {key: _joined_targets([target[key] for target in targets], rows) for key in first}
+    if isinstance(first, Tensor):
+        return torch.cat(list(targets)) if first.ndim else list(targets)
+    if not isinstance(first, list | tuple):
+        return list(targets)
+    if first and all(_has_rows(value, n) for target, n in zip(targets, rows, strict=True) for value in target):
+        values = [_joined_targets(of_all, rows) for of_all in zip(*targets, strict=True)]
+        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    if any(len(target) != n for target, n in zip(targets, rows, strict=True)):
+        raise DataError(
+            "Task(metric=...): a function wants the targets of all batches together, got lists of"
+            f" {[len(t) for t in targets[:3]]} beside predictions of {list(rows[:3])} samples; give a metric with update, compute"
+            " and reset, which takes one batch after another"
+        )
+    return [value for target in targets for value in target]
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
 
 
 def numpy_inputs(session: Any, inputs: AnyInputs, path: str | Path | None = None) -> dict[str, np.ndarray]:

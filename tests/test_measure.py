@@ -154,3 +154,34 @@ def test_measuring_moves_no_state(tmp_path) -> None:
     assert not ck.verify_onnx(path, model, [x, x]).passed  # the file has no state
     assert not model.mean.any()
     assert model.runs == 0
+
+
+def seen(batches) -> tuple[list[int], object]:
+    """Rows of the predictions, and targets, that a function metric gets."""
+    found = []
+
+    def metric(predictions, targets):
+        found.append((len(predictions), targets))
+        return 0.0
+
+    ck.evaluate(nn.Linear(8, 4), ck.Task(val=batches, metric=metric))
+    return found[0]
+
+
+def test_a_function_gets_targets_by_sample() -> None:
+    x, other = torch.randn(2, 8), torch.randn(3, 8)
+    assert seen([(x, ["a", "b"]), (other, ["c", "d", "e"])]) == (5, ["a", "b", "c", "d", "e"])
+    boxes = [{"boxes": torch.zeros(k, 4)} for k in range(5)]
+    assert seen([(x, boxes[:2]), (other, boxes[2:])]) == (5, boxes)
+    rows, joined = seen(
+        [(x, {"class": torch.zeros(2), "name": ["a", "b"]}), (other, {"class": torch.ones(3), "name": ["c"] * 3})]
+    )
+    assert rows == 5
+    assert joined["name"] == ["a", "b", "c", "c", "c"]
+    assert joined["class"].tolist() == [0, 0, 1, 1, 1]
+    _, pair = seen([(x, [torch.zeros(2), torch.zeros(2, 4)]), (other, [torch.ones(3), torch.ones(3, 4)])])
+    assert [part.shape for part in pair] == [(5,), (5, 4)]
+    with pytest.raises(
+        DataError, match=r"got lists of \[1, 1\] beside predictions of \[2, 3\] samples; give a metric with update"
+    ):
+        seen([(x, ["a"]), (other, ["b"])])

@@ -143,12 +143,16 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 
 
 def batch_size(inputs: Inputs) -> int:
-    """Return the rows of the first tensor among the inputs, or the length of the first list of tensors."""
-    for value in inputs.values() if isinstance(inputs, dict) else inputs:
+    """Return the rows of the first tensor among the inputs, or the length of the first list of tensors, also inside dicts."""
+    pending = list(inputs.values() if isinstance(inputs, dict) else inputs)
+    while pending:
+        value = pending.pop(0)
         if isinstance(value, Tensor) and value.ndim:
             return value.shape[0]
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
             return len(value)
+        if isinstance(value, Mapping):
+            pending = [*value.values(), *pending]
     raise DataError(f"no tensor among the inputs of a batch, got {[type(v).__name__ for v in inputs]}")
 
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import DataError, ModelError
 from compresskit.base.inputs import some_batches
-from compresskit.base.objective import Objective
+from compresskit.base.objective import LossFunction
 from compresskit.base.task import Inputs, Task, batch_size, call
 from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.criteria import UNLABELLED_EVIDENCE, Need
-from compresskit.train.objective import bind_objective
+from compresskit.train.objective import task_losses
 
 MOST_VALUES = 2**26  # numbers of single-sample gradients that are held at once: 256 MB
 MOST_POSITIONS = 4096  # values of a channel that are kept from one batch
@@ -68,7 +68,7 @@ def collect(
         samples: how many samples to read.
         prefix: prefix of the tensor names in the `Places` that `Evidence.loss` is called with.
     """
-    objective = bind_objective(None, model, task)
+    objective = task_losses(model, task)
     names = [name for name in names if isinstance(get_tensor(model, name), nn.Parameter)]
     unlabelled = set(needs) <= UNLABELLED_EVIDENCE
     with readable(model):
@@ -113,7 +113,7 @@ def readable(model: nn.Module) -> Iterator[None]:
 
 
 def gradients(
-    model: nn.Module, objective: Objective, batch: Any, names: Collection[str], *, hessian: bool = False
+    model: nn.Module, objective: LossFunction, batch: Any, names: Collection[str], *, hessian: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
     """Gradient of a batch's loss by parameter; and, if asked for, the Hessian (of these parameters alone) times it.
 
@@ -136,7 +136,7 @@ def gradients(
     return {name: g.detach() for name, g in zip(names, grads, strict=True)}, products
 
 
-def sample_gradients(model: nn.Module, objective: Objective, batch: Any, names: list[str]) -> dict[str, Tensor]:
+def sample_gradients(model: nn.Module, objective: LossFunction, batch: Any, names: list[str]) -> dict[str, Tensor]:
     """Gradient of each sample's loss by itself: parameter -> (samples, *shape), with one vectorized backward pass.
 
     A model that `torch.func.vmap` cannot follow is run a sample at a time.
@@ -152,7 +152,7 @@ def sample_gradients(model: nn.Module, objective: Objective, batch: Any, names: 
     dims = pytree.tree_map(lambda v: 0 if isinstance(v, Tensor) and v.ndim else None, batch)
     try:
         found: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, dims))(values, batch)
-    except RuntimeError:
+    except (RuntimeError, DataError):  # that of one sample says whether it is the loss
         each = [gradients(model, objective, _sample(batch, row), names)[0] for row in range(rows)]
         return {name: torch.stack([g[name] for g in each]) for name in names}
     return {name: g.detach() for name, g in found.items()}
@@ -262,7 +262,7 @@ def restored_after(model: nn.Module, names: Collection[str]) -> Iterator[None]:
                 get_tensor(model, name).copy_(values)
 
 
-def _loss_without(model: nn.Module, prefix: str, objective: Objective, batch: Any, places: Places, keep: Tensor) -> float:
+def _loss_without(model: nn.Module, prefix: str, objective: LossFunction, batch: Any, places: Places, keep: Tensor) -> float:
     """The loss of a batch with the units outside `keep` set to zero everywhere."""
     with restored_after(model, {prefix + tensor for tensor, _, _ in places}):
         for (tensor, dim, _), indices in places.items():
@@ -273,7 +273,7 @@ def _loss_without(model: nn.Module, prefix: str, objective: Objective, batch: An
 
 def mean_loss(model: nn.Module, task: Task, batches: Collection[Any]) -> float:
     """Mean loss of the task over batches, by sample, in eval mode and without gradients."""
-    objective = bind_objective(None, model, task)
+    objective = task_losses(model, task)
     total, seen = 0.0, 0
     with torch.no_grad(), mode(model, training=False):
         for batch in batches:

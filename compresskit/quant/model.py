@@ -25,7 +25,7 @@ from compresskit.graph.layers.fold_batchnorm import FoldedBatchNorm
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import QuantizedModule
 from compresskit.graph.surgery import get_tensor, mode
-from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer
+from compresskit.quant.numerics.observers import KnownRange, MovingAverage, Observer, observed_ends, set_observed_ends_
 from compresskit.quant.numerics.quantizers import ActivationQuantizer, BiasQuantizer, Quantizer, WeightQuantizer
 from compresskit.quant.numerics.targets import Target
 from compresskit.quant.passes.lower_to_onnx import deploy
@@ -35,6 +35,8 @@ from compresskit.quant.passes.quantizer_names import quantizers_of
 from compresskit.quant.passes.rounding_boundaries import nudge_scales_
 from compresskit.quant.passes.unfold_batchnorm import ConvBN, conv_bn_layers, fold_conv_bn_, unfold_batchnorm_
 
+#: Entries of the state dict of a model that is trained: switches of observers and of BatchNorm statistics, ends of ranges.
+OBSERVING, TRACKING, ENDS = "qat_observing", "qat_tracking", "qat_ends"
 CALIBRATION_BYTES = 2**24  # of the largest activation that calibration computes at once
 
 
@@ -60,6 +62,7 @@ class Quantized(QuantizedModule):
         super().__init__()
         self.body = captured.module
         self._folds = list(folds)
+        self._trains = False
         self.target, self.placement, self.origin = target, placement, origin
         self.example, self.dynamic, self.varying = captured.example, captured.dynamic, captured.varying
         self.input_shapes = _open(shapes_of(captured.example), captured.varying)
@@ -216,7 +219,7 @@ class Quantized(QuantizedModule):
             training.
         """
         unfold_batchnorm_(self.body, self._folds)
-        self._folds = []
+        self._folds, self._trains = [], True
         if learned:
             for quantizer in self.activation_quantizers():
                 quantizer.learn_(offset=offsets)
@@ -251,6 +254,7 @@ class Quantized(QuantizedModule):
     def _fold_(self) -> None:
         """Fold BatchNorm and freeze scales; in eval mode the model computes the same, unless a bias needs a larger scale."""
         self.freeze_statistics_()
+        self._trains = False
         learned = [(q, w) for q, w in self.rounded_weights() if isinstance(q.scale, nn.Parameter)]
         for quantizer, weight in learned:
             quantizer.learn_(weight, on=False)
@@ -311,6 +315,29 @@ class Quantized(QuantizedModule):
             quantizer.enabled = enabled
         for layer, tracking in zip(conv_bn_layers(self.body), state["tracking"], strict=True):
             layer.tracking = tracking
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """While it is trained, also the ends of ranges and switches, so that a loaded state goes on as the saved one would."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._trains:
+            activations, layers = list(self.activation_quantizers()), conv_bn_layers(self.body)
+            destination |= {
+                f"{prefix}{OBSERVING}": torch.tensor([q.observing for q in activations], dtype=torch.bool),
+                f"{prefix}{TRACKING}": torch.tensor([layer.tracking for layer in layers], dtype=torch.bool),
+                f"{prefix}{ENDS}": torch.tensor([observed_ends(q.observer) for q in activations]).reshape(-1, 2),
+            }
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        observing, tracking, ends = (state_dict.pop(f"{prefix}{name}", None) for name in (OBSERVING, TRACKING, ENDS))
+        if self._trains and observing is not None:
+            activations, layers = list(self.activation_quantizers()), conv_bn_layers(self.body)
+            if len(activations) == len(observing) and len(layers) == len(tracking):  # else what differs is named by torch
+                for quantizer, switch, (low, high) in zip(activations, observing.tolist(), ends, strict=True):
+                    quantizer.observing = switch
+                    set_observed_ends_(quantizer.observer, low, high)
+                for layer, switch in zip(layers, tracking.tolist(), strict=True):
+                    layer.tracking = switch
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def deployed(self) -> fx.GraphModule:
         """A copy in ONNX's terms: QuantizeLinear and DequantizeLinear, weights and biases stored as integers."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.base.errors import DataError
+from compresskit.base.errors import CompressError, DataError, is_out_of_memory
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
-from compresskit.base.task import Task, call, check_labels
+from compresskit.base.task import Task, call, check_labels, shapes_of
 from compresskit.mixed.formats.parallel import reshard_
 
 
@@ -48,9 +50,19 @@ def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
         target: what the loss takes, such as class indices (N, ...).
 
     Raises:
-        DataError: the loss fails because labels lie outside the classes, returns no scalar tensor, or compares each prediction
-            with every target; the message says which.
+        DataError: the loss fails because labels lie outside the classes, returns no scalar tensor, compares each prediction with
+            every target, or is cross-entropy of one channel, which is 0 whatever the model gives; the message says which.
     """
+    if (
+        predictions.shape[1:2] == (1,)
+        and _is_cross_entropy(task.loss)
+        and isinstance(target, Tensor)
+        and target.is_floating_point()
+    ):
+        raise DataError(
+            f"the model gives one channel, {tuple(predictions.shape)}, of which cross-entropy is 0 whatever it holds; pass"
+            " Task(loss=F.mse_loss) for numbers, or F.binary_cross_entropy_with_logits for yes or no"
+        )
     try:
         with _checked_shapes(predictions, target):
             loss = task.loss(predictions, target)
@@ -65,6 +77,31 @@ def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
             " over the batch"
         )
     return loss
+
+
+def _is_cross_entropy(loss: Any) -> bool:
+    return (loss.func if isinstance(loss, partial) else loss) is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
+
+
+def task_losses(model: nn.Module, task: Task) -> Callable[[Callable[..., Any], Any], Losses]:
+    """Return `(model, batch) -> the task's loss`, for what reads it outside of a training.
+
+    It raises DataError where the loss cannot be computed.
+    """
+    objective = bind_objective(None, model, task)
+
+    def losses(model: Callable[..., Any], batch: Any) -> Losses:
+        try:
+            return objective(model, batch)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            if isinstance(error, CompressError) or is_out_of_memory(error):
+                raise
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"Task(loss=...): the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first}"
+            ) from error
+
+    return losses
 
 
 def _checked_shapes(predictions: Tensor, target: Any) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from compresskit.base.errors import SettingError, TrainingError, is_out_of_memor
 from compresskit.base.packing import module_states, restore_module_states_
 from compresskit.base.progress import announce
 from compresskit.base.task import Task
-from compresskit.graph.surgery import mode
+from compresskit.graph.surgery import mode, owner
 from compresskit.measure import evaluate
 from compresskit.mixed.compiled_model import as_written
 
@@ -104,8 +104,13 @@ class Validation:
         if not self.values:
             return
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name in self.values:
+            if name not in self.values:
+                continue
+            if tensor.shape == self.values[name].shape:
                 tensor.copy_(self.values[name])
+            else:  # a buffer that the model made larger since
+                module, leaf = owner(model, name)
+                module._buffers[leaf] = self.values[name].to(tensor)
         restore_module_states_(model, self.modules)
         announce(
             log, "%s: the weights of step %d are kept, %s %.4g", self.label, self.best_step, self.task.metric_name, self.best

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import compresskit as ck
 from compresskit.base.errors import DataError, SettingError
-from compresskit.base.task import first_rows, first_tensor, repeated_rows
+from compresskit.base.task import batch_size, first_rows, first_tensor, repeated_rows
 from compresskit.measure import evaluate
 from compresskit.recipe.preflight import preflight_check
 
@@ -134,3 +134,18 @@ def test_first_rows_of_a_state_are_in_its_second_dimension() -> None:
     assert (boxes["x"].shape, boxes["anchors"].shape) == ((3, 6), (3, 4))
     tokens, mask = first_rows((torch.zeros(5, 5), torch.zeros(1, 5)), 3)  # as many positions as rows
     assert (tokens.shape, mask.shape) == ((3, 5), (1, 5))
+
+
+def test_the_rows_of_inputs_inside_a_dict() -> None:
+    assert batch_size(({"x": torch.zeros(7, 5), "y": torch.zeros(3)},)) == 7
+    assert batch_size(({"name": "a", "inner": {"x": torch.zeros(2, 5)}}, torch.zeros(3))) == 2
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 32), nn.Linear(32, 2)
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.b(self.a(batch["x"]).relu())
+
+    assert "a: keep 16 of 32" in str(ck.prune.plan_channels(Reads(), ({"x": torch.randn(7, 5)},), ck.keep(macs=0.6)))

@@ -18,7 +18,7 @@ from networks import build, image, images_task, trained_like
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import DataError, SettingError
 from compresskit.prune import Prune, plan_channels
 from compresskit.prune.channels.plan_channels import analyze_channels
 from compresskit.prune.criteria import (
@@ -456,3 +456,13 @@ def test_criteria_of_masks_do_not_score_channels(criterion) -> None:
 def test_criteria_of_channels_do_not_score_weights(criterion) -> None:
     with pytest.raises(SettingError, match=r"Sparsify\(criterion=...\): this criterion is for channels"):
         ck.Sparsify(budget=ck.remove(weights=0.5), criterion=criterion)
+
+
+@pytest.mark.parametrize("criterion", [ck.prune.criteria.taylor, ck.prune.criteria.fisher, ck.prune.criteria.shapley])
+def test_a_loss_that_does_not_fit_is_explained(criterion) -> None:
+    x = torch.randn(7, 5)
+    task = ck.Task(train=[(x, torch.randn(7))])
+    model = nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 2))
+    shapes = r"\(tensors of shape \[\(7, 5\), \(7,\)\]\)" if criterion is not ck.prune.criteria.fisher else r"\(tensors of"
+    with pytest.raises(DataError, match=rf"Task\(loss=...\): the loss cannot be computed {shapes}.*: expected"):
+        plan_channels(model, (x,), ck.keep(macs=0.7), criterion=criterion, task=task)

@@ -71,3 +71,15 @@ def test_losses_that_bring_them_into_one_shape_train(loss) -> None:
 def test_training_is_silent_without_a_standard_error(monkeypatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     fit(F.cross_entropy)
+
+
+@pytest.mark.parametrize("loss", [nn.functional.cross_entropy, nn.CrossEntropyLoss()])
+def test_cross_entropy_of_one_channel_is_refused(loss) -> None:
+    """It is 0 whatever the model gives: nothing would be trained, and gradients would score nothing."""
+    x = torch.randn(8, 5)
+    task = ck.Task(train=[(x, torch.randn(8, 1))], loss=loss)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+    with pytest.raises(DataError, match=r"the model gives one channel, \(8, 1\), of which cross-entropy is 0 whatever it holds"):
+        ck.fit_(model, task, ck.Train(epochs=1))
+    with pytest.raises(DataError, match="one channel"):
+        ck.prune.plan_channels(model, (x,), ck.keep(macs=0.5), criterion=ck.prune.criteria.taylor, task=task)

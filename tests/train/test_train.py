@@ -102,3 +102,22 @@ def test_training_settings_out_of_range_are_refused() -> None:
     model = nn.Linear(4, 3).requires_grad_(False)
     with pytest.raises(ModelError, match="nothing can be trained"):
         ck.Train(epochs=1)(model, images_task(ck))
+
+
+def test_the_best_weights_come_with_a_buffer_of_their_size() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+            self.register_buffer("seen", torch.zeros(1, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.seen = torch.cat([self.seen, x[:1].detach()])
+            return self.layer(x)
+
+    batch = torch.randn(32, 8), torch.arange(32) % 4
+    model = Grows()
+    still = partial(torch.optim.SGD, lr=0.0)
+    ck.fit_(model, ck.Task(train=[batch] * 2, val=[batch]), ck.Train(epochs=3, keep_best=True, optimizer=still))
+    assert model.seen.shape == (3, 8)  # of the first epoch, which no later one was better than

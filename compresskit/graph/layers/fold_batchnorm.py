@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from compresskit.graph.capture import parameter_name
 from compresskit.graph.layers.stored import CONVS, TRANSPOSED_CONVS, drop_unused_, fold_affine_, stored_value
 from compresskit.graph.normalize import Node, aten
+from compresskit.graph.surgery import get_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class FoldedBatchNorm:
     """A layer and the BatchNorm that was folded into it, as they were before.
 
     layer: the node. norm: dotted path of the BatchNorm. tensors: weight, bias (of the layer), gamma, beta, mean, var.
+    frozen: those of them that required no gradient.
     """
 
     layer: Node
@@ -30,6 +32,7 @@ class FoldedBatchNorm:
     tensors: dict[str, Tensor | None]
     momentum: float
     eps: float
+    frozen: frozenset[str] = frozenset()
 
 
 def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None = None) -> int:
@@ -70,12 +73,14 @@ def _record_norm(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, 
         return None
     tensors = {name: stored_value(module, node) for name, node in zip(names, nodes, strict=True)}
     path = str(parameter_name(norm.args[3])).rpartition(".")[0]
+    stored = {name: get_tensor(module, str(parameter_name(n))) for name, n in zip(names, nodes, strict=True) if n is not None}
     return str(parameter_name(layer.args[1])), FoldedBatchNorm(
         layer=layer,
         norm=path,
         tensors=tensors,
         momentum=norm.args[6] or 0.1,  # captured in eval mode, a cumulative average reads 0
         eps=norm.args[7],
+        frozen=frozenset(name for name, value in stored.items() if not value.requires_grad),
     )
 
 

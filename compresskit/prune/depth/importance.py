@@ -23,7 +23,7 @@ from compresskit.base.task import Inputs, Task, call_checked, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.evidence import readable
-from compresskit.train.objective import bind_objective
+from compresskit.train.objective import task_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def first_order(scoring: BlockScoring) -> dict[str, float]:
     if task is None or task.train is None:
         raise SettingError("importance=first_order: it reads a loss; pass task=Task(train=...), or use output_error")
     total, seen = dict.fromkeys((block.path for block in scoring.blocks), 0.0), 0
-    objective = bind_objective(None, scoring.model, task)
+    objective = task_losses(scoring.model, task)
     with readable(scoring.model):
         for batch in some_batches(task, "train", scoring.samples, "score"):
             kept: list[tuple[str, Tensor, Tensor]] = []

@@ -96,6 +96,19 @@ class _Extremes:
         return over_ranks(low, dist.ReduceOp.MIN), over_ranks(high, dist.ReduceOp.MAX)
 
 
+def observed_ends(observer: Observer) -> tuple[float, float]:
+    """The extremes that an observer of one channel follows; nan where it has none, as one of the user's own."""
+    low, high = (getattr(observer, name, None) for name in ("low", "high"))
+    known = isinstance(observer, _Extremes) and low is not None and high is not None and low.numel() == high.numel() == 1
+    return (float(low), float(high)) if known else (math.nan, math.nan)
+
+
+def set_observed_ends_(observer: Observer, low: Tensor, high: Tensor) -> None:
+    """Let an observer of one channel go on from extremes that `observed_ends` gave."""
+    if isinstance(observer, _Extremes) and not bool(low.isnan()):
+        observer.low, observer.high = low.reshape(1).clone(), high.reshape(1).clone()
+
+
 class MinMax(_Extremes):
     """Smallest and largest value of the calibration data."""
 

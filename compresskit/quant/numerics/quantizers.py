@@ -176,12 +176,18 @@ class ActivationQuantizer(Quantizer):
 
 
 def _replace_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a buffer by a parameter of the same name, or the other way round."""
+    """Replace a buffer by a parameter of the same name, or the other way round.
+
+    Such a buffer is the first one: averages of a model and its copies pair their buffers in order.
+    """
     delattr(module, name)
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)
-    else:
-        module.register_buffer(name, value)
+        return
+    others = dict(module._buffers)
+    module._buffers.clear()
+    module.register_buffer(name, value)
+    module._buffers.update(others)
 
 
 class WeightQuantizer(Quantizer):

@@ -49,7 +49,8 @@ class ConvBN(nn.Module):
         self.axis = rounding[0].axis if rounding[0] is not None else 0
         for name, key in (("weight", "gamma"), ("bias", "beta")):
             values = folded.tensors[key]
-            self.register_parameter(name, None if values is None else nn.Parameter(values.clone()))
+            trains = key not in folded.frozen
+            self.register_parameter(name, None if values is None else nn.Parameter(values.clone(), requires_grad=trains))
         for name, key in (("running_mean", "mean"), ("running_var", "var")):
             values = folded.tensors[key]
             assert values is not None
@@ -170,13 +171,13 @@ def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> Non
         body.add_submodule(name, conv_bn)
         module, leaf = owner(body, str(parameter_name(weight)))
         old = getattr(module, leaf)
-        setattr(module, leaf, nn.Parameter(_unfolded(fold, "weight").to(old), requires_grad=old.requires_grad))
+        setattr(module, leaf, nn.Parameter(_unfolded(fold, "weight").to(old), requires_grad="weight" not in fold.frozen))
         module, leaf = owner(body, str(parameter_name(bias)))
         if fold.tensors["bias"] is None:
             delattr(module, leaf)
         else:
-            setattr(module, leaf, nn.Parameter(_unfolded(fold, "bias").to(old), requires_grad=old.requires_grad))
-        conv_bn.to(old.device).train(body.training).requires_grad_(old.requires_grad)
+            setattr(module, leaf, nn.Parameter(_unfolded(fold, "bias").to(old), requires_grad="bias" not in fold.frozen))
+        conv_bn.to(old.device).train(body.training)
         layer.op, layer.target = "call_module", name
         layer.args = (layer.args[0], weight, None if fold.tensors["bias"] is None else bias)
         layer.meta["bias"] = str(parameter_name(bias))

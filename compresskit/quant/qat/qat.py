@@ -38,6 +38,7 @@ from compresskit.quant.measured_placement.latency_search import measured_choice
 from compresskit.quant.model import Quantized
 from compresskit.quant.numerics.bit_widths import refuse_one_bit
 from compresskit.quant.numerics.observers import MinMax, MovingAverage
+from compresskit.quant.qat.left_out import say_what_is_left_out
 from compresskit.quant.qat.oscillations import FreezeOscillating, Oscillations, damped
 from compresskit.quant.qat.progressive import ProgressiveBits, check_progressive
 from compresskit.quant.qat.stale_statistics import renew_stale_statistics_
@@ -81,6 +82,9 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     that the weights can adapt to them. Call `quantized.convert_()` after the last step: it folds BatchNorm and nudges scales away
     from rounding boundaries, which exporting alone does not. Under DistributedDataParallel ranges are joined over ranks.
 
+    The graph that is trained is that of the deployed model: it has no dropout, and a layer that runs several times with a
+    BatchNorm behind has a weight for each call; both are logged.
+
     Args:
         model: any float module; it is not changed.
         batches: an iterable of inputs, or one batch, from which the ranges start; the first captures the model.
@@ -122,6 +126,7 @@ def _prepare_model(model: nn.Module, batches: Batches, settings: QATSettings, wh
     quantized.origin = replace(quantized.origin, measured=choice.record)
     whole = calibrate_inside(model, quantized, data, settings.inside)
     quantized.unfold_batchnorm_(learned=settings.learned, offsets=settings.offsets)
+    say_what_is_left_out(module, quantized, where)
     renew_stale_statistics_(quantized, example, where)
     if not settings.learned:
         quantized.observe_(True, settings.observer or partial(MovingAverage, momentum=0.01))

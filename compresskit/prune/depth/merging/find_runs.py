@@ -145,6 +145,8 @@ class _Finder:
             return None
         way, value = [], second.args[0]
         activation = norm = None
+        if value.target is aten.pad.default and getattr(self.modules.get(self.layers[second]), "padding", None) == "same":
+            value = value.args[0]  # torch pads one side more by an operator of its own; `_layer_reason` says so
         if value.op == "call_function" and value.target in ACTIVATIONS:
             activation, value = value, value.args[0]
             way.append(activation)

@@ -228,6 +228,11 @@ def reflecting(model):
     model.blocks[0][3]._reversed_padding_repeated_twice = [1] * 4
 
 
+def uneven(model):
+    old = model.blocks[0][3]
+    model.blocks[0][3] = nn.Conv2d(old.in_channels, old.out_channels, 2, padding="same", groups=old.groups, bias=False)
+
+
 def own_class(model):
     class Own(nn.Conv2d):
         def forward(self, x):
@@ -244,6 +249,7 @@ REASONS = {
     hooked_around: ("blocks.0.0.0 + blocks.0.1", "blocks.0.0 has hooks; remove them first"),
     parametrized: ("blocks.0.0 + blocks.0.3", "blocks.0.3 has parametrizations|is of the class"),
     reflecting: ("blocks.0.3 + blocks.0.6", "pads with padding_mode='reflect', not with zeros"),
+    uneven: ("blocks.0.0 + blocks.0.3", "blocks.0.3 pads one side more than the other"),
     own_class: ("stem + blocks.0.0", "is of the class Own, no plain convolution"),
 }
 

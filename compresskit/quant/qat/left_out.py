@@ -1,0 +1,59 @@
+"""Say what of a float model its quantization-aware training leaves out: dropout, and weights that several calls share."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from compresskit.quant.model import Quantized
+
+log = logging.getLogger(__name__)
+
+MOST_NAMED = 3
+
+
+def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> None:
+    """Log a warning, which begins with `where`, for each of these.
+
+    Args:
+        model: the float model. quantized: what it became, ready to be trained.
+        where: the function that the user called.
+    """
+    if names := list(_with_dropout(model)):
+        log.warning(
+            "%s: the training is without the dropout of %s, since the graph is that of the deployed model; fine-tuning seldom"
+            " misses it, a long training may want more weight decay",
+            where,
+            _few(names),
+        )
+    if names := _torn(model, quantized):
+        log.warning(
+            "%s: %s runs several times with a BatchNorm behind: each call is trained with a weight of its own, all but the last"
+            " with BatchNorm folded. To train one weight, freeze and fold BatchNorm before, or quantize with quantize_static",
+            where,
+            _few(names),
+        )
+
+
+def _with_dropout(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
+            yield name or type(module).__name__
+
+
+def _torn(model: nn.Module, quantized: Quantized) -> list[str]:
+    """Layers of the float model whose weight became several: the folded one of a second call has the name `weight_2`."""
+    own = {name for name, _ in model.named_parameters()}
+    numbered = (re.fullmatch(r"(.+)_\d+", name) for name, _ in quantized.body.named_parameters() if name not in own)
+    copies = (found[1] for found in numbered if found and found[1] in own)
+    return sorted({name.rpartition(".")[0] or name for name in copies})
+
+
+def _few(names: Iterable[str]) -> str:
+    some = [repr(name) for name in names]
+    return ", ".join(some[:MOST_NAMED]) + (f" and {len(some) - MOST_NAMED} more" if len(some) > MOST_NAMED else "")
