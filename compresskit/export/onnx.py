@@ -26,7 +26,7 @@ from compresskit.export.rewrite.dtypes import check_kernels, least_precise_dtype
 from compresskit.graph.capture import Dynamic, check_runs, inputs_inside, trace, warn_of_state
 from compresskit.graph.exportable import drop_constant_outputs_, refuse_weights_of_samples
 from compresskit.graph.quantized import is_quantized, quantized_parts
-from compresskit.graph.surgery import attributes_kept, call_unmoved, check_is_module, copy_model, mode, unset_buffers_kept
+from compresskit.graph.surgery import call_unmoved, check_is_module, copy_model, mode, state_kept, unset_buffers_kept
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def to_program(
         written = check_runs(model, example)
         module, example = widen_to_fp32(deployed(model), example)
         module.eval()
-        with attributes_kept(module):
+        with state_kept(module, buffers=False):
             program, example = trace(module, example, dynamic)
         warn_of_state(program, module, written)
         program = merged_program(program, model, example, dynamic)

@@ -42,7 +42,7 @@ from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
 from compresskit.graph.reserved_names import rename_first, rename_reserved_, reserved_names
-from compresskit.graph.surgery import attributes_kept, call_unmoved, check_is_module, get_tensor, mode, unset_buffers_kept
+from compresskit.graph.surgery import call_unmoved, check_is_module, get_tensor, mode, state_kept, unset_buffers_kept
 
 #: The dynamic dimensions of the inputs: numbers that hold for every tensor, `(0, 2, 3)`; names for the dimensions of each input,
 #: `{"x": {0: "batch", 2: "height"}}`; or `()` for none.
@@ -109,7 +109,7 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
         if inside is not None:
             model, example = inputs_inside(model, example, inside)
             written = [name.removeprefix(f"{inside}.") for name in written if name.startswith(f"{inside}.")]
-        with attributes_kept(model):
+        with state_kept(model, buffers=False):
             program, example = trace(model, example, dynamic)
         warn_of_state(program, model, written)
         module = graph_of(program, type(model).__name__)

@@ -8,7 +8,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -413,25 +413,16 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Put back all buffers and plain attributes that runs of a model in the block write, and those that they make."""
-    buffers, attributes = _HeldBuffers(model), _HeldAttributes(model)
-    try:
-        with unset_buffers_kept(model):
+def state_kept(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
+    """Put back the plain attributes that runs of a model in the block set and, unless told otherwise, the buffers they write."""
+    held, attributes = _HeldBuffers(model), _HeldAttributes(model)
+    with unset_buffers_kept(model) if buffers else nullcontext():
+        try:
             yield
-    finally:
-        buffers.put_back_(buffers.written())
-        attributes.put_back_(attributes.written())
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the plain attributes that following the code of a model in the block sets."""
-    attributes = _HeldAttributes(model)
-    try:
-        yield
-    finally:
-        attributes.put_back_(attributes.written())
+        finally:
+            attributes.put_back_(attributes.written())
+            if buffers:
+                held.put_back_(held.written())
 
 
 @contextmanager

@@ -288,10 +288,10 @@ class Quantized(QuantizedModule):
             module = self.body.get_submodule(node.target) if node.op == "call_module" else None
             if isinstance(module, WeightQuantizer):
                 weights[module] = get_tensor(self.body, node.args[0].target).detach()
-            elif isinstance(module, ConvBN) and module.rounding[0] is not None:
-                weight, bias = (None if a is None else get_tensor(self.body, a.target).detach() for a in node.args[1:])
+            elif isinstance(module, ConvBN) and module.rounding_of(node)[0] is not None:
+                weight, bias = (None if a is None else get_tensor(self.body, a.target).detach() for a in node.args[1:3])
                 assert weight is not None
-                weights[module.rounding[0]] = module.folded(weight, bias)[0].detach()
+                weights[module.rounding_of(node)[0]] = module.folded(weight, bias)[0].detach()
         return list(weights.items())
 
     # -- resuming, export

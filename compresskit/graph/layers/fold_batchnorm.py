@@ -9,6 +9,7 @@ It comes before quantizers are inserted: a BatchNorm after a quantized convoluti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,11 +24,13 @@ from compresskit.graph.surgery import get_tensor
 class FoldedBatchNorm:
     """A layer and the BatchNorm that was folded into it, as they were before.
 
-    layer: the node. norm: dotted path of the BatchNorm. tensors: weight, bias (of the layer), gamma, beta, mean, var.
+    layer: the node. others: further calls of the same layer and BatchNorm. norm: dotted path of the BatchNorm.
+    tensors: weight, bias (of the layer), gamma, beta, mean, var.
     frozen: those of them that required no gradient.
     """
 
     layer: Node
+    others: tuple[Node, ...] = ()
     norm: str
     tensors: dict[str, Tensor | None]
     momentum: float
@@ -38,24 +41,24 @@ class FoldedBatchNorm:
 def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None = None) -> int:
     """Fold every BatchNorm that directly follows a convolution or linear layer, in place; returns how many.
 
-    folds: receives a record of each BatchNorm whose parameters are not shared, so that training can unfold it again.
+    Where a layer runs several times, each time with the same BatchNorm behind, all calls keep one weight.
+
+    folds: receives a record of each BatchNorm whose parameters nothing else reads, so that training can unfold it again.
     """
+    pairs = {norm: layer for norm in module.graph.nodes if (layer := _layer_before(norm)) is not None}
     count = 0
-    for norm in list(module.graph.nodes):
-        if norm.target is not aten.batch_norm.default:
-            continue
-        layer = norm.args[0]
-        # The channels of BatchNorm are dim 1, which is the last dim of a linear layer only in two dimensions.
-        foldable = layer.target in CONVS or (layer.target is aten.linear.default and norm.meta["val"].ndim == 2)
-        foldable = foldable or (layer.target in TRANSPOSED_CONVS and (len(layer.args) < 7 or layer.args[6] == 1))
-        tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
-        if foldable and tracked and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None:
-            record = _record_norm(module, layer, norm)
-            _fold_norm(module, layer, norm)
-            count += 1
-            # The folded weight of a layer that is called twice has another name.
-            if folds is not None and record is not None and parameter_name(layer.args[1]) == record[0]:
-                folds.append(record[1])
+    while pairs:
+        norm, layer = next(iter(pairs.items()))
+        same = [other for other in pairs if _computes_as(pairs[other], other, layer, norm)]
+        if not _only_they_read(module, [*same, *(pairs[other] for other in same)]):
+            same = [norm]
+        calls = [(pairs.pop(other), other) for other in same]
+        record = _record_norm(module, calls)
+        _fold_norm(module, calls)
+        count += len(calls)
+        # The folded weight of a layer that is called twice, with other BatchNorms, has another name.
+        if folds is not None and record is not None and parameter_name(layer.args[1]) == record[0]:
+            folds.append(record[1])
     module.graph.eliminate_dead_code()
     module.recompile()
     module.delete_all_unused_submodules()
@@ -63,19 +66,49 @@ def fold_batchnorm_(module: fx.GraphModule, folds: list[FoldedBatchNorm] | None 
     return count
 
 
-def _record_norm(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, FoldedBatchNorm] | None:
+def _layer_before(norm: Node) -> Node | None:
+    """The layer that a BatchNorm can be folded into; None where there is none, or the node is no BatchNorm."""
+    if norm.target is not aten.batch_norm.default:
+        return None
+    layer = norm.args[0]
+    # The channels of BatchNorm are dim 1, which is the last dim of a linear layer only in two dimensions.
+    foldable = layer.target in CONVS or (layer.target is aten.linear.default and norm.meta["val"].ndim == 2)
+    foldable = foldable or (layer.target in TRANSPOSED_CONVS and (len(layer.args) < 7 or layer.args[6] == 1))
+    tracked = parameter_name(norm.args[3]) is not None and not norm.args[5]
+    stored = foldable and tracked and len(layer.users) == 1 and parameter_name(layer.args[1]) is not None
+    return layer if stored else None
+
+
+def _computes_as(layer: Node, norm: Node, other_layer: Node, other_norm: Node) -> bool:
+    """Whether a layer with its BatchNorm computes what another pair does, of another value."""
+
+    def settings(layer: Node, norm: Node) -> list[Any]:
+        read = [*layer.args[1:], *norm.args[1:]]
+        return [layer.target, *(parameter_name(value) or value if isinstance(value, fx.Node) else value for value in read)]
+
+    return settings(layer, norm) == settings(other_layer, other_norm)
+
+
+def _only_they_read(module: fx.GraphModule, nodes: list[Node]) -> bool:
+    """Whether nothing but these layers and BatchNorms reads their parameters and statistics."""
+    names = {parameter_name(value) for node in nodes for value in node.args[1:5] if isinstance(value, fx.Node)} - {None}
+    readers = {user for node in module.graph.nodes if node.op == "get_attr" and node.target in names for user in node.users}
+    return readers <= set(nodes)
+
+
+def _record_norm(module: fx.GraphModule, calls: list[tuple[Node, Node]]) -> tuple[str, FoldedBatchNorm] | None:
+    layer, norm = calls[0]
     nodes = (layer.args[1], layer.args[2] if len(layer.args) > 2 else None, *norm.args[1:5])
     names = ("weight", "bias", "gamma", "beta", "mean", "var")
     read = [node for node in nodes if node is not None]
-    if any(len(node.users) > 1 for node in read) or len({parameter_name(n) for n in read}) < len(read):
-        return None
-    if any(n.target == node.target for node in read for n in module.graph.nodes if n.op == "get_attr" and n is not node):
+    if len({parameter_name(n) for n in read}) < len(read) or not _only_they_read(module, [n for call in calls for n in call]):
         return None
     tensors = {name: stored_value(module, node) for name, node in zip(names, nodes, strict=True)}
     path = str(parameter_name(norm.args[3])).rpartition(".")[0]
     stored = {name: get_tensor(module, str(parameter_name(n))) for name, n in zip(names, nodes, strict=True) if n is not None}
     return str(parameter_name(layer.args[1])), FoldedBatchNorm(
         layer=layer,
+        others=tuple(other for other, _ in calls[1:]),
         norm=path,
         tensors=tensors,
         momentum=norm.args[6] or 0.1,  # captured in eval mode, a cumulative average reads 0
@@ -84,12 +117,17 @@ def _record_norm(module: fx.GraphModule, layer: Node, norm: Node) -> tuple[str, 
     )
 
 
-def _fold_norm(module: fx.GraphModule, layer: Node, norm: Node) -> None:
+def _fold_norm(module: fx.GraphModule, calls: list[tuple[Node, Node]]) -> None:
+    layer, norm = calls[0]
     gamma, beta, mean, var = (stored_value(module, node) for node in norm.args[1:5])
     assert mean is not None
     assert var is not None
     factor = torch.rsqrt(var.double() + norm.args[7])  # in float64: done once, and exported as is
     factor = factor if gamma is None else factor * gamma.double()
+    for other, _ in calls[1:]:
+        other.args = (other.args[0], None, None, *other.args[3:])
     fold_affine_(module, layer, factor, -mean.double(), torch.zeros_like(factor) if beta is None else beta.double())
-    norm.replace_all_uses_with(layer)
-    module.graph.erase_node(norm)
+    for other, behind in calls:
+        other.args = (other.args[0], *layer.args[1:3], *other.args[3:])
+        behind.replace_all_uses_with(other)
+        module.graph.erase_node(behind)

@@ -98,9 +98,9 @@ class _Extremes:
 
 def observed_ends(observer: Observer) -> tuple[float, float]:
     """The extremes that an observer of one channel follows; nan where it has none, as one of the user's own."""
-    low, high = (getattr(observer, name, None) for name in ("low", "high"))
-    known = isinstance(observer, _Extremes) and low is not None and high is not None and low.numel() == high.numel() == 1
-    return (float(low), float(high)) if known else (math.nan, math.nan)
+    if not isinstance(observer, _Extremes) or observer.low is None or observer.high is None or observer.low.numel() != 1:
+        return math.nan, math.nan
+    return float(observer.low), float(observer.high)
 
 
 def set_observed_ends_(observer: Observer, low: Tensor, high: Tensor) -> None:

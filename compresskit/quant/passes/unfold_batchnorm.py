@@ -30,6 +30,9 @@ CONSTANT = 0.01  # fraction of eps below which a variance is that of a channel t
 class ConvBN(nn.Module):
     """A convolution or linear layer with its BatchNorm, for training: called with the layer's input, weight and bias.
 
+    A layer that runs several times is called with the number of the call, too: biases are rounded by the scale of the input.
+
+    roundings: of each call, the quantizers of weight and bias; None where it is not rounded.
     weight, bias, running_mean, running_var: of the BatchNorm.
     tracking: whether, in train mode, batches are normalized by their own statistics, and the running ones follow.
     """
@@ -40,13 +43,13 @@ class ConvBN(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, folded: FoldedBatchNorm, call: tuple[Any, tuple[Any, ...]], rounding: tuple[Any, Any]) -> None:
+    def __init__(self, folded: FoldedBatchNorm, call: tuple[Any, tuple[Any, ...]], roundings: list[tuple[Any, Any]]) -> None:
         super().__init__()
         self.operator, self.rest = call
-        self.rounding = rounding  # (of the weight, of the bias); in a tuple, so that they are not registered as submodules
+        self.roundings = roundings  # in a list, so that they are not registered as submodules
         self.momentum, self.eps = folded.momentum, folded.eps
         self.tracking = True
-        self.axis = rounding[0].axis if rounding[0] is not None else 0
+        self.axis = next((rounding.axis for rounding, _ in roundings if rounding is not None), 0)
         for name, key in (("weight", "gamma"), ("bias", "beta")):
             values = folded.tensors[key]
             trains = key not in folded.frozen
@@ -56,16 +59,22 @@ class ConvBN(nn.Module):
             assert values is not None
             self.register_buffer(name, values.clone())
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: int = 0) -> Tensor:
+        round_weight, round_bias = self.roundings[call]
         if self.training and self.tracking:
             factor = self.factor().detach()
             factor = torch.where(factor.abs() > 1e-8, factor, torch.ones_like(factor))
-            y = self.operator(x, self._rounded(self._scaled(weight, factor)), None, *self.rest)
+            scaled = self._scaled(weight, factor)
+            y = self.operator(x, scaled if round_weight is None else round_weight(scaled), None, *self.rest)
             return self._normalized(y, factor, bias)
         weight, bias = self.folded(weight, bias)
-        rounding = self.rounding[1]
-        rounded = bias if rounding is None else rounding(bias, weight)
-        return self.operator(x, self._rounded(weight), rounded.to(weight.dtype), *self.rest)
+        rounded = bias if round_bias is None else round_bias(bias, weight)
+        weight = weight if round_weight is None else round_weight(weight)
+        return self.operator(x, weight, rounded.to(weight.dtype), *self.rest)  # type: ignore[no-any-return]
+
+    def rounding_of(self, call: Node) -> tuple[Any, Any]:
+        """The quantizers of weight and bias of a call, a node of the graph."""
+        return self.roundings[call.args[3] if len(call.args) > 3 else 0]
 
     def _normalized(self, y: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
         """BatchNorm of y / factor + bias with the statistics of the batch, which the running ones follow."""
@@ -105,9 +114,6 @@ class ConvBN(nn.Module):
         shape = [1] * weight.ndim
         shape[self.axis] = -1
         return (weight.float() * factor.view(shape)).to(weight.dtype)
-
-    def _rounded(self, weight: Tensor) -> Tensor:
-        return weight if self.rounding[0] is None else self.rounding[0](weight)  # type: ignore[no-any-return]
 
 
 class _ScaledBatchNorm(torch.autograd.Function):
@@ -161,26 +167,28 @@ def _normalized_again(ctx: Any) -> Tensor:
 def unfold_batchnorm_(body: fx.GraphModule, folds: list[FoldedBatchNorm]) -> None:
     """Replace layers by `ConvBN` modules that hold the unfolded weight and a BatchNorm of its own, in place."""
     for fold in folds:
-        layer = fold.layer
-        weight, rounding = _parameter_and_quantizer(body, layer.args[1], WeightQuantizer)
-        bias, bias_rounding = _parameter_and_quantizer(body, layer.args[2], BiasQuantizer)
-        conv_bn = ConvBN(fold, (layer.target, tuple(layer.args[3:])), (rounding, bias_rounding))
+        layer, calls = fold.layer, (fold.layer, *fold.others)
+        weights = [_parameter_and_quantizer(body, node.args[1], WeightQuantizer) for node in calls]
+        biases = [_parameter_and_quantizer(body, node.args[2], BiasQuantizer) for node in calls]
+        roundings = [(weight[1], bias[1]) for weight, bias in zip(weights, biases, strict=True)]
+        conv_bn = ConvBN(fold, (layer.target, tuple(layer.args[3:])), roundings)
         name = fold.norm
         if isinstance(getattr(body, name.partition(".")[0], None), QuantizerHolder):  # the name was free once it was folded
             name = free_name(body, name.replace(".", "_"))
         body.add_submodule(name, conv_bn)
-        module, leaf = owner(body, str(parameter_name(weight)))
+        module, leaf = owner(body, str(parameter_name(weights[0][0])))
         old = getattr(module, leaf)
         setattr(module, leaf, nn.Parameter(_unfolded(fold, "weight").to(old), requires_grad="weight" not in fold.frozen))
-        module, leaf = owner(body, str(parameter_name(bias)))
+        module, leaf = owner(body, str(parameter_name(biases[0][0])))
         if fold.tensors["bias"] is None:
             delattr(module, leaf)
         else:
             setattr(module, leaf, nn.Parameter(_unfolded(fold, "bias").to(old), requires_grad="bias" not in fold.frozen))
         conv_bn.to(old.device).train(body.training)
-        layer.op, layer.target = "call_module", name
-        layer.args = (layer.args[0], weight, None if fold.tensors["bias"] is None else bias)
-        layer.meta["bias"] = str(parameter_name(bias))
+        for number, (node, (weight, _), (bias, _)) in enumerate(zip(calls, weights, biases, strict=True)):
+            node.op, node.target = "call_module", name
+            node.args = (node.args[0], weight, None if fold.tensors["bias"] is None else bias, *([number] if number else []))
+            node.meta["bias"] = str(parameter_name(bias))
     _drop_unread_nodes_(body)
 
 
@@ -199,32 +207,44 @@ def _parameter_and_quantizer(body: fx.GraphModule, node: Node, kind: type[nn.Mod
 def fold_conv_bn_(body: fx.GraphModule) -> None:
     """Fold every BatchNorm again: the graph as before `unfold_batchnorm_`, with the trained weights and biases, in place."""
     names = {id(module): name for name, module in body.named_modules()}
+    folded: dict[str, tuple[ConvBN, tuple[Tensor, Tensor]]] = {}
     for node in list(body.graph.nodes):
         conv_bn = body.get_submodule(node.target) if node.op == "call_module" else None
-        if not isinstance(conv_bn, ConvBN):
-            continue
-        x, weight, bias = node.args
-        name, other = str(parameter_name(weight)), node.meta["bias"]
-        with torch.no_grad():
-            values = conv_bn.folded(get_tensor(body, name), None if bias is None else get_tensor(body, other))
-        path = node.target
-        node.op, node.target = "call_function", conv_bn.operator
-        for target, value in zip((name, other), values, strict=True):
-            module, leaf = owner(body, target)
-            setattr(
-                module, leaf, nn.Parameter(value.detach(), requires_grad=conv_bn.weight is None or conv_bn.weight.requires_grad)
-            )
+        if isinstance(conv_bn, ConvBN):
+            if node.target not in folded:
+                folded[node.target] = conv_bn, _fold_weights_(body, conv_bn, node)
+            _call_operator_(body, conv_bn, node, names, folded[node.target][1][1])
+    for path in folded:
         body.delete_submodule(path)
-        with body.graph.inserting_before(node):
-            bias = body.graph.get_attr(other) if bias is None else bias
-            reads = [weight, bias]
-            if conv_bn.rounding[0] is not None:
-                reads[0] = body.graph.call_module(names[id(conv_bn.rounding[0])], (weight,))
-            if conv_bn.rounding[1] is not None:
-                reads[1] = body.graph.call_module(names[id(conv_bn.rounding[1])], (bias, weight))
-                conv_bn.rounding[1].make_room_(values[1])
-        node.args = (x, *reads, *conv_bn.rest)
     _drop_unread_nodes_(body)
+
+
+def _fold_weights_(body: fx.GraphModule, conv_bn: ConvBN, node: Node) -> tuple[Tensor, Tensor]:
+    """Give the parameters of a layer the values with BatchNorm folded in; returns them."""
+    name, other, bias = str(parameter_name(node.args[1])), node.meta["bias"], node.args[2]
+    with torch.no_grad():
+        values = conv_bn.folded(get_tensor(body, name), None if bias is None else get_tensor(body, other))
+    for target, value in zip((name, other), values, strict=True):
+        module, leaf = owner(body, target)
+        trains = conv_bn.weight is None or conv_bn.weight.requires_grad
+        setattr(module, leaf, nn.Parameter(value.detach(), requires_grad=trains))
+    return values
+
+
+def _call_operator_(body: fx.GraphModule, conv_bn: ConvBN, node: Node, names: dict[int, str], folded_bias: Tensor) -> None:
+    """Let a node call the layer's operator, with its parameters rounded as `conv_bn` rounds them."""
+    x, weight, bias, *_ = node.args
+    round_weight, round_bias = conv_bn.rounding_of(node)
+    node.op, node.target = "call_function", conv_bn.operator
+    with body.graph.inserting_before(node):
+        bias = body.graph.get_attr(node.meta["bias"]) if bias is None else bias
+        reads = [weight, bias]
+        if round_weight is not None:
+            reads[0] = body.graph.call_module(names[id(round_weight)], (weight,))
+        if round_bias is not None:
+            reads[1] = body.graph.call_module(names[id(round_bias)], (bias, weight))
+            round_bias.make_room_(folded_bias)
+    node.args = (x, *reads, *conv_bn.rest)
 
 
 def conv_bn_layers(body: fx.GraphModule) -> list[ConvBN]:

@@ -1,4 +1,4 @@
-"""Say what of a float model its quantization-aware training leaves out: dropout, and weights that several calls share."""
+"""Say what of a float model its quantization-aware training leaves out: dropout, and weights of calls with several BatchNorms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compresskit.quant.model import Quantized
 
 log = logging.getLogger(__name__)
 
-MOST_NAMED = 3
+FIRST_NAMED = 3
 
 
 def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> None:
@@ -32,8 +32,9 @@ def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> 
         )
     if names := _torn(model, quantized):
         log.warning(
-            "%s: %s runs several times with a BatchNorm behind: each call is trained with a weight of its own, all but the last"
-            " with BatchNorm folded. To train one weight, freeze and fold BatchNorm before, or quantize with quantize_static",
+            "%s: %s runs several times, with another BatchNorm behind each: every call is trained with a weight of its own, all"
+            " but the last with BatchNorm folded. To keep one weight, quantize with quantize_static, or build the network without"
+            " these BatchNorms",
             where,
             _few(names),
         )
@@ -56,4 +57,4 @@ def _torn(model: nn.Module, quantized: Quantized) -> list[str]:
 
 def _few(names: Iterable[str]) -> str:
     some = [repr(name) for name in names]
-    return ", ".join(some[:MOST_NAMED]) + (f" and {len(some) - MOST_NAMED} more" if len(some) > MOST_NAMED else "")
+    return ", ".join(some[:FIRST_NAMED]) + (f" and {len(some) - FIRST_NAMED} more" if len(some) > FIRST_NAMED else "")

@@ -89,8 +89,8 @@ def latent_weights(quantized: Quantized) -> Iterator[LatentWeight]:
         name, factor, quantizer = None, None, None
         if isinstance(module, WeightQuantizer):
             name, quantizer = str(node.args[0].target), module
-        elif isinstance(module, ConvBN) and module.rounding[0] is not None:
-            name, quantizer, factor = str(node.args[1].target), module.rounding[0], module.factor().detach()
+        elif isinstance(module, ConvBN) and (found := module.rounding_of(node)[0]) is not None:
+            name, quantizer, factor = str(node.args[1].target), found, module.factor().detach()
         if name is not None and quantizer is not None and id(quantizer) not in seen:
             seen.add(id(quantizer))
             yield LatentWeight(name, quantizer, get_tensor(quantized.body, name), factor)

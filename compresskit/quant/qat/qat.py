@@ -82,8 +82,8 @@ def prepare_qat(model: nn.Module, batches: Batches, *, inside: str | None = None
     that the weights can adapt to them. Call `quantized.convert_()` after the last step: it folds BatchNorm and nudges scales away
     from rounding boundaries, which exporting alone does not. Under DistributedDataParallel ranges are joined over ranks.
 
-    The graph that is trained is that of the deployed model: it has no dropout, and a layer that runs several times with a
-    BatchNorm behind has a weight for each call; both are logged.
+    The graph that is trained is that of the deployed model: it has no dropout, and a layer that runs several times, with another
+    BatchNorm behind each, has a weight for each call; both are logged.
 
     Args:
         model: any float module; it is not changed.

@@ -53,4 +53,4 @@ def test_the_scale_of_zeros_leaves_room_for_the_bias_behind_them() -> None:
 
 def test_nan_activations_name_the_layer() -> None:
     with pytest.raises(DataError, match=r"dead: .* nan or inf"):
-        quantize_static(Constant(math.nan).eval(), [image(4)])
+        quantize_static(Constant(math.inf).eval(), [image(4)])

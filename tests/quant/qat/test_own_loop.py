@@ -91,14 +91,49 @@ def test_each_parameter_stays_frozen_or_not(frozen) -> None:
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    """One convolution in two calls, with one BatchNorm or with two."""
+
+    def __init__(self, norms: int = 1, bias: bool = True) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.conv, self.norms = nn.Conv2d(3, 3, 3, padding=1, bias=bias), nn.ModuleList(nn.BatchNorm2d(3) for _ in range(norms))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = self.norm(self.conv(x)).relu()
+        for call in range(2):
+            x = self.norms[call % len(self.norms)](self.conv(x)).relu()
         return x
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_that_runs_twice_is_trained_as_one(bias, tmp_path) -> None:
+    """With its BatchNorm, whose statistics follow both calls as in the float model."""
+    torch.manual_seed(0)
+    model = Twice(bias=bias)
+    for _ in range(50):
+        model(X)
+    quantized = prepare_qat(model.eval(), [X])
+    assert {n.removeprefix("body.") for n, _ in quantized.named_parameters()} == {n for n, _ in model.named_parameters()}
+    model.train()
+    with torch.no_grad():
+        for _ in range(50):
+            model(X + 1)
+            quantized(X + 1)
+    norms = quantized.body.norms.get_submodule("0"), model.norms[0]
+    torch.testing.assert_close(norms[0].running_mean, norms[1].running_mean, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(norms[0].running_var, norms[1].running_var, atol=0.02, rtol=0.05)
+    optimizer = torch.optim.SGD(quantized.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        quantized(X).square().mean().backward()
+        optimizer.step()
+    quantized.eval()
+    with torch.no_grad():
+        before = quantized(X)
+        quantized.convert_()
+        step = max(float(q.scale) for q in quantized.activation_quantizers())
+        assert (quantized(X) - before).abs().max() <= 2 * step
+    path = ck.export_onnx(quantized, tmp_path / "m.onnx", X)
+    assert ck.verify_onnx(path, quantized, [X]).passed
+    assert sum(1 for _ in quantized.parameters()) == 2  # one weight, one bias
 
 
 def test_what_the_training_leaves_out_is_said(caplog) -> None:
@@ -106,12 +141,11 @@ def test_what_the_training_leaves_out_is_said(caplog) -> None:
     prepare_qat(dropped, [X])
     assert "prepare_qat: the training is without the dropout of '5', since" in caplog.text
     caplog.clear()
-    prepare_qat(Twice().eval(), [X])
-    assert (
-        "prepare_qat: 'conv' runs several times with a BatchNorm behind: each call is trained with a weight of its" in caplog.text
-    )
+    prepare_qat(Twice(norms=2).eval(), [X])
+    assert "prepare_qat: 'conv' runs several times, with another BatchNorm behind each: every call is trained" in caplog.text
     caplog.clear()
     prepare_qat(network(), [X])
+    prepare_qat(Twice().eval(), [X])
     assert "prepare_qat" not in caplog.text
 
 
