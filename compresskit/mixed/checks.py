@@ -18,6 +18,7 @@ from compresskit.mixed.step.compiled import check_compiled, has_compiler
 from compresskit.mixed.step.flat import check_flat
 from compresskit.mixed.step.masters import check_not_in_run
 from compresskit.mixed.step.native import native_update
+from compresskit.mixed.step.owners import trained_by_others
 from compresskit.mixed.step.scaler import LossScaler
 
 COMPILED_UNASKED = 1_000_000  # weights whose steps soon earn back the seconds of a compiler
@@ -42,10 +43,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Poli
     optimized = {p for group in optimizer.param_groups for p in group["params"]}
     if optimized - parameters:
         raise SettingError("prepare: the optimizer holds parameters that are not the model's; make it from model.parameters()")
-    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in optimized]:
+    moved = optimized | trained_by_others(optimizer).keys()
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in moved]:
         warnings.warn(
             f"prepare: the optimizer does not have {missing[0]} ({len(missing)} parameters in all) that require gradients: "
-            "they will not move; freeze them, or hand them over with run.add_group",
+            "they will not move; freeze them, hand them over with run.add_group, or prepare their own optimizer too",
             stacklevel=3,
         )
 

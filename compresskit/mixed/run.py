@@ -175,7 +175,7 @@ class Run:
         if half is not None and self.policy.cast_inputs:
             args, kwargs = cast_floating(args, half), cast_floating(kwargs, half)
         autocast = torch.autocast(self.device.type, dtype=auto) if auto is not None else nullcontext()
-        with autocast, tf32(self.policy.tf32):
+        with autocast, tf32(self.policy.tf32), self._weights.buffers.watching(self._model):
             output = self._model(*args, **kwargs)
         casts = half is not None or auto is not None or self._sharded
         return cast_floating(output, output_dtype) if casts and output_dtype is not None else output
@@ -196,12 +196,12 @@ class Run:
         loss = loss.float() if self._micro_batches is None else loss.float() / self._micro_batches
         several = len(self.scalers) > 1
         if self._backward_passes and (several or self._unscaled or not self._weights.fp32_gradients):
-            self._accumulator.take(self._weights.names)
-        with tf32(self.policy.tf32):
+            self._accumulator.take(self._weights.gradients.parameters())
+        with tf32(self.policy.tf32), self._weights.gradients.backward(scaled=chosen is not None):
             (loss if chosen is None else loss * chosen.scale).backward()
         self._backward_passes += 1
         if (several or self._unscaled) and chosen is not None:
-            self._accumulator.take(self._weights.names, chosen)
+            self._accumulator.take(self._weights.gradients.parameters(), chosen)
 
     @contextmanager
     def accumulate(self, count: int) -> Iterator[None]:
@@ -231,7 +231,7 @@ class Run:
         and is emptied by this. Under a loss scale a gradient that is not finite still skips the step.
         """
         only = self.scaler if len(self.scalers) == 1 and self._overflow.used and not self._unscaled else None
-        self._accumulator.take(self._weights.names, only)
+        self._accumulator.take(self._weights.gradients.parameters(), only)
         self._unscaled = True
         return {self._weights.names[p]: grad for p, grad in self._accumulator.totals.items()}
 
@@ -420,7 +420,7 @@ class Run:
             CheckpointError: between `backward` and `step`.
         """
         weights = self._weights
-        if any(p.grad is not None for p in weights.names) or self._backward_passes:
+        if any(p.grad is not None for p in weights.gradients.parameters()) or self._backward_passes:
             raise CheckpointError("state_dict: gradients wait for their step and would be lost; call it after step()")
         self._adopt_writes(compare=True)
         keep: Callable[[Tensor], Tensor] = (lambda value: value.detach().clone()) if copy else Tensor.detach

@@ -22,6 +22,8 @@ from compresskit.mixed.formats.bf16_in_pieces import Draws
 from compresskit.mixed.formats.casts import add_cast_hooks_, kept_fp32
 from compresskit.mixed.formats.parallel import broadcast_from_zero_, full_tensor, reshard_
 from compresskit.mixed.formats.policy import HALVES, Policy
+from compresskit.mixed.step.buffers import HalfBuffers, widen_buffers_
+from compresskit.mixed.step.owners import GradientOwner
 from compresskit.mixed.step.scaler import stored_values
 from compresskit.mixed.step.watch import WeightWatch
 
@@ -60,7 +62,7 @@ class MasterWeights:
         self.owners: list[tuple[str, HalfWeight | None, nn.Parameter]] = []  # the same, ready for the loops of a step
         self.halves: list[HalfWeight] = []
         self.half_parameters: list[nn.Parameter] = []
-        self.half_buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self.buffers, self.gradients = HalfBuffers(model, policy), GradientOwner(optimizer)
         self.hooked: set[nn.Module] = set()  # modules kept in fp32, with hooks that cast around them
         self.handles: list[RemovableHandle] = []
         self.next_offset = 0
@@ -118,6 +120,7 @@ class MasterWeights:
         self.optimized = {p: name for p, name in self.names.items() if p in optimized}
         halves = {half.parameter: half for half in self.halves}
         self.owners = [(name, halves.get(p), p) for p, name in self.optimized.items()]
+        self.gradients.own(self.optimized, self.names)
 
     def _cast_model(self, dtype: torch.dtype, kept: set[Any]) -> None:
         # Masters and remainders are taken before the cast, so that nothing is lost; buffers are cast too.
@@ -127,14 +130,9 @@ class MasterWeights:
                     continue
                 self._cast(parameter, dtype, self.next_offset)
                 self.next_offset += parameter.numel()
-            if module in kept:
-                continue
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype == torch.float32 and id(buffer) not in kept:
-                    module._buffers[name] = buffer.to(dtype)
-                    self.half_buffers.append((module, name, buffer))
-            if isinstance(module, nn.RNNBase):
+            if isinstance(module, nn.RNNBase) and module not in kept:
                 module.flatten_parameters()
+        self.buffers.cast_(dtype, kept)
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, offset: int) -> None:
         master = parameter.detach().clone()
@@ -167,6 +165,7 @@ class MasterWeights:
 
         `accumulated` holds fp32 gradients by parameter, which replace `.grad`.
         """
+        self.gradients.check_scale()
         for parameter, total in accumulated.items():
             parameter.grad = total if self.fp32_gradients else total.to(parameter.dtype)
         self.step_gradients = []
@@ -179,6 +178,7 @@ class MasterWeights:
 
     def raw_gradients(self, accumulated: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Gradients by parameter, half or fp32 as they are, for a step that casts them itself."""
+        self.gradients.check_scale()
         every = {p: accumulated.get(p, p.grad) for p in self.optimized}
         grads = {p: grad for p, grad in every.items() if grad is not None}
         self.step_gradients = [(self.optimized[p], grad) for p, grad in grads.items()]
@@ -191,10 +191,9 @@ class MasterWeights:
         return [name for name, _ in self.step_gradients], ~torch.isfinite(norm)
 
     def zero_grad_(self) -> None:
-        """Drop all gradients."""
+        """Drop the gradients, but for those of parameters that only another run's optimizer has."""
         self.step_gradients = []
-        for parameter in self.names:
-            parameter.grad = None
+        self.gradients.clear_()
         for half in self.halves:
             half.master.grad = None
 
@@ -390,17 +389,15 @@ class MasterWeights:
             parameter.grad = None
             if self.policy.pure:
                 _cast_state_to_fp32_(self.optimizer.state.get(parameter, {}))
-        for module, name, full in self.half_buffers:
-            half_buffer = module.get_buffer(name)
-            # A constant, such as a mean by which inputs are normalised, gets back the bits that half dropped.
-            module._buffers[name] = full if torch.equal(full.to(half_buffer.dtype), half_buffer) else half_buffer.float()
+        self.buffers.restore_()
+        self.gradients.retire()
         for handle in self.handles:
             handle.remove()
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         replace_parameters_(self.optimizer, {half.master: half.parameter for half in self.halves})
-        self.halves, self.half_parameters, self.half_buffers, self.hooked, self.places = [], [], [], set(), []
+        self.halves, self.half_parameters, self.hooked, self.places = [], [], set(), []
 
 
 def check_not_in_run(model: nn.Module) -> None:
@@ -436,9 +433,7 @@ def widen_(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             if parameter.dtype in HALVES:
                 parameter.data, parameter.grad = parameter.data.float(), None
                 _cast_state_to_fp32_(optimizer.state.get(parameter, {}))
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.dtype in HALVES:
-                module._buffers[name] = buffer.float()
+    widen_buffers_(model)
 
 
 def _cast_state_to_fp32_(state: dict[str, Any]) -> None:

@@ -162,13 +162,20 @@ def check_(grads: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
 
 
 def total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of all gradients together, a scalar on `device`; in fp32, as in half 2e5 values of 60000 already make inf."""
+    """The 2-norm of all gradients together, a scalar on `device`.
+
+    In fp32, as in half 2e5 values of 60000 already make inf; in float64 where a gradient is.
+    """
     if not grads:
         return torch.zeros((), device=device)
     shards = [grad for grad in grads if is_dtensor(grad)]
     # Rows that a sparse gradient holds more than once are to be added first.
     plain = stored_values(grad.coalesce() if grad.is_sparse else grad for grad in grads if not is_dtensor(grad))
-    norms = list(torch._foreach_norm(plain, 2, dtype=torch.float32)) if plain else []
+    norms: list[Tensor] = []
+    for dtype in (torch.float32, torch.float64):  # torch narrows no values for a norm
+        group = [grad for grad in plain if (grad.dtype is torch.float64) is (dtype is torch.float64)]
+        norms += torch._foreach_norm(group, 2, dtype=dtype) if group else ()
     if shards:  # FSDP2, in fp32 as they are (torch 2.15 takes no dtype here); one reduction over the ranks for all of them
         norms.append(full_tensor(torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(shards, 2))))))
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    widest = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([norm.to(device, widest) for norm in norms]))

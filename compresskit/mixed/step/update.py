@@ -83,7 +83,8 @@ class UnscaleAndClip:
     def apply_(self) -> None:
         """Divide the gradients, in place, and complete `found_inf`."""
         divisor = self.divisor()
-        inverse = None if divisor is None else divisor.double().reciprocal().float()
+        # In the dtype of the norm: float64 gradients are not multiplied by a rounded factor.
+        inverse = None if divisor is None else divisor.double().reciprocal().to(divisor.dtype)
         if self.found_inf is not None and self.clip is None:
             one = torch.ones((), device=self.found_inf.device)
             check_(self.grads, self.found_inf, one if inverse is None else inverse)
@@ -114,7 +115,9 @@ def update_(optimizer: Any, unscale: UnscaleAndClip, step: Callable[[], None]) -
         unscale.check_()
         if unscale.found_inf is not None:
             zero_momentum_(optimizer)
-        optimizer.grad_scale, optimizer.found_inf = unscale.divisor(), unscale.found_inf
+        divisor = unscale.divisor()
+        # The kernels read the factor as fp32, whatever the dtype of the gradients.
+        optimizer.grad_scale, optimizer.found_inf = None if divisor is None else divisor.float(), unscale.found_inf
         try:
             step()
         finally:

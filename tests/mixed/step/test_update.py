@@ -81,6 +81,37 @@ def test_norms_of_half_gradients_are_summed_in_fp32() -> None:
     assert total_norm(grads, torch.device("cpu")).item() == pytest.approx(60000 * 200_000**0.5, rel=1e-3)
 
 
+def test_norms_of_float64_gradients_are_computed_in_float64() -> None:
+    fine = torch.tensor([1 + 2.0**-40, 0.0], dtype=torch.float64)
+    got = total_norm([fine], torch.device("cpu"))
+    assert got.dtype == torch.float64
+    assert got.item() == fine[0].item()
+    half, plain, turned = torch.full((3,), 2.0).half(), torch.full((2,), 3.0), torch.tensor([3 + 4j], dtype=torch.cdouble)
+    mixed = total_norm([half, fine, plain, turned], torch.device("cpu"))
+    assert mixed.item() == pytest.approx((12 + fine[0].item() ** 2 + 18 + 25) ** 0.5, rel=1e-6)  # the others' in fp32
+    assert total_norm([half, plain], torch.device("cpu")).dtype == torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_float64_models_are_clipped_as_torch_clips_them(fused) -> None:
+    models = [nn.Linear(3, 2).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, theirs = (torch.optim.Adam(model.parameters(), lr=0.1, fused=fused) for model in models)
+    run = prepare(models[0], ours, FP32, clip=0.5)
+    x = torch.linspace(-3, 3, 12, dtype=torch.float64).reshape(4, 3)
+    for _ in range(3):
+        loss = run(x).square().sum()
+        (loss.detach() * 0 + models[1](x).square().sum()).backward()
+        run.backward(loss)
+        norm = nn.utils.clip_grad_norm_(models[1].parameters(), 0.5)
+        run.step()
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(run.grad_norm, norm, rtol=1e-6, atol=0)
+    for got, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_fused_optimizers_need_no_host_sync(name, clip) -> None:
