@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from compresskit.base.errors import CompressError, ModelError, SettingError
 from compresskit.base.task import Inputs, Task, call
 from compresskit.graph.surgery import frozen_copy
 from compresskit.graph.taps import tapped
+
+#: What an ensemble is the mean of.
+Average = Literal["probabilities", "outputs"]
 
 #: Predictions (N, C, ...), or the `TopK` of a cache, and features by tap.
 TeacherOutputs = tuple[Any, dict[str, Tensor]]
@@ -52,8 +56,9 @@ class TeacherSource(Protocol):
 class Teacher(nn.Module):
     """Frozen copies of one or more models, in eval mode: `imitate(Teacher(a, b, c))`.
 
-    Several models are an ensemble whose probabilities are averaged (Hinton et al., 1503.02531): its logits are
-    log(mean of softmax). Predictions are fp32 whatever the dtype of the models.
+    Several models are an ensemble. Of classifiers the probabilities are averaged (Hinton et al., 1503.02531), and its logits are
+    log(mean of softmax); of other models, such as those of a regression, the outputs themselves. Predictions are fp32 whatever
+    the dtype of the models.
 
     Args:
         models: trained models, in eval mode; a model in train mode is most likely not trained yet, and refused.
@@ -63,6 +68,10 @@ class Teacher(nn.Module):
         compiled: run them through torch.compile; the modules of such a teacher cannot be tapped.
         inputs: `(the student's inputs) -> the teacher's inputs`, a tuple or a dict, for a teacher with another input
             resolution or another tokenizer.
+        average: "probabilities" or "outputs", what an ensemble is the mean of. None is outputs for one channel, and where the
+            loss of `imitate` or `pseudo_label` reads more of the teacher than a softmax of it keeps, as F.mse_loss does: it
+            teaches something else when all channels of the teacher grow by one number. Any other loss, and one that takes
+            `target` or `index`, gets probabilities.
 
     Raises:
         SettingError: for settings of the wrong type.
@@ -75,21 +84,17 @@ class Teacher(nn.Module):
         dtype: torch.dtype | None = None,
         compiled: bool = False,
         inputs: Callable[[Inputs], Inputs] | None = None,
+        average: Average | None = None,
     ) -> None:
         super().__init__()
-        if not models:
-            raise SettingError("Teacher(): wanted at least one model")
-        if wrong := [type(m).__name__ for m in models if not isinstance(m, nn.Module)]:
-            raise SettingError(f"Teacher(): wanted models, got {wrong[0]}; an ensemble is Teacher(a, b), not a list")
         if dtype is not None and not dtype.is_floating_point:
             raise SettingError(f"Teacher(dtype=...): wanted a floating-point type, got {dtype}")
         if inputs is not None and not callable(inputs):
             raise SettingError(f"Teacher(inputs=...): wanted a function, got {type(inputs).__name__}")
-        if learning := [type(m).__name__ for m in models if m.training]:
-            raise ModelError(
-                f"the teacher {learning[0]} is in train mode, as a model is that is not trained yet; put it in eval mode if it is"
-            )
-        self.dtype, self.inputs = dtype, inputs
+        if average not in (None, *get_args(Average)):
+            raise SettingError(f"Teacher(average=...): wanted 'probabilities', 'outputs' or None, got {average!r}")
+        _check_models(models)
+        self.dtype, self.inputs, self.average = dtype, inputs, average
         self.label = " + ".join(type(m).__name__ for m in models)
         self.members = nn.ModuleList(frozen_copy(m) for m in models)
         super().train(False)
@@ -121,7 +126,7 @@ class Teacher(nn.Module):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def predictions(self, inputs: Inputs, task: Task) -> Tensor:
-        """Return fp32 logits (N, C, ...), without gradients."""
+        """Return fp32 logits (N, C, ...), or outputs of other shapes, without gradients."""
         # no_grad, not inference_mode: autograd refuses to save an inference tensor for the student's backward pass.
         with torch.no_grad():
             outputs = call(self, inputs if self.inputs is None else self.inputs(inputs))
@@ -130,7 +135,21 @@ class Teacher(nn.Module):
             logits = [task.predict(output).float() for output in outputs]
             if len({tuple(z.shape) for z in logits}) > 1:
                 raise ModelError(f"the teachers {self.label} give predictions of shapes {[tuple(z.shape) for z in logits]}")
+            one_channel = logits[0].ndim < 2 or logits[0].shape[1] == 1
+            if one_channel and self.average == "probabilities":
+                raise ModelError(
+                    f"Teacher(average='probabilities'): the teachers {self.label} give one channel, of which a softmax says"
+                    " nothing; leave average out, or set it to 'outputs'"
+                )
+            if one_channel or self.average == "outputs":
+                return torch.stack(logits).mean(0)
             return torch.stack([z.log_softmax(1) for z in logits]).logsumexp(0) - math.log(len(logits))
+
+    def averaging(self, average: Average) -> Teacher:
+        """Return a teacher of the same models, which are shared, with another `average`."""
+        other = copy.copy(self)
+        other.average = average
+        return other
 
     def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:
         """Return the outputs for an example; `ModelError` where the teacher does not run on such inputs."""
@@ -162,6 +181,17 @@ class Teacher(nn.Module):
             return self.predictions(inputs, task), {}
         with tapped(self.tappable, taps) as features:
             return self.predictions(inputs, task), features
+
+
+def _check_models(models: Sequence[Any]) -> None:
+    if not models:
+        raise SettingError("Teacher(): wanted at least one model")
+    if wrong := [type(m).__name__ for m in models if not isinstance(m, nn.Module)]:
+        raise SettingError(f"Teacher(): wanted models, got {wrong[0]}; an ensemble is Teacher(a, b), not a list")
+    if learning := [type(m).__name__ for m in models if m.training]:
+        raise ModelError(
+            f"the teacher {learning[0]} is in train mode, as a model is that is not trained yet; put it in eval mode if it is"
+        )
 
 
 def _half_dtype(model: nn.Module) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.losses.top_k import TopK, top_k_soft_targets
 from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
+from compresskit.distill.objectives.averages import averaged_for
 from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight
 from compresskit.distill.objectives.mixup import mixup
 from compresskit.distill.objectives.terms import (
@@ -85,9 +86,11 @@ class Imitate(Objective):
             wanted, teacher_features = source.example_outputs(example, task, bound._teacher_taps())
             got, student_features = bound._run_student(model, example)
             bound._check_classes(wanted, got)
+            if self.weight:
+                source = averaged_for(source, self.loss, self._first_classes(got))
             started, adapters = start_terms(terms, student_features, teacher_features)
         attach_adapters_(model, adapters)
-        return replace(bound, bound_terms=tuple(started), adapters=adapters)
+        return replace(bound, source=source, bound_terms=tuple(started), adapters=adapters)
 
     def _check_classes(self, wanted: Tensor, got: Tensor) -> None:
         """Raise `ModelError` unless teacher and student predict the same classes, two or more for soft targets."""
@@ -206,9 +209,10 @@ def imitate(
     Knowledge distillation (Hinton et al., 1503.02531). Use it in any training: `Train(objective=imitate(teacher))`.
 
     Args:
-        teacher: a trained model in eval mode. It is copied, frozen and kept in eval mode. `Teacher(a, b)` is an ensemble,
-            `Teacher(a, dtype=torch.bfloat16)` one in half precision, `EMA()` a moving average of the student, `cache(...)`
-            predictions on disk. None takes `Task.reference`, which a recipe sets to its first trained float model.
+        teacher: a trained model in eval mode. It is copied, frozen and kept in eval mode. `Teacher(a, b)` is an ensemble, of
+            probabilities or of outputs as `loss` asks for, `Teacher(a, dtype=torch.bfloat16)` one in half precision, `EMA()` a
+            moving average of the student, `cache(...)` predictions on disk. None takes `Task.reference`, which a recipe sets to
+            its first trained float model.
         terms: more losses, of features or predictions: `[Term(losses.hint, "layer3", weight=10, adapt=project)]`.
         loss: of the predictions, `(student, teacher) -> scalar` or `(student, teacher, target) -> scalar`; `soft_targets` at
             `temperature` if None.

@@ -16,6 +16,7 @@ from compresskit.base.randomness import fork_rng_state
 from compresskit.base.task import Inputs, Task, call, to_device
 from compresskit.distill.losses.logits import hard_targets
 from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
+from compresskit.distill.objectives.averages import averaged_for
 from compresskit.distill.objectives.terms import DistillLoss
 from compresskit.graph.surgery import mode
 from compresskit.train.cursor import DataCursor
@@ -73,12 +74,14 @@ class PseudoLabel(Objective):
         inputs = self._inputs(first, task)
         with torch.no_grad(), mode(model, training=False):
             wanted = source.example_outputs(inputs, task, ())[0].shape
-            got = task.predict(call(model, inputs)).shape
+            predictions = task.predict(call(model, inputs))
+            got = predictions.shape
         if wanted != got:
             raise ModelError(
                 f"the teacher {source.label} gives predictions {tuple(wanted)}, the student {type(model).__name__} {tuple(got)};"
                 " both must have the same classes"
             )
+        source = averaged_for(source, self.loss, predictions)
         return replace(self, source=source, task=task, batches=RepeatedLoader(self.unlabelled))
 
     def resume_state(self) -> dict[str, Any]:

@@ -69,6 +69,35 @@ def test_an_ensemble_is_averaged_in_probability() -> None:
     torch.testing.assert_close(goal(student, task.val[0])["imitate"], kd.losses.soft_targets(student(*inputs), got))
 
 
+def test_an_ensemble_of_one_channel_is_averaged_in_its_outputs() -> None:
+    a, b, student = (nn.Linear(8, 1) for _ in range(3))
+    x = torch.randn(16, 8)
+    mean, task = ((a(x) + b(x)) / 2).detach(), ck.Task(train=[(x, torch.randn(16, 1))], loss=nn.functional.mse_loss)
+    teacher = Teacher(a.eval(), b.eval())
+    torch.testing.assert_close(teacher.predictions((x,), task), mean)
+    goal = ck.imitate(teacher, loss=nn.functional.mse_loss, weight=1, task_weight=0).bind(student, task)
+    torch.testing.assert_close(goal(student, task.train[0])["imitate"], nn.functional.mse_loss(student(x), mean))
+    flat = Teacher(*(nn.Sequential(m, nn.Flatten(0)).eval() for m in (a, b)))
+    torch.testing.assert_close(flat.predictions((x,), task), mean[:, 0])
+    with pytest.raises(ModelError, match="give one channel, of which a softmax says nothing; leave average out"):
+        Teacher(a, b, average="probabilities").predictions((x,), task)
+
+
+def test_the_mean_of_an_ensemble_is_chosen_by_its_setting() -> None:
+    models, task = [build(kind) for kind in (networks.Residual, networks.Chain)], images_task(ck)
+    inputs, _ = task.split(task.val[0])
+    outputs = torch.stack([m(*inputs) for m in models]).mean(0).detach()
+    torch.testing.assert_close(Teacher(*models, average="outputs").predictions(inputs, task), outputs)
+    teacher = Teacher(*models)
+    other = teacher.averaging("outputs")
+    torch.testing.assert_close(other.predictions(inputs, task), outputs)
+    assert not torch.allclose(teacher.predictions(inputs, task), outputs)
+    assert teacher.average is None
+    assert other.members[0] is teacher.members[0]
+    with pytest.raises(SettingError, match=r"Teacher\(average=...\): wanted 'probabilities', 'outputs' or None, got 'logits'"):
+        Teacher(*models, average="logits")
+
+
 class Sure(nn.Module):
     def __init__(self, own):
         super().__init__()
