@@ -19,7 +19,7 @@ from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size
 from compresskit.export import export_onnx
-from compresskit.graph.surgery import copy_model
+from compresskit.graph.surgery import check_is_module, copy_model
 from compresskit.prune.channels.plan_channels import analyze_channels, plan_channels
 from compresskit.prune.criteria import CHANNEL_EVIDENCE, Criterion, check_criterion, l2
 from compresskit.prune.normalizers import unscaled
@@ -37,6 +37,7 @@ from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.quant.numerics.observers import MinMax
 from compresskit.quant.numerics.targets import X86, Target, check_target
+from compresskit.quant.passes.prepare_graph import prepare_graph
 from compresskit.quant.static import quantize_static
 from compresskit.search.joint.file_size import StoredWeight, modelled_bytes, stored_weights
 from compresskit.search.joint.joint_plan import JointPlan, MeasuredJointChoice, repaired
@@ -150,31 +151,38 @@ class _Judged:
 
 
 class _JointSearch:
-    """One model, its groups and layers, and what they lose."""
+    """One model, its groups and layers, and what they lose.
+
+    It works on a copy in eval mode: in train mode, the norm of a spectral norm moves each time that its weight is read.
+    """
 
     def __init__(self, model: nn.Module, batches: Batches, how: JointSettings, sensitivities: JointSensitivities | None) -> None:
-        self.model, self.how = model, how
+        check_is_module(model, "choose_channels_and_bits")
+        self.model, self.how = copy_model(model).eval(), how
         self.example, stream = first_and_all(batches, "choose_channels_and_bits")
-        quantized = build_quantized(model, self.example, how.target, MinMax, skip=how.skip).eval()
-        self.layers = list(layers_by_name(quantized))
+        captured, origin, _ = prepare_graph(self.model, self.example, how.target, how.skip)
+        quantized = build_quantized(self.model, self.example, how.target, MinMax, skip=how.skip, prepared=(captured, origin))
+        self.layers = layers_by_name(quantized)
         self.data = _judged(list(stream), max(1, CALIBRATION_BYTES // quantized.row_bytes))
-        analysis, prefix, macs = analyze_channels(model, self.example, ignore=how.ignore)
+        analysis, prefix, macs = analyze_channels(self.model, self.example, ignore=how.ignore)
         self.analysis: ChannelAnalysis = analysis
-        self.weights: list[StoredWeight] = stored_weights(model, analysis, self.layers)
+        stored = {captured.name_in_model(name): weight for name, weight in quantized.body.named_parameters()}
+        numbers = {captured.name_in_model(part.weight): i for i, parts in enumerate(self.layers.values()) for part in parts}
+        self.weights: list[StoredWeight] = stored_weights(self.model, analysis, stored, numbers)
         if sensitivities is None:
-            score_groups_(analysis.groups, model, prefix, how.criterion, unscaled, how.task, 3072)
-            sensitivities = self._measured_sensitivities(macs)
+            score_groups_(analysis.groups, self.model, prefix, how.criterion, unscaled, how.task, 3072)
+            sensitivities = self._measured_sensitivities(quantized, macs)
         self.sensitivities = sensitivities
         self.fixed = 0.0  # bytes of the file that are not modelled; found by exporting
         self.exported: dict[tuple[tuple[int, ...], tuple[int, ...]], _Choice] = {}
 
-    def _measured_sensitivities(self, macs: int) -> JointSensitivities:
+    def _measured_sensitivities(self, quantized: Quantized, macs: int) -> JointSensitivities:
         error = OutputError(self.model, self.data.judge, self.data.rows)
         measuring = Measuring(self.model, self.data.fit, error)
         kept = [sorted({g.size - round(r * g.size) for r in self.how.ratios} - {0, g.size}) for g in self.analysis.groups]
-        widths = dict.fromkeys(self.layers, sorted(set(self.how.widths)))
         return JointSensitivities(
-            groups=tuple(measuring.groups(self.analysis, macs, kept)), layers=tuple(measuring.layers(self.layers, widths))
+            groups=tuple(measuring.groups(self.analysis, macs, kept)),
+            layers=tuple(measuring.layers(quantized, self.layers, sorted(set(self.how.widths)))),
         )
 
     def plan(self, *, check: bool) -> JointPlan:

@@ -9,12 +9,12 @@ that cannot be removed. A weight read by the layer after a flattening has severa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from compresskit.graph.surgery import get_tensor
 from compresskit.prune.structure.groups import ChannelAnalysis
 
 CHANNEL_BYTES = 12  # of an output channel in the file: scale of the weight, scale of the bias, bias; four each
@@ -69,27 +69,57 @@ def modelled_bytes(weights: Sequence[StoredWeight], kept: Sequence[int], bits: S
     return total
 
 
-def stored_weights(model: nn.Module, analysis: ChannelAnalysis, layers: Sequence[str]) -> list[StoredWeight]:
-    """The matrices and filters of a model. layers: dotted names of those that choose bits.
+def stored_weights(
+    model: nn.Module, analysis: ChannelAnalysis, stored: Mapping[str, Tensor], layers: Mapping[str, int]
+) -> list[StoredWeight]:
+    """The matrices and filters of the file.
 
     Dimensions beyond the second are taken as whole, also where a group reaches them.
+
+    Args:
+        model: the float model. analysis: its groups of channels.
+        stored: the weights as the file stores them, by their names in the model; those that the model computes from other
+            parameters (weight norm) are among them with their values.
+        layers: name of a weight -> number of the layer that chooses its bits; the others stay in float.
     """
-    number = {name: i for i, name in enumerate(layers)}
-    along: dict[str, dict[int, dict[int, int]]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    along: dict[Tensor | None, dict[int, dict[int, int]]] = {}  # by the tensor, since a tied one has several names
     for g, group in enumerate(analysis.groups):
         for (tensor, dim, _), indices in group.indices.items():
-            entries = along.setdefault(analysis.prefix + tensor, {}).setdefault(dim, {})
+            entries = along.setdefault(parameters.get(analysis.prefix + tensor), {}).setdefault(dim, {})
             entries[g] = entries.get(g, 0) + indices.shape[1]
     found = []
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
+    for name, weight in stored.items():
+        if weight.ndim < 2:
             continue
-        layer, _, leaf = name.rpartition(".")
-        sides = [_side(get_tensor(model, name).shape[dim], along.get(name, {}).get(dim, {}), analysis) for dim in (0, 1)]
-        rest = math.prod(parameter.shape[2:])
-        own = number.get(layer) if leaf == "weight" else None
-        found.append(StoredWeight(layer=own, outputs=sides[0], inputs=sides[1], rest=rest))
+        source = next((p for p in _weight_sources(parameters, name) if _is_of_shape(p, weight)), None)
+        reached = along.get(source, {}) if source is not None else {}
+        dims = (1, 0) if source is not None and _is_stored_transposed(source, weight) else (0, 1)
+        sides = [_side(weight.shape[i], reached.get(dim, {}), analysis) for i, dim in enumerate(dims)]
+        rest = math.prod(weight.shape[2:])
+        found.append(StoredWeight(layer=layers.get(name), outputs=sides[0], inputs=sides[1], rest=rest))
     return found
+
+
+def _weight_sources(parameters: Mapping[str, Tensor], name: str) -> Iterator[Tensor]:
+    """The parameters that a weight may be computed from: itself, those under a parametrization, those of the older hooks."""
+    path, dot, leaf = name.rpartition(".")
+    under = f"{path}{dot}parametrizations.{leaf}."
+    for other, parameter in parameters.items():
+        if other in (name, f"{name}_v", f"{name}_orig") or other.startswith(under):
+            yield parameter
+
+
+def _is_of_shape(source: Tensor, weight: Tensor) -> bool:
+    """Whether a parameter has the shape of a stored weight, or that of its transpose."""
+    return source.shape == weight.shape or (weight.ndim == 2 and source.shape == weight.shape[::-1])
+
+
+def _is_stored_transposed(source: Tensor, weight: Tensor) -> bool:
+    """Whether a matrix is stored transposed: of `x @ w`, to make a linear layer of it."""
+    if source.shape != weight.shape:
+        return True
+    return weight.ndim == 2 and torch.equal(source.T, weight) and not torch.equal(source, weight)
 
 
 def _side(size: int, groups: dict[int, int], analysis: ChannelAnalysis) -> Side:

@@ -22,6 +22,8 @@ from compresskit.quant.numerics.bit_widths import Bits
 from compresskit.search.joint.sensitivities import FEW, JointSensitivities
 from compresskit.train.batchnorm import reestimate_batchnorm_
 
+ITSELF = "the model itself"  # in tables, in the place of a name, which it has not
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredJointChoice:
@@ -43,7 +45,7 @@ class JointPlan:
     """Channels and bits of a model, chosen together and not yet applied; prints as tables.
 
     ratios: layer that makes a group of channels -> ratio of them that is removed, for `plan_channels(ratios=)`.
-    bits: for `quantize_static(bits=)`, `prepare_qat(bits=)` and their stages.
+    bits: for `quantize_static(bits=)`, `prepare_qat(bits=)` and their stages; "" names a weight that the model itself holds.
     channels: the same ratios as a plan of pruning. criterion: that chose the channels.
     file_bytes: of the exported file. budget: its most.
     predicted: power of the error of the outputs if the losses of single groups and layers add up.
@@ -93,11 +95,11 @@ class JointPlan:
         rows = ["channels that stay, and the SQNR with one group pruned alone:"]
         for group in self.sensitivities.groups:
             curve = ", ".join(f"{kept}: {_decibels(loss)}" for kept, loss in sorted(group.loss.items()) if kept < group.size)
-            rows.append(f"  {group.layer}: {self.kept[group.layer]} of {group.size}  ({curve})")
+            rows.append(f"  {group.layer or ITSELF}: {self.kept[group.layer]} of {group.size}  ({curve})")
         rows.append("bits of weights, and the SQNR with one layer rounded alone:")
         for layer in self.sensitivities.layers:
             curve = ", ".join(f"{bits}: {_decibels(loss)}" for bits, loss in sorted(layer.loss.items()))
-            rows.append(f"  {layer.layer}: {self.bits[layer.layer].weights}  ({curve})")
+            rows.append(f"  {layer.layer or ITSELF}: {self.bits[layer.layer].weights}  ({curve})")
         rows += [f"measured together on {self.judge}:"] if self.measured else []
         rows += [f"  {choice.lost:.3f} % lost, {choice.file_bytes:,} bytes: {choice.name}" for choice in self.measured]
         return "\n".join([head, *rows])
@@ -106,6 +108,7 @@ class JointPlan:
 def repaired(model: nn.Module, channels: Plan, batches: Batches) -> nn.Module:
     """A copy of a model without the channels of a plan, its layers refitted; as `JointPlan.pruned`, which explains it."""
     data = list(first_and_all(batches, "pruning")[1])
+    model = copy_model(model).eval()  # the caller's own keeps its state: a spectral norm moves where its weight is read
     small = apply_(copy_model(model), channels)
     reconstruct_(small, model, channels, in_chunks(data, FEW))
     error, again = OutputError(model, data, max(map(batch_size, data))), copy_model(small)

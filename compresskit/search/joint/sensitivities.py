@@ -8,7 +8,8 @@ estimated again: from some hundred inputs they would change the outputs more tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,21 @@ from torch import Tensor, nn
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
 from compresskit.graph.surgery import copy_model, get_tensor
-from compresskit.prune.channels.reconstruct import InputStatistics, can_refit, input_statistics, refit_
+from compresskit.prune.channels.reconstruct import (
+    MOST_COLUMNS,
+    InputStatistics,
+    RefittableLayer,
+    can_refit,
+    input_statistics,
+    refit_,
+)
 from compresskit.prune.channels.selector import plan_of
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import apply_
+from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.samples import OutputError
+from compresskit.quant.model import Quantized
 
 FEW = 8  # samples in a batch of statistics: of each batch, only some hundred positions are read
 MOMENT_DAMPING = 0.01  # of the mean second moment of the inputs
@@ -45,7 +55,10 @@ class GroupSensitivity:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingSensitivity:
-    """What rounding the weights of one layer costs. weights: how many. loss: bits -> as in `GroupSensitivity`."""
+    """What rounding the weights of one layer costs.
+
+    layer: dotted name of its module; "" for the model itself. weights: how many. loss: bits -> as in `GroupSensitivity`.
+    """
 
     layer: str
     weights: int
@@ -61,13 +74,13 @@ class JointSensitivities:
 
 
 class Measuring:
-    """A float model, and the data on which it is repaired and judged. It is not changed."""
+    """A float model in eval mode, and the data on which it is repaired and judged. It is not changed."""
 
     def __init__(self, model: nn.Module, fit: Sequence[Inputs], error: OutputError) -> None:
         """fit: inputs for least squares and roundings. error: of the outputs on other inputs."""
         self.model, self.fit, self.error = model, fit, error
-        names = [name for name, _ in model.named_parameters() if can_refit(model, name)]
-        self.statistics = input_statistics(model, names, in_chunks(fit, FEW))
+        names = [name for name, _ in model.named_parameters() if "." in name and can_refit(model, name)]
+        self.statistics = input_statistics(model, [*names, *_computed_weights(model)], in_chunks(fit, FEW))
 
     def groups(self, analysis: ChannelAnalysis, macs: int, kept: Sequence[Sequence[int]]) -> list[GroupSensitivity]:
         """Prune one group after the other. analysis: with scores. macs: of one sample. kept: channels that stay, of each."""
@@ -84,22 +97,60 @@ class Measuring:
             found.append(GroupSensitivity(layer=analysis.prefix + group.layer, size=group.size, loss=losses))
         return found
 
-    def layers(self, names: Sequence[str], widths: Mapping[str, Sequence[int]]) -> list[RoundingSensitivity]:
-        """Round the weights of one layer after the other. names: of the layers. widths: bits to try, of each."""
+    def layers(
+        self, quantized: Quantized, layers: Mapping[str, Sequence[IntegerLayer]], widths: Sequence[int]
+    ) -> list[RoundingSensitivity]:
+        """Round the weights of one layer after the other.
+
+        They are rounded in the graph: there, weights that the model computes from others (weight norm) are tensors as well.
+
+        Args:
+            quantized: the model, still computing in float; it is as before afterwards.
+            layers: as `layers_by_name` finds them. widths: bits to try.
+        """
         found = []
-        for name in progress_bar(list(names), desc="sensitivity of bits"):
-            weight = get_tensor(self.model, f"{name}.weight").detach()
+        for name, parts in progress_bar(list(layers.items()), desc="sensitivity of bits"):
+            weights = {part.weight: get_tensor(quantized.body, part.weight).detach().clone() for part in parts}
             losses = {}
-            for bits in widths[name]:
-                rounded = copy_model(self.model)
-                with torch.no_grad():
-                    get_tensor(rounded, f"{name}.weight").copy_(gptq_rounded(weight, bits, self.statistics.get(f"{name}.weight")))
-                losses[bits] = self._lost(rounded)
-            found.append(RoundingSensitivity(layer=name, weights=weight.numel(), loss=losses))
+            for bits in widths:
+                rounded = {}
+                for stored, weight in weights.items():  # a folded weight has a name of its own, and is alone in its layer
+                    inputs = self.statistics.get(f"{name}.weight" if len(parts) == 1 else stored)
+                    rounded[stored] = gptq_rounded(weight, bits, inputs)
+                with _values_replaced(quantized.body, rounded):
+                    losses[bits] = self._lost(quantized)
+            found.append(RoundingSensitivity(layer=name, weights=sum(w.numel() for w in weights.values()), loss=losses))
         return found
 
     def _lost(self, model: nn.Module) -> float:
         return sum(self.error.of(model))
+
+
+def _computed_weights(model: nn.Module) -> list[str]:
+    """Names of the weights that a model in eval mode computes from others, of layers whose inputs statistics can be taken of."""
+    found = []
+    for path, module in model.named_modules():
+        if not path or not isinstance(module, RefittableLayer) or "weight" in module._parameters:
+            continue
+        if getattr(module, "groups", 1) == 1 and module.weight[0].numel() <= MOST_COLUMNS:
+            found.append(f"{path}.weight")
+    return found
+
+
+@contextmanager
+def _values_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values inside the block."""
+    parameters = {name: get_tensor(model, name) for name in values}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
 
 
 def gptq_rounded(weight: Tensor, bits: int, inputs: InputStatistics | None) -> Tensor:
