@@ -42,7 +42,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 import onnx
@@ -297,18 +297,21 @@ def file_of(folder: Path, name: str, way: str, draw: int = 0) -> Path:
     return folder / f"{name}.{way}.{draw}.onnx"
 
 
-def times(name: str, network: Network, folder: Path, seconds: float) -> dict[str, dict[str, dict[str, float]]]:
-    """Runtime -> threads -> way -> milliseconds, all in turn; float files are made where they are missing."""
+def times(name: str, network: Network, folder: Path, seconds: float, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Runtime -> threads -> way -> milliseconds, all in turn, medians of repeats; float files are made where they are missing."""
     plain, ours = (file_of(folder, name, way) for way in ("torch", "export"))
     if not plain.exists():
         torch.onnx.export(network.model, (network.example,), plain, dynamo=True, verbose=False)
     ck.export_onnx(network.model, ours, (network.example,))
     found = {way: file_of(folder, name, way) for way in ("torch", "export", *WAYS)}
     ways = {str(path): way for way, path in found.items() if path.exists()}
+    found_ms: dict[tuple[str, str, str], list[float]] = {}
+    for count in (1, 2) * repeats:
+        for row in ck.export.benchmark(list(ways), (network.example,), threads=count, seconds=seconds):
+            found_ms.setdefault((row.runtime, str(count), ways[row.path]), []).append(row.milliseconds)
     measured: dict[str, dict[str, dict[str, float]]] = {}
-    for threads in (1, 2):
-        for row in ck.export.benchmark(list(ways), (network.example,), threads=threads, seconds=seconds):
-            measured.setdefault(row.runtime, {}).setdefault(str(threads), {})[ways[row.path]] = row.milliseconds
+    for (runtime, threads, way), several in found_ms.items():
+        measured.setdefault(runtime, {}).setdefault(threads, {})[way] = median(several)
     return measured
 
 
@@ -393,6 +396,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=DRAWS, help="of calibration images of resnet*")
     parser.add_argument("--latency", action="store_true", help="only the times of files that are there")
     parser.add_argument("--seconds", type=float, default=5, help="for each file and number of threads")
+    parser.add_argument("--repeats", type=int, default=1, help="of the times, whose medians count")
     args = parser.parse_args()
     logging.getLogger("compresskit").setLevel(logging.ERROR)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -406,7 +410,8 @@ def main() -> None:
                 row["ways"][way] = measure(name, network, way, args.folder)
                 row["ways"] = {w: row["ways"][w] for w in WAYS if w in row["ways"]}
                 write(result)
-        measured = times(name, network, args.folder, args.seconds)
+        measured = times(name, network, args.folder, args.seconds, args.repeats)
+        row["repeats"] = args.repeats
         row["ms"], row["openvino"] = measured["onnxruntime"], measured.get("openvino", row.get("openvino", {}))
         least = bound(name, network, args.folder, args.seconds)
         row["ms"]["1"] |= {} if least is None else {"bound": least * row["ms"]["1"]["export"]}
