@@ -77,7 +77,7 @@ def test_imitate_takes_the_mean_that_its_loss_asks_for(average, loss, wanted) ->
 
 def test_predictions_on_disk_are_no_numbers(tmp_path) -> None:
     """They are relative to the largest of each row: those of one channel are all 0."""
-    task, teacher = images_task(16), build(networks.Chain)
+    task, teacher = images_task(ck), build(networks.Chain)
     stored = kd.cache(teacher, task, tmp_path / "classes", dtype=torch.float32)
     with pytest.raises(ck.ModelError, match="on disk are logits relative to the largest of each row, and this loss compares"):
         ck.imitate(stored, loss=F.mse_loss).bind(build(networks.Chain), task)
