@@ -25,8 +25,7 @@ def say_what_is_left_out(model: nn.Module, quantized: Quantized, where: str) -> 
     """
     if names := list(_with_dropout(model)):
         log.warning(
-            "%s: the training is without the dropout of %s, since the graph is that of the deployed model; fine-tuning seldom"
-            " misses it, a long training may want more weight decay",
+            "%s: the training is without the dropout of %s, since the graph is that of the deployed model",
             where,
             _few(names),
         )

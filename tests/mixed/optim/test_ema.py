@@ -120,6 +120,19 @@ def test_averages_are_applied_through_wrappers(wrap) -> None:
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), own, strict=True))
 
 
+def test_averages_are_applied_through_ddp(tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, run, average = averaged()
+        run.model = nn.parallel.DistributedDataParallel(run.model)
+        with average.applied(run.model):
+            for p, value in zip(model.parameters(), average.values.values(), strict=True):
+                assert torch.equal(p, value.bfloat16())
+        assert not torch.equal(model[0].weight, average.values["0.weight"].bfloat16())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_averages_of_a_compiled_model_are_applied_to_the_one_inside() -> None:
     model = nn.Linear(2, 2)
     compiled = torch.compile(model, backend="eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -134,12 +135,15 @@ def test_a_layer_that_runs_twice_is_trained_as_one(bias, tmp_path) -> None:
     path = ck.export_onnx(quantized, tmp_path / "m.onnx", X)
     assert ck.verify_onnx(path, quantized, [X]).passed
     assert sum(1 for _ in quantized.parameters()) == 2  # one weight, one bias
+    graph = onnx.load(path).graph
+    assert sum(node.op_type == "Conv" for node in graph.node) == 2
+    assert sum(len(stored.dims) == 4 for stored in graph.initializer) == 1
 
 
 def test_what_the_training_leaves_out_is_said(caplog) -> None:
     dropped = nn.Sequential(*network(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.0)).eval()
     prepare_qat(dropped, [X])
-    assert "prepare_qat: the training is without the dropout of '5', since" in caplog.text
+    assert "prepare_qat: the training is without the dropout of '5', since the graph is that of the deployed model" in caplog.text
     caplog.clear()
     prepare_qat(Twice(norms=2).eval(), [X])
     assert "prepare_qat: 'conv' runs several times, with another BatchNorm behind each: every call is trained" in caplog.text
