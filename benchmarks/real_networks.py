@@ -72,7 +72,8 @@ HOW: dict[str, dict[str, Any]] = {
 }
 SCORE = 0.3  # of a confident cell
 MTCNN = {"pnet": 0.6, "rnet": 0.7, "onet": 0.7}  # scores of a confident cell or crop, those of the package
-CROPS = 8  # of a photograph
+CROPS, TEST_CROPS = 8, 32  # of a photograph, to calibrate by and to test on: few show a face
+CALIBRATION = 128  # photographs
 EDGE = 8  # pixels
 DRAWS = 3
 Run = Callable[[Tensor], list[Tensor]]
@@ -136,21 +137,20 @@ def mtcnn(name: str, data: Path) -> Network:
     package: Any = importlib.import_module("facenet_pytorch")
     pnet, pictures = package.PNet().eval(), [(p - 127.5) / 128 for p in photographs(data / "images", (240, 320))]
     if name == "pnet":
-        x, model = torch.cat(pictures), pnet
+        model, draw, test = pnet, torch.cat(pictures[:CALIBRATION]).split(16), list(torch.cat(pictures[200:400]).split(10))
     else:
         model, side = (package.RNet() if name == "rnet" else package.ONet()).eval(), 24 if name == "rnet" else 48
-        x = torch.cat([crops_of(pnet, picture, side) for picture in pictures])
-    each, dynamic = (1, (0, 2, 3)) if name == "pnet" else (CROPS, (0,))
-    test = list(x[200 * each : 400 * each].split(10 * each))
+        draw = torch.cat([crops_of(pnet, picture, side, CROPS) for picture in pictures[:CALIBRATION]]).split(16 * CROPS)
+        test = [crops_of(pnet, picture, side, TEST_CROPS) for picture in pictures[CALIBRATION:]]
     quality = same_decisions(model, test, lambda outputs: outputs[-1][:, 1] > MTCNN[name])
-    return Network(model, [list(x[: 128 * each].split(16 * each))], dynamic, x[:1], test, quality)
+    return Network(model, [list(draw)], (0, 2, 3) if name == "pnet" else (0,), draw[0][:1], test, quality)
 
 
 @torch.no_grad()
-def crops_of(pnet: nn.Module, picture: Tensor, side: int) -> Tensor:
-    """(CROPS, 3, side, side): where `pnet`, on the picture at half its size, has the highest scores; it sees 12 x 12, step 2."""
+def crops_of(pnet: nn.Module, picture: Tensor, side: int, count: int) -> Tensor:
+    """(count, 3, side, side): where `pnet`, on the picture at half its size, has the highest scores; it sees 12 x 12, step 2."""
     scores = pnet(F.interpolate(picture, scale_factor=0.5, mode="bilinear", antialias=True))[1][0, 1]
-    places = scores.flatten().topk(CROPS).indices.tolist()
+    places = scores.flatten().topk(count).indices.tolist()
     corners = [(4 * (place // scores.shape[1]), 4 * (place % scores.shape[1])) for place in places]
     crops = torch.cat([picture[..., top : top + 24, left : left + 24] for top, left in corners])
     return crops if side == 24 else F.interpolate(crops, (side, side), mode="bilinear", align_corners=False)

@@ -73,25 +73,31 @@ def patch_moments(body: fx.GraphModule, batches: Sequence[Inputs], conv: Node) -
     Returns (groups, inputs, inputs) float64; inputs are those of one output channel, in the order of its weights.
     Raises DataError where the inputs of the convolution are nan or infinite.
     """
-    kernel = conv.args[1].meta["val"].shape[2:]
-    rank = len(kernel)
-    stride, padding, dilation = (_each_dimension(conv, place, rank, default) for place, default in ((3, 1), (4, 0), (5, 1)))
-    groups = conv.args[6] if len(conv.args) > 6 else 1
     second, positions = torch.zeros(()), 0
     for inputs in batches:
         with torch.no_grad():
             x = run_graph(body, pytree.tree_leaves(inputs), until=conv.args[0]).float()
         if not torch.isfinite(x).all():
             raise DataError(f"{conv.name}: its inputs are nan or infinite on the calibration data; clean the data")
-        x = F.pad(x, [n for pad in reversed(padding) for n in (pad, pad)])
-        for dim, size in enumerate(kernel):
-            x = x.unfold(2 + dim, (size - 1) * dilation[dim] + 1, stride[dim])[..., :: dilation[dim]]
-        # (batch, channels, *positions, *kernel) -> (groups, rows, inputs)
-        x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + rank)
-        rows = x.flatten(2 + rank).flatten(1, 1 + rank)
+        x, groups = patches(x, conv, conv.args[1].meta["val"].shape[2:])
+        # (batch, *positions, channels, *kernel) -> (groups, rows, inputs)
+        rows = x.flatten(0, x.ndim // 2 - 1).unflatten(1, (groups, -1)).transpose(0, 1).flatten(2)
         second = second + (rows.transpose(1, 2) @ rows).double()
         positions += rows.shape[1]
     return second / max(positions, 1)
+
+
+def patches(x: Tensor, conv: Node, kernel: Sequence[int]) -> tuple[Tensor, int]:
+    """A view of the patches of a convolution's input, and the convolution's groups.
+
+    x: (batch, channels, *sizes). kernel: sizes of it. Returns (batch, *positions, channels, *kernel), without copies of patches.
+    """
+    rank = len(kernel)
+    stride, padding, dilation = (_each_dimension(conv, place, rank, default) for place, default in ((3, 1), (4, 0), (5, 1)))
+    x = F.pad(x, [n for pad in reversed(padding) for n in (pad, pad)])
+    for dim, size in enumerate(kernel):
+        x = x.unfold(2 + dim, (size - 1) * dilation[dim] + 1, stride[dim])[..., :: dilation[dim]]
+    return x.movedim(1, 1 + rank), int(conv.args[6]) if len(conv.args) > 6 else 1
 
 
 def _each_dimension(conv: Node, place: int, rank: int, default: int) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,15 @@ class FloatLayers:
     """Operators that should stay float, and what that is predicted to do.
 
     names: of their nodes. work: their share of the work, with those that were float before. noise: the share of the noise that is
-    left, of what there was with these. free: those that are measured to take no longer in float.
+    left, of what there was with these. free: those that are measured to take no longer in float. slower: whether all together,
+    conversions included, are predicted to take longer in float; True where nothing is measured.
     """
 
     names: frozenset[str]
     work: float
     noise: float
     free: frozenset[str] = frozenset()
+    slower: bool = True
 
 
 def choose_float_layers(
@@ -105,18 +107,25 @@ def choose_float_layers(
     best = FloatLayers(frozenset(), spent / max(1.0, all_work), 1.0)
     if not work or not 0 < all_noise < float("inf"):
         return best
+    bounds = [(most_work * all_work, few | fast, counted[0]), (max(most_work, MOST_FREE) * all_work, few, counted[1])]
+    times |= {name: math.inf for name in work if _is_too_much([name], work, bounds)}  # else they would stand in the way of others
+    edges = _conversions(noise, placement, conversion)
     for price in PRICES:
-        names = _worth(needs, noise, price * all_noise / all_work, times, _conversions(noise, placement, conversion))
+        names = _worth(needs, noise, price * all_noise / all_work, times, edges)
         share = (spent + sum(work[name] for name in names)) / all_work
-        chosen = [sum(work[name] for name in names - some) for some in (few | fast, few)]
-        taken = [(earlier + here) / all_work for earlier, here in zip(counted, chosen, strict=True)]
-        if taken[0] > most_work or taken[1] > max(most_work, MOST_FREE):
-            break
-        if layers <= names:
+        if layers <= names or _is_too_much(names, work, bounds):
             break  # at least one layer stays in integers
         saved = sum(noise[node] for node, served in needs.items() if served <= names)
-        best = FloatLayers(names, share, 1 - saved / all_noise, frozenset(names & fast))
+        taken = sum(times[name] for name in names) + sum(v for (a, b), v in edges.items() if a in names and b not in names)
+        best = FloatLayers(names, share, 1 - saved / all_noise, frozenset(names & fast), measured is None or taken > 0)
     return best
+
+
+def _is_too_much(
+    names: Collection[str], work: Mapping[str, float], bounds: Sequence[tuple[float, frozenset[str] | set[str], float]]
+) -> bool:
+    """Whether operators are more work than one of the bounds allows: (the most, operators that do not count, before)."""
+    return any(before + sum(work[name] for name in names if name not in free) > most for most, free, before in bounds)
 
 
 def _worth(
@@ -145,7 +154,7 @@ def _conversions(roundings: Iterable[Node], placement: Placement, conversion: fl
         makers, readers = _sides(node, placement)
         for pair in itertools.product(makers, readers):
             for way in (pair, pair[::-1]):
-                found[way] += conversion * _written(node)
+                found[way] += conversion * _converted(node, placement)
     return dict(found)
 
 
@@ -165,7 +174,7 @@ def _less_conversions(
         makers, readers = _sides(node, placement)
         if not makers or not readers:
             for name in makers or readers:
-                left[name] -= conversion * _written(node)
+                left[name] -= conversion * _converted(node, placement)
                 left[name] = max(left[name], min(0.0, times[name]))
     return left
 
@@ -208,6 +217,14 @@ def _sides(node: Node, placement: Placement) -> tuple[frozenset[str], frozenset[
             further = here.all_input_nodes if back else here.users
             pending += [(other, back) for other in further if isinstance(other, fx.Node)]
     return frozenset(found[0]), frozenset(found[1])
+
+
+def _converted(rounding: Node, placement: Placement) -> int:
+    """Values that are converted where one side of a rounding is float: the fewest before its ways part, as behind a pooling."""
+    here, least = rounding, _written(rounding)
+    while len(here.users) == 1 and (user := next(iter(here.users))).name in placement.carried:
+        here, least = user, min(least, _written(user))
+    return least
 
 
 def _is_in_kernel(node: Node, placement: Placement) -> bool:

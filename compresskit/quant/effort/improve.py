@@ -2,7 +2,7 @@
 
 fit, judge = halves of the calibration data
 balance channels -> align sums -> narrow ranges -> keep the noisiest layers float -> choose ranges -> reconstruct blocks ->
-    correct biases -> imitate the float model
+    round weights in turn -> correct biases -> imitate the float model
 each made by `fit`, kept where the outputs on `judge` are closer to the float model's
 make what was kept once more, by all of the data
 """
@@ -26,11 +26,12 @@ log = logging.getLogger(__name__)
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
 FLOAT_MACS = {"fast": 0.0, "balanced": 0.25, "best": 0.6}  # share that an effort level may leave float by default
-TIMED_FLOAT_MACS = {**FLOAT_MACS, "best": 0.8}  # the same where the file is timed, and must stay faster than the float one
+TIMED_FLOAT_MACS = {**FLOAT_MACS, "balanced": 0.7, "best": 0.8}  # the same where the file is timed, and must stay the faster one
 FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
-ENOUGH = 32.0  # dB at the outputs, beyond which "balanced" pays no latency for more: classes hardly change there
+ENOUGH = 32.0  # dB at the worst output, beyond which "balanced" pays no latency for more: classes hardly change there
 ENOUGH_OF_MAPS = 40.0  # the same for outputs with a value for each position, which do change, but for the first shares only
+POOR = 30.0  # dB at the worst output, below which "balanced" also takes what is left of the share that is allowed
 LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
 MOST_TUNED_MACS = 500e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
@@ -85,8 +86,10 @@ def quantize_with_effort(
         _try_float_layers(trials, float_macs, effort)
     if not own_observer:
         trials.try_ranges()  # of what is rounded: narrow ones make up for coarse steps where layers make most of the noise
-    if effort == "best" and trials.rounds_weights_to_few_bits:
-        trials.try_reconstruction()  # before biases are corrected: its float model is what the model holds
+    reconstructs = effort == "best" and trials.rounds_weights_to_few_bits
+    # before biases are corrected: its float model is what the model holds
+    if not (reconstructs and trials.try_reconstruction()):
+        trials.try_weights_in_turn()
     trials.try_biases()
     if trains and (effort == "best" or trials.macs <= MOST_TUNED_MACS):
         trials.try_imitation(TUNING_STEPS[effort])
@@ -97,20 +100,22 @@ def quantize_with_effort(
 def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
-    The first steps weigh noise against time; "balanced" goes no further than its share, nor than close enough. "best" then weighs
-    noise against work, and its last steps must each halve the noise. Where the model must stay faster than the float one, a
-    smaller step is the first.
+    The first steps weigh noise against time; "balanced" goes no further than close enough, and than a quarter only where an
+    output is poor. "best" then weighs noise against work, and its last steps must each halve the noise. Where the model must
+    stay faster than the float one, a smaller step is the first.
     """
     smaller = [TIMED_SHARE * FIRST_SHARES["balanced"]] if trials.timed is not None else []
-    cheap = [*smaller, FIRST_SHARES["balanced"], most if effort == "balanced" else FLOAT_MACS["balanced"]]
-    for share in _up_to(most, cheap):
+    last, failed = [most] if effort == "balanced" else [], False
+    for share in _up_to(most, [*smaller, FIRST_SHARES["balanced"], FLOAT_MACS["balanced"], *last]):
+        further = share > FLOAT_MACS["balanced"]
         enough = ENOUGH_OF_MAPS if trials.gives_maps and share <= FIRST_SHARES["balanced"] else ENOUGH
-        if effort == "balanced" and trials.quality >= enough:
+        if effort == "balanced" and trials.worst >= (POOR if further else enough):
             return
+        if failed and not further:  # one that is further may hold other layers, too large for the shares before
+            continue
         tried = len(trials.remedies)
         kept = trials.try_float_layers(share, by_time=True)
-        if not kept and (trials.timed is None or len(trials.remedies) > tried):  # with a clock the first step may be too small
-            break
+        failed |= not kept and (trials.timed is None or len(trials.remedies) > tried)  # with a clock the first may be too small
     if effort == "best":
         smaller = [TIMED_SHARE * FIRST_SHARES["best"]] if trials.timed is not None else []
         for share in _up_to(most, [*smaller, FIRST_SHARES["best"], FLOAT_MACS["best"], most]):

@@ -54,14 +54,18 @@ def halves(batches: Sequence[Inputs], where: str, *, cut: bool = True) -> tuple[
 
 
 def joined_samples(batches: Sequence[Inputs], count: int) -> Inputs:
-    """One batch of at most `count` samples, from the batches of the same shapes as the first; the first where it has no rows."""
+    """One batch of at most `count` samples, from the batches of the same shapes as the first; the first where it has no rows.
+
+    They are spread evenly: samples beside each other are often of one kind (a class, a picture, a video).
+    """
     first = batches[0]
     if row_count(first) is None:
         return first
     shapes = [shape[1:] for shape in shapes_of(first)]
     alike = [b for b in batches if row_count(b) is not None and [shape[1:] for shape in shapes_of(b)] == shapes]
     joined: Inputs = pytree.tree_map(lambda *v: torch.cat(v) if isinstance(v[0], Tensor) else v[0], *alike)
-    return take_rows(joined, slice(0, count))
+    total = row_count(joined) or 0
+    return joined if total <= count else take_rows(joined, torch.arange(count) * total // count)
 
 
 def float_leaves(output: Any) -> list[Tensor]:

@@ -26,8 +26,9 @@ from compresskit.quant.effort.biases import correct_biases_, correct_weight_erro
 from compresskit.quant.effort.float_layers import choose_float_layers
 from compresskit.quant.effort.least_noise import least_noise_factors
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_, narrow_by_, narrow_ranges_
-from compresskit.quant.effort.samples import OutputError, joined_samples
+from compresskit.quant.effort.samples import OutputError, joined_samples, mean_decibels
 from compresskit.quant.effort.tuning import minimise_error_
+from compresskit.quant.effort.weights_in_turn import round_weights_in_turn_
 from compresskit.quant.measured_placement.beside_float import Timed
 from compresskit.quant.model import CALIBRATION_BYTES, Quantized
 from compresskit.quant.numerics.bit_widths import BitWidths
@@ -38,12 +39,14 @@ log = logging.getLogger(__name__)
 
 LEAST_DECIBELS = 0.05  # dB that a remedy must gain on the data to judge by
 LEAST_LOWERED = 0.02  # of the second measure that it must lower, where the outputs come no closer
-PROBE_SAMPLES = 16  # on which ranges are chosen and biases corrected
+PROBE_SAMPLES = 16  # by which biases are corrected
+RANGE_SAMPLES, RANGE_MACS = (16, 64), 2e10  # on which ranges are chosen: at least, at most, and of their forward pass
+WEIGHT_SAMPLES, WEIGHT_MACS = (16, 512), 5e10  # the same for the inputs of layers, by which weights are rounded
 WEIGHT_ERROR_SAMPLES = 64  # by which mean errors of weights are corrected, at most
 NARROW_SAMPLES = 256  # by which ranges are narrowed
-NOISE_SAMPLES = 8  # by which the noise of each rounding is estimated
+NOISE_SAMPLES, NOISE_MACS = (8, 64), 2e9  # the same for the noise of each rounding: a few samples can make most of it
 STRENGTHS = (1.0, 0.5)  # of the balancing of channels
-MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this are not tried
+MOST_NOISE_LEFT = 0.9  # float layers that are predicted to leave more of the noise than this, and to take longer, are not tried
 TUNING_ROWS = (2, 8)  # of a step of imitation, at least and at most
 TUNING_MACS = 1e9  # of a step's forward pass, where more than the fewest rows allow that
 RECONSTRUCTION_STEPS, RECONSTRUCTION_ROWS = 300, 16  # for each block, at most; rows of a step
@@ -74,7 +77,8 @@ class Trials:
     where it lowers that, by more than the tolerance; where there is one, also where it brings the outputs closer without raising
     the second measure by more than that.
 
-    model: the best so far. quality: its signal-to-noise ratio at the outputs in dB. drop: its second measure, or None.
+    model: the best so far. quality: its signal-to-noise ratio at the outputs in dB, their mean. worst: the same of its worst
+        output. drop: its second measure, or None.
     corrects: whether the mean errors of its rounded weights are going to be corrected; it is judged so.
     norms: names of those whose channels can be evened out. uneven_norms: names of the others, and why not.
     """
@@ -121,7 +125,8 @@ class Trials:
         self.first = self.model = self.calibrated(self.build(adjust=self._find_norms), self.fit)
         self.rows = max(1, CALIBRATION_BYTES // self.model.row_bytes)
         self.error = self.error_on(self.judge)
-        self.quality = self.error.decibels(self.model)
+        errors = self.error.of(self.model)
+        self.quality, self.worst = mean_decibels(errors), mean_decibels([max(errors, default=0.0)])
         self.drop = None if self.measure is None else self.measure(self.model)
 
     def _find_norms(self, captured: Captured) -> None:
@@ -171,7 +176,7 @@ class Trials:
                 before(captured)
             if strength is None:
                 if not found:  # later the same graph is built anew, for which the same factors do
-                    few = self.few(min(self.rows, NOISE_SAMPLES))
+                    few = self.noise_samples()
                     found.update(least_noise_factors(captured.module, self.fit, few, rounded))
                 counts.append(scale_channels_(captured.module, found))
             else:
@@ -239,7 +244,7 @@ class Trials:
         found = choose_float_layers(
             self.model, noise, most_macs, self.floating, free=self.free, by_time=by_time, measured=measured
         )
-        if not found.names or found.noise > MOST_NOISE_LEFT:
+        if not found.names or (found.slower and found.noise > MOST_NOISE_LEFT):
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
         floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
@@ -250,9 +255,18 @@ class Trials:
             self.floating, self.free = floating, self.free | found.free
         return kept
 
+    def samples(self, bounds: tuple[int, int], macs: float) -> int:
+        """How many samples to take, within bounds: fewer in a larger network. macs: of one forward pass of all."""
+        fewest, most = bounds
+        return max(fewest, min(most, int(macs / max(1, self.macs))))
+
+    def noise_samples(self) -> Inputs:
+        """What the noise of each rounding is estimated by."""
+        return self.few(min(self.rows, self.samples(NOISE_SAMPLES, NOISE_MACS)))
+
     def _noise(self, quantized: Quantized) -> dict[Node, float]:
         """The noise of each rounding on a few samples of the data to make by."""
-        return rounding_noise(quantized, self.few(min(self.rows, NOISE_SAMPLES)), exact=exact_sums(quantized.body))
+        return rounding_noise(quantized, self.noise_samples(), exact=exact_sums(quantized.body))
 
     def try_aligned_sums(self) -> bool:
         """Try to give operands and results of sums one scale; returns whether that paid."""
@@ -300,7 +314,7 @@ class Trials:
         observer = partial(SeveralRanges, min(8, formats.bits), symmetric=formats.symmetric)
         built = self.build(observer=observer, adjust=self.adjust, floating=floating, bits=bits)
         candidate = self.calibrated(built, self.fit, finish=False)
-        choose_ranges_(candidate, self.few(PROBE_SAMPLES))
+        choose_ranges_(candidate, self.few(self.samples(RANGE_SAMPLES, RANGE_MACS)))
         self.finish(candidate)
         return candidate
 
@@ -313,6 +327,15 @@ class Trials:
         if kept:
             self.changes.append(change)
         return kept
+
+    def try_weights_in_turn(self) -> bool:
+        """Try to round the weights of each layer such that their errors make up for each other; returns whether that paid."""
+
+        def change(quantized: Quantized) -> None:
+            few = self.few(self.samples(WEIGHT_SAMPLES, WEIGHT_MACS))
+            round_weights_in_turn_(quantized, list(in_chunks([few], self.rows)) if self.cut else self.fit)
+
+        return self.try_changed("round weights in turn", change)
 
     def try_biases(self) -> bool:
         """Try to correct biases for all errors before them; returns whether that paid. Else those of the weights are."""
@@ -426,7 +449,8 @@ class Trials:
         if self.corrects if corrects is None else corrects:
             judged = copy.deepcopy(candidate)
             self._correct_weight_errors(judged)
-        quality = self.error.decibels(judged)
+        errors = self.error.of(judged)
+        quality = mean_decibels(errors)
         drop = None if self.measure is None else self.measure(judged)
         pays = self._pays(quality, drop, least)
         times = timed(candidate, self.first) if timed is not None and pays else None
@@ -445,6 +469,7 @@ class Trials:
         log.info("%s", remedy)
         if remedy.kept:
             self.model, self.quality, self.drop = candidate, quality, drop
+            self.worst = mean_decibels([max(errors)])
         return remedy.kept
 
     def _pays(self, quality: float, drop: float | None, decibels: float) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from compresskit.base.errors import SettingError
 from compresskit.quant.numerics.block_grid import WeightMatrix, grid_of
+from compresskit.quant.numerics.error_feedback import USUAL_DAMPING, rounded_in_turn
 
 
 def gptq(
-    matrix: WeightMatrix, *, damping: float = 0.01, ordered: bool = True, columns: int = 128
+    matrix: WeightMatrix, *, damping: float = USUAL_DAMPING, ordered: bool = True, columns: int = 128
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round a weight W so that the layer's outputs, E |W x - Q x|^2, change least (Frantar et al., 2210.17323, algorithm 1).
 
@@ -28,45 +31,16 @@ def gptq(
         raise SettingError(f"gptq: wanted damping > 0 and columns >= 1, got {damping} and {columns}")
     moment = matrix.second_moment().double()
     width, grid = matrix.scheme.width(matrix.weight.shape[1]), matrix.scheme.grid
-    weight = matrix.weight.detach().double().clone()
     scale, zero_point = (v.clone() for v in grid_of(matrix.weight, matrix.scheme))
-    inputs = weight.shape[1]
-    order = torch.argsort(moment.diagonal(), descending=True) if ordered else torch.arange(inputs)
-    weight = weight[:, order]
-    upper = _inverse_factor(moment[order][:, order], damping)
-    mask = None if matrix.mask is None else matrix.mask[:, order]
-    result = torch.empty_like(weight)
-    for start in range(0, inputs, columns):
-        stop = min(start + columns, inputs)
-        errors = torch.zeros(len(weight), stop - start, dtype=weight.dtype)
-        for j in range(start, stop):
-            block = int(order[j]) // width
-            if not ordered and j % width == 0:
-                end = min(j + width, inputs)
-                # The grid includes the updates that later columns have not received yet.
-                ahead = weight[:, j:end].clone()
-                ahead[:, max(0, stop - j) :] -= errors @ upper[start:stop, max(stop, j) : end]
-                scale[:, block : block + 1], zero_point[:, block : block + 1] = grid_of(ahead, matrix.scheme)
-            step, zero = scale[:, block].double(), zero_point[:, block]
-            whole = (weight[:, j] / step).round().add(zero).clamp(grid.low, grid.high) - zero
-            result[:, j] = whole * step if mask is None else torch.where(mask[:, j], whole * step, 0.0)
-            error = (weight[:, j] - result[:, j]) / upper[j, j]
-            errors[:, j - start] = error
-            weight[:, j:stop] -= error[:, None] * upper[j, j:stop]
-        weight[:, stop:] -= errors @ upper[start:stop, stop:]
-    rounded = torch.empty_like(result)
-    rounded[:, order] = result
+
+    def round_input(index: int, ahead: Callable[[int], Tensor]) -> Tensor:
+        block = index // width
+        if not ordered and index % width == 0:
+            scale[:, block : block + 1], zero_point[:, block : block + 1] = grid_of(ahead(width), matrix.scheme)
+        step, zero = scale[:, block].double(), zero_point[:, block]
+        whole = (ahead(1)[:, 0] / step).round().add(zero).clamp(grid.low, grid.high) - zero
+        return whole * step if matrix.mask is None else torch.where(matrix.mask[:, index], whole * step, 0.0)
+
+    order = torch.argsort(moment.diagonal(), descending=True) if ordered else None
+    rounded = rounded_in_turn(matrix.weight, moment, round_input, order=order, damping=damping, columns=columns)
     return rounded.to(matrix.weight.dtype), scale, zero_point
-
-
-def _inverse_factor(moment: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped moment; an input that is always zero is treated as independent."""
-    diagonal = moment.diagonal()
-    typical = diagonal.mean().clamp(min=1e-30)
-    moment = moment + torch.diag(torch.where(diagonal > 0, damping * typical, typical))
-    while True:
-        factor, failed = torch.linalg.cholesky_ex(moment)
-        if not failed:
-            return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
-        moment = moment + torch.diag(torch.full_like(diagonal, float(damping * typical)))
-        damping *= 2

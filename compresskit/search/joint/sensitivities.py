@@ -8,10 +8,9 @@ estimated again: from some hundred inputs they would change the outputs more tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +33,9 @@ from compresskit.quant.calibration.layer_outputs import IntegerLayer
 from compresskit.quant.calibration.rows import in_chunks
 from compresskit.quant.effort.samples import OutputError
 from compresskit.quant.model import Quantized
+from compresskit.quant.numerics.error_feedback import rounded_in_turn
 
 FEW = 8  # samples in a batch of statistics: of each batch, only some hundred positions are read
-MOMENT_DAMPING = 0.01  # of the mean second moment of the inputs
 TRIED_SCALES = 40  # from 0.2 to 1 times that of the extremes
 
 
@@ -165,15 +164,12 @@ def gptq_rounded(weight: Tensor, bits: int, inputs: InputStatistics | None) -> T
     if inputs is None or inputs.products.shape[0] != rows.shape[1]:
         return ((rows / scale).round().clamp(-top, top) * scale).to(weight.dtype).view(weight.shape)
     moment = inputs.products / inputs.rows
-    typical = moment.diagonal().mean().clamp(min=1e-30)
-    inverse = torch.linalg.inv(moment + MOMENT_DAMPING * typical * torch.eye(len(moment), dtype=moment.dtype))
-    upper: Any = torch.linalg.cholesky(inverse, upper=True)
-    left, result = rows.clone(), torch.empty_like(rows)
-    for j in range(rows.shape[1]):
-        column = left[:, j : j + 1]
-        result[:, j : j + 1] = (column / scale).round().clamp(-top, top) * scale
-        left[:, j:] -= (column - result[:, j : j + 1]) / upper[j, j] * upper[j, j:]
-    return result.to(weight.dtype).view(weight.shape)
+
+    def round_input(index: int, ahead: Callable[[int], Tensor]) -> Tensor:
+        return (ahead(1)[:, 0] / scale[:, 0]).round().clamp(-top, top) * scale[:, 0]
+
+    rounded = rounded_in_turn(rows, moment, round_input)
+    return rounded.to(weight.dtype).view(weight.shape)
 
 
 def _scale_of_least_error(rows: Tensor, top: int) -> Tensor:

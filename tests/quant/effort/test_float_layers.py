@@ -104,7 +104,8 @@ def test_the_share_is_a_bound_and_strict_leaves_none() -> None:
     model, x = narrow(), image(64)
     quantized = quantize_static(model, [x])
     noise = rounding_noise(quantized, x)
-    assert choose_float_layers(quantized, noise, 0.01).names == frozenset()
+    assert choose_float_layers(quantized, noise, 0.0001).names == frozenset()
+    assert choose_float_layers(quantized, noise, 0.01).work <= 0.01
     assert choose_float_layers(quantized, noise, 0.1).work <= 0.1
     assert choose_float_layers(quantized, dict.fromkeys(noise, 0.0), 1.0).names == frozenset()
     strict = quantize_static(model, [x], effort="balanced", strict=True)
@@ -125,11 +126,12 @@ def test_a_share_without_an_effort_is_refused() -> None:
 def test_what_is_float_already_counts(monkeypatch) -> None:
     """Two steps keep to one bound, and the second is left where it does not halve the noise."""
     monkeypatch.setattr(improve, "FIRST_SHARES", {"balanced": 0.0, "best": 0.05})
+    monkeypatch.setattr(improve, "FLOAT_MACS", {"balanced": 0.0, "best": 0.6})
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     shares = []
     for least in (0.05, 100.0):
         monkeypatch.setattr(improve, "LEAST_FURTHER", least)
-        quantized = quantize_static(narrow(), [image(64)], effort="best", float_macs=0.5)
+        quantized = quantize_static(narrow(), [image(64)], effort="best", float_macs=0.5, choose="rules")
         tried = [remedy for remedy in quantized.origin.remedies if remedy.name.startswith("float layers")]
         assert [remedy.kept for remedy in tried[-2:]] == [True, least < 1]
         shares.append(1 - quantized.placement.coverage.macs[0] / quantized.placement.coverage.macs[1])
@@ -195,7 +197,7 @@ def test_a_step_too_small_for_any_layer_ends_nothing_where_latency_decides(timed
     shares, remedies = list[float](), list[str]()
 
     class Stub:
-        quality, gives_maps = 20.0, False
+        worst, gives_maps = 31.0, False
 
         def try_float_layers(self, share, *, by_time):
             shares.append(share)
@@ -206,6 +208,63 @@ def test_a_step_too_small_for_any_layer_ends_nothing_where_latency_decides(timed
     stub.timed, stub.remedies = timed, remedies
     improve._try_float_layers(stub, 0.25, "balanced")
     assert shares == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("worst", "wanted"), [(31.0, [0.06]), (29.0, [0.06, 0.7])])
+def test_a_poor_output_takes_more_where_the_file_stays_the_faster_one(worst, wanted) -> None:
+    """Smaller steps failed: their layers are too slow, which says nothing about larger ones."""
+    shares = list[float]()
+
+    class Stub:
+        gives_maps, timed, remedies = False, len, list[str]()
+
+        def try_float_layers(self, share, *, by_time):
+            shares.append(share)
+            self.remedies.append("refused")
+            return False
+
+    stub = Stub()
+    stub.worst = worst
+    improve._try_float_layers(stub, 0.7, "balanced")
+    assert shares == pytest.approx(wanted)
+
+
+class HeavyMiddle(nn.Module):
+    """A second layer that is most of the work, behind a pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 28, 3), nn.Conv2d(28, 48, 3), nn.Conv2d(48, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.max_pool2d(self.first(x).relu(), 4)).relu())
+
+
+def test_a_layer_too_large_for_the_bound_does_not_stand_in_the_way_of_others() -> None:
+    quantized = quantize_static(build(HeavyMiddle), [image(16)])
+    names = [node.name for node in quantized.body.graph.nodes if node.name in quantized.placement.costs]
+    extra = {names[0]: -0.01, names[1]: 0.01, names[2]: 0.01}
+    measured = OperatorTimes(extra=extra, conversion=1e-7, milliseconds=0.1)
+    rounded = [node for node in quantized.body.graph.nodes if node.op == "call_module" and node.args[0].op != "get_attr"]
+    noise = {node: 1.0 if names[1] in _served(node, quantized.placement) else 1e-9 for node in rounded}
+    noise |= {node: 0.5 for node in rounded if _served(node, quantized.placement) == {names[0]}}
+    found = choose_float_layers(quantized, noise, 0.25, by_time=True, measured=measured)
+    assert found.names == {names[0]}
+    assert found.free == {names[0]}
+    assert not found.slower
+    slow = OperatorTimes(extra={**extra, names[0]: 0.001}, conversion=1e-7, milliseconds=0.1)
+    found = choose_float_layers(quantized, noise, 0.25, by_time=True, measured=slow)
+    assert (found.names, found.free, found.slower) == ({names[0]}, set(), True)
+
+
+def test_a_conversion_behind_a_pooling_is_of_fewer_values() -> None:
+    quantized = quantize_static(build(HeavyMiddle), [image(16)])
+    placement = quantized.placement
+    names = [node.name for node in quantized.body.graph.nodes if node.name in placement.costs]
+    rounded = [node for node in quantized.body.graph.nodes if node.op == "call_module" and node.args[0].op != "get_attr"]
+    found = _conversions(rounded, placement, 1.0)
+    pooled = next(node for node in quantized.body.graph.nodes if "max_pool2d" in node.name)
+    assert found[names[0], names[1]] == pooled.meta["val"][:1].numel()
 
 
 class FirstOfFew(nn.Module):

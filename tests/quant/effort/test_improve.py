@@ -41,6 +41,8 @@ def test_samples_of_one_shape_are_joined() -> None:
     joined = joined_samples(batches, 6)
     assert joined[1] == 7
     assert joined[0].sum(1).tolist() == [0, 0, 0, 4, 4, 4]
+    spread = joined_samples([(torch.arange(60),), (torch.arange(60, 100),)], 10)
+    assert spread[0].tolist() == list(range(0, 100, 10))  # of data in the order of its classes, some of each
     scalar = (torch.zeros(3, 4), torch.zeros(()))
     assert joined_samples([scalar, scalar], 2) is scalar
 
@@ -175,6 +177,7 @@ def test_what_was_kept_is_made_from_all_data(monkeypatch) -> None:
     monkeypatch.setattr(trials, "PROBE_SAMPLES", 1000)
     monkeypatch.setattr(trials, "correct_biases_", lambda q, x: seen.append(len(x[0])) or correct_biases_(q, x))
     monkeypatch.setattr(trials.Trials, "try_ranges", lambda _: False)
+    monkeypatch.setattr(trials.Trials, "try_weights_in_turn", lambda _: False)
     monkeypatch.setattr(improve, "MOST_TUNED_MACS", 0)
     x = image(64)
     x[0][40] *= 1.5 * float(x[0].abs().max() / x[0][40].abs().max())
