@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compresskit.base.progress import announce
 from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
@@ -15,7 +15,7 @@ from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import CandidateStudy, first_candidates
+from compresskit.search.study import STEP_OF_MACS, STEP_OF_RANK, CandidateStudy, first_candidates
 from compresskit.search.workers import PAUSE, Worker
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Explorer:
             skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
+            if study.told % 2 and (halfway := between(tried, {name: self.ceilings[name] for name in self.judged})) is not None:
+                study.propose(halfway)  # every other time, so that the sampler has its share
             if (asked := study.ask(self.trials)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
                 continue
@@ -125,6 +127,42 @@ class Explorer:
         else:
             entry.failure = made
         return entry
+
+
+def between(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> Candidate | None:
+    """A candidate halfway between the best within the ceilings and one above them that loses less.
+
+    What a budget allows is lost by a file that stays far below it. Both have one precision and effort, and the one above exceeds
+    the ceilings least of those that lose less.
+
+    Args:
+        tried: candidates with figures. ceilings: of what is measured of a file, by quantity.
+
+    Returns None where there are no such two, or nothing untried lies between them.
+    """
+    measured = [(c, t.figures) for c, t in tried.items() if t.figures is not None]
+    within = [(figures.drop, c) for c, figures in measured if not figures.excesses(dict(ceilings))]
+    for drop, below in sorted(within, key=lambda pair: pair[0]):
+        above = [
+            (max(over.values()), c)
+            for c, figures in measured
+            if (over := figures.excesses(dict(ceilings))) and figures.drop < drop
+            if (c.bits, c.effort) == (below.bits, below.effort)
+        ]
+        if above:
+            found = _halfway(below, min(above, key=lambda pair: pair[0])[1])
+            return None if found in tried else found
+    return None
+
+
+def _halfway(one: Candidate, other: Candidate) -> Candidate:
+    """The candidate that removes the mean of what two remove, in the steps of the study."""
+    counts = {name: round((vars(one)[name] + vars(other)[name]) / 2) for name in ("blocks", "merged")}
+    fractions = {
+        name: round(round((vars(one)[name] + vars(other)[name]) / 2 / step) * step, 2)
+        for name, step in (("macs", STEP_OF_MACS), ("rank", STEP_OF_RANK))
+    }
+    return replace(one, **counts, **fractions)
 
 
 def asks_for_more(candidate: Candidate, tried: Mapping[Candidate, Tried]) -> bool:

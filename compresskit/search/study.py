@@ -15,7 +15,7 @@ from compresskit.base.errors import CheckpointError, SettingError
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
-JOURNAL, PREDICTED, WORKER = "study.log", "predicted", "worker"
+JOURNAL, PREDICTED, PROPOSED, WORKER = "study.log", "predicted", "proposed", "worker"
 TURN = "study"  # lock of who looks at the trials and takes one
 #: What is tried before the sampler decides: from little to much, first alone and then together.
 LADDER = (
@@ -34,6 +34,7 @@ LADDER = (
 DYNAMIC = (Candidate(bits="dynamic"), Candidate(bits="dynamic", macs=0.5))  # tried first in networks that gain by it
 #: Fractions of the blocks that go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
+STEP_OF_MACS, STEP_OF_RANK = 0.05, 0.1  # of the fractions that stay
 MERGED_FRACTIONS = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
 
 
@@ -143,11 +144,20 @@ class CandidateStudy:
             trial.set_user_attr(WORKER, self.worker.name)
             for name, count in self.most.items():
                 trial.suggest_int(name, 0, count)
-            trial.suggest_float("macs", 0.1, 1.0, step=0.05)
-            trial.suggest_float("rank", 0.4, 1.0, step=0.1)
+            trial.suggest_float("macs", 0.1, 1.0, step=STEP_OF_MACS)
+            trial.suggest_float("rank", 0.4, 1.0, step=STEP_OF_RANK)
             trial.suggest_categorical("bits", self.storages)
             trial.suggest_categorical("effort", ["fast", "balanced"])
             return trial, candidate_of(trial.params)
+
+    def propose(self, candidate: Candidate) -> None:
+        """Let a candidate be the next, unless others wait, or it was proposed before."""
+        with self.worker.alone(TURN):
+            if self.study.get_trials(deepcopy=False, states=(self.states.WAITING,)):
+                return
+            wanted = self._parameters(candidate)
+            if all(trial.user_attrs.get(PROPOSED) != wanted for trial in self.study.get_trials(deepcopy=False)):
+                self.study.enqueue_trial(wanted, user_attrs={PROPOSED: wanted})
 
     def tell(self, trial: Any, values: Sequence[float] | None, constraints: Sequence[float] = ()) -> None:
         """The result of a trial: what is minimised, and constraints that are met where <= 0; None where it could not be made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from functools import partial
 
 import networks
@@ -17,7 +18,7 @@ from compresskit.cli import main
 from compresskit.distill.losses import hint, soft_targets
 from compresskit.search.candidate import Candidate
 from compresskit.search.ceilings import Ceiling, parse_ceiling
-from compresskit.search.explore import asks_for_more
+from compresskit.search.explore import asks_for_more, between
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.training import with_objective
@@ -217,6 +218,53 @@ def test_what_asks_for_more_than_could_be_made_is_not_made() -> None:
     blocks = Tried(candidate=Candidate(blocks=2), failure="no such blocks")
     assert asks_for_more(Candidate(blocks=3), {**tried, blocks.candidate: blocks})
     assert not asks_for_more(Candidate(blocks=1), {**tried, blocks.candidate: blocks})
+
+
+def tried_of(**entries: tuple[float, float]) -> dict[Candidate, Tried]:
+    """Of candidates by the hundredths of the MACs that stay: (drop, latency)."""
+    found = {}
+    for name, (drop, latency) in entries.items():
+        candidate = Candidate(macs=int(name[1:]) / 100)
+        figures = Figures(metric=1.0, drop=drop, latency=latency, bytes=9, macs=9)
+        found[candidate] = Tried(candidate=candidate, figures=figures)
+    return found
+
+
+def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> None:
+    tried = tried_of(m100=(0.0, 4.0), m50=(0.1, 2.0), m15=(0.4, 0.4))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.3)
+    tried |= tried_of(m30=(0.3, 0.9))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.4)
+    tried |= tried_of(m40=(0.2, 1.1))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.35)
+    tried |= tried_of(m35=(0.25, 0.99))
+    assert between(tried, {"latency": 1.0}) is None
+    assert between(tried_of(m100=(0.0, 0.5), m50=(0.1, 0.2)), {"latency": 1.0}) is None  # the best is within
+    assert between(tried_of(m100=(0.0, 4.0)), {"latency": 1.0}) is None
+    float_one = replace(next(iter(tried)), bits="float")
+    other = {float_one: Tried(candidate=float_one, figures=tried[Candidate()].figures)}
+    assert between(other | tried_of(m15=(0.4, 0.4)), {"latency": 1.0}) is None  # of another precision
+
+
+def test_all_that_a_candidate_removes_is_halved() -> None:
+    less, more = Candidate(blocks=1, macs=0.9, rank=0.8), Candidate(blocks=4, macs=0.4, rank=0.5)
+    figures = [Figures(metric=1.0, drop=d, latency=ms, bytes=9, macs=9) for d, ms in ((0.0, 2.0), (0.5, 0.5))]
+    tried = {c: Tried(candidate=c, figures=f) for c, f in zip((less, more), figures, strict=True)}
+    assert between(tried, {"latency": 1.0}) == Candidate(blocks=2, macs=0.65, rank=0.6)
+
+
+def test_a_search_goes_on_between_what_keeps_a_ceiling_and_what_does_not(tmp_path, monkeypatch) -> None:
+    model, inputs = networks.build(networks.WideChain), [networks.image(16)[0] for _ in range(2)]
+    task = ck.Task(
+        val=ck.metrics.float_targets(model, inputs),
+        calibration=[(x, None) for x in inputs],
+        metric=ck.metrics.agreement("sqnr"),
+        higher_is_better=True,
+    )
+    ladder = [Candidate(macs=0.15), Candidate()]
+    monkeypatch.setattr("compresskit.search.explore.first_candidates", lambda **_: ladder)
+    found = ck.compress(model, task, ck.at_most(macs="0.7x"), out=tmp_path / "runs", trials=4, finalists=1, seconds=0.02)
+    assert Candidate(macs=0.55) in [t.candidate for t in found.tried]
 
 
 def test_of_equal_finalists_the_faster_one_is_chosen() -> None:

@@ -158,6 +158,22 @@ def test_trials_are_shared_out(tmp_path) -> None:
         assert mine.finished() == [Candidate()]
 
 
+def test_a_proposal_comes_next_and_once(tmp_path) -> None:
+    worker, wanted = Worker(tmp_path), Candidate(macs=0.3, effort="balanced")
+    with worker.at_work():
+        study = CandidateStudy(tmp_path, "s", worker, objectives=1, most={}, first=[Candidate()], seed=0)
+        study.propose(wanted)  # another one waits
+        trial, candidate = study.ask(9)
+        assert candidate == Candidate()
+        study.tell(trial, [1.0])
+        study.propose(wanted)
+        trial, candidate = study.ask(9)
+        assert candidate == wanted
+        study.tell(trial, None)
+        study.propose(wanted)
+        assert study.ask(9)[1] != wanted
+
+
 def test_processes_that_train_together_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys.modules["compresskit.search.compress"], "world_size", lambda: 2)
     model, task = networks.build(networks.WideChain), networks.images_task(ck)

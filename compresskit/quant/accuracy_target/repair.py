@@ -293,8 +293,10 @@ class _Repairing:
         self._add("align sums", trials.try_aligned_sums, 2 * rebuild, skipped=no_sums or no_gradient)
         self._add("narrow ranges", trials.try_narrow_ranges, 2 * rebuild, skipped=own)
         self._add("choose ranges", trials.try_ranges, 2 * rebuild, skipped=own)
-        self._add("correct biases", trials.try_biases, rebuild)
         few = any(q.scheme.bits < 8 for q in trials.model.quantizers() if isinstance(q, WeightQuantizer))
+        learned = "the rounding is learned below" if few else ""  # from the weights of the float model
+        self._add("round weights in turn", trials.try_weights_in_turn, 2 * rebuild, skipped=learned)
+        self._add("correct biases", trials.try_biases, rebuild)
         shares = [share for share in FLOAT_SHARES if share <= settings.most_float and not settings.strict]
         no_float = no_gradient or ("" if shares else "strict=True" if settings.strict else f"most_float={settings.most_float:g}")
         if shares and not few:
