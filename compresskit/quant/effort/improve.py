@@ -120,10 +120,7 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
         smaller = [TIMED_SHARE * FIRST_SHARES["best"]] if trials.timed is not None else []
         for share in _up_to(most, [*smaller, FIRST_SHARES["best"], FLOAT_MACS["best"], most]):
             least = LEAST_FURTHER if share > FIRST_SHARES["best"] else LEAST_DECIBELS
-            tried = len(trials.remedies)
-            kept = trials.try_float_layers(share, least=least)
-            if not kept and len(trials.remedies) > tried and trials.remedies[-1].milliseconds is not None:
-                return  # it is too slow; one that gains too little may be followed by one that gains enough
+            trials.try_float_layers(share, least=least)  # one that is too slow or gains too little says nothing about larger ones
 
 
 def _up_to(most: float, shares: Sequence[float]) -> list[float]:

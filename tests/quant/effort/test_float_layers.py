@@ -229,6 +229,21 @@ def test_a_poor_output_takes_more_where_the_file_stays_the_faster_one(worst, wan
     assert shares == pytest.approx(wanted)
 
 
+def test_best_goes_on_after_a_step_that_is_too_slow() -> None:
+    shares = list[float]()
+
+    class Stub:
+        gives_maps, timed, remedies, worst = False, len, list[str](), 20.0
+
+        def try_float_layers(self, share, *, by_time=False, least=0.0):
+            shares.append(share)
+            self.remedies.append("too slow")
+            return False
+
+    improve._try_float_layers(Stub(), 0.8, "best")
+    assert shares == pytest.approx([0.06, 0.14, 0.35, 0.6, 0.8])
+
+
 class HeavyMiddle(nn.Module):
     """A second layer that is most of the work, behind a pooling."""
 
