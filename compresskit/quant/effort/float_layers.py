@@ -152,9 +152,10 @@ def _conversions(roundings: Iterable[Node], placement: Placement, conversion: fl
     found: dict[tuple[str, str], float] = defaultdict(float)
     for node in roundings if conversion else ():
         makers, readers = _sides(node, placement)
+        cost = conversion * _converted(node, placement)
         for pair in itertools.product(makers, readers):
             for way in (pair, pair[::-1]):
-                found[way] += conversion * _converted(node, placement)
+                found[way] += cost
     return dict(found)
 
 

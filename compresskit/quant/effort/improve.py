@@ -86,8 +86,8 @@ def quantize_with_effort(
         _try_float_layers(trials, float_macs, effort)
     if not own_observer:
         trials.try_ranges()  # of what is rounded: narrow ones make up for coarse steps where layers make most of the noise
+    # Both before biases are corrected, and one of them alone: the float model that they follow is what the model holds.
     reconstructs = effort == "best" and trials.rounds_weights_to_few_bits
-    # before biases are corrected: its float model is what the model holds
     if not (reconstructs and trials.try_reconstruction()):
         trials.try_weights_in_turn()
     trials.try_biases()

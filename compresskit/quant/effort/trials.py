@@ -113,6 +113,7 @@ class Trials:
         self.bits: BitWidths | None = None
         self.floating: dict[str, str] = {}
         self.free: frozenset[str] = frozenset()
+        self.refused = set[frozenset[str]]()  # sets of float layers that did not pay, since something was last kept
         self.moved = 0
         self.norms: list[str] = []
         self.uneven_norms: dict[str, str] = {}
@@ -248,6 +249,9 @@ class Trials:
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
         floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
+        if frozenset(floating) in self.refused:
+            return False
+        self.refused.add(frozenset(floating))
         candidate = self._rebuilt(floating=floating)
         name = f"float layers, {len(floating)} operators, {found.work:.1%} of the work"
         kept = self.judged(name, candidate, began, least, timed=self.timed)
@@ -470,6 +474,7 @@ class Trials:
         if remedy.kept:
             self.model, self.quality, self.drop = candidate, quality, drop
             self.worst = mean_decibels([max(errors)])
+            self.refused.clear()
         return remedy.kept
 
     def _pays(self, quality: float, drop: float | None, decibels: float) -> bool:

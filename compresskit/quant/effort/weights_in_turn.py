@@ -42,7 +42,7 @@ def round_weights_in_turn_(quantized: Quantized, batches: Sequence[Inputs]) -> i
     with mode(quantized, training=False), torch.no_grad():
         for inputs in batches:
             _run_in_float(quantized.body, inputs, layers, share * batch_size(inputs))
-        chosen = [moment for moment in layers.values() if moment.positions >= LEAST_READ * moment.inputs]
+        chosen = [moment for moment in layers.values() if moment.positions >= max(1, LEAST_READ * moment.inputs)]
         for moment in chosen:
             _round_(quantized, moment)
     return len(chosen)

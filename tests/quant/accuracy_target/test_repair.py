@@ -133,6 +133,7 @@ def test_what_costs_the_file_comes_last_and_what_does_not_apply_is_listed() -> N
     assert left_out["leave out unusual samples"] == "there are none"
     assert left_out["more bits for weights"] == "all weights have 8 bits"
     assert left_out["up to 15% of the work in float"] == "strict=True"
+    assert "round weights in turn" not in left_out
     _, report = repair(build(networks.Chain), [image(32)], drop=50)
     costs = [planned.costs != "nothing" for planned in report.plan if not planned.skipped]
     assert costs[-2:] == [True, True]
@@ -142,6 +143,7 @@ def test_few_bits_get_more_where_they_hurt(tmp_path) -> None:
     model, x = build(networks.Residual), image(48)
     quantized, report = repair(model, [x], drop=0.5, bits=Bits(weights=2), most_float=0.0)
     assert any(remedy.kept and remedy.name.startswith("8 bits for ") for remedy in report.remedies)
+    assert {p.name: p.skipped for p in report.plan}["round weights in turn"] == "the rounding is learned below"
     bits = quantized.origin.bits
     widened = {name for name, given in bits.items() if name and given.weights == 8}
     assert widened

@@ -14,10 +14,11 @@ import compresskit as ck
 from compresskit.base.errors import SettingError
 from compresskit.quant import StaticQuant, quantize_static
 from compresskit.quant.calibration.rounding_noise import rounding_noise
-from compresskit.quant.effort import improve
+from compresskit.quant.effort import improve, trials
 from compresskit.quant.effort.float_layers import (
     CONVERSION,
     LEAST_RATIO,
+    FloatLayers,
     _conversions,
     _less_conversions,
     _served,
@@ -242,6 +243,44 @@ def test_best_goes_on_after_a_step_that_is_too_slow() -> None:
 
     improve._try_float_layers(Stub(), 0.8, "best")
     assert shares == pytest.approx([0.06, 0.14, 0.35, 0.6, 0.8])
+
+
+class TwoOutputs(nn.Module):
+    """One output that rounding hardly changes, and the difference of two values that are nearly one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x)
+        return features, features.mean((2, 3)) - features[:, :, 1:].mean((2, 3))
+
+
+def test_the_worst_output_is_known_beside_their_mean(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(Trials, "try_float_layers", lambda self, *_, **__: seen.append((self.worst, self.quality)))
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    quantize_static(build(TwoOutputs), [image(32)], effort="best", choose="rules")
+    assert all(worst < mean - 3 for worst, mean in seen)
+    assert seen
+
+
+def test_a_set_is_tried_once_and_where_it_saves_noise_or_time(monkeypatch) -> None:
+    tried, original = [], Trials.try_float_layers
+
+    def attempts(self, *_, **__) -> None:
+        for noise, slower in ((0.95, True), (0.95, False), (0.1, True)):
+            found = FloatLayers(frozenset({"conv2d"}), 0.1, noise, slower=slower)
+            monkeypatch.setattr(trials, "choose_float_layers", lambda *_, found=found, **__: found)
+            before = len(self.remedies)
+            assert not original(self, 0.5, least=1000.0)
+            tried.append(len(self.remedies) - before)
+
+    monkeypatch.setattr(Trials, "try_float_layers", attempts)
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    quantize_static(narrow(), [image(32)], effort="best", choose="rules")
+    assert tried[:3] == [0, 1, 0]
 
 
 class HeavyMiddle(nn.Module):

@@ -82,9 +82,7 @@ def test_no_layer_is_left_float_that_makes_the_file_slower_than_float(here, monk
     found = quantize_static(build(Chain), [image(32)], effort="best", float_macs=0.9)
     tried = [remedy for remedy in found.origin.remedies if remedy.milliseconds is not None]
     assert tried
-    slow = [remedy.kept for remedy in tried if remedy.milliseconds == 2.5]
-    assert slow
-    assert not any(slow)
+    assert [remedy.kept for remedy in tried if remedy.milliseconds == 2.5] in ([False], [False, False])
 
 
 @pytest.mark.parametrize(
