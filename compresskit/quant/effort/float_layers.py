@@ -41,7 +41,7 @@ CONVERSION = 20
 NO_SLOWER_IN_FLOAT = 128
 #: The largest share of the work that may be float where float takes no longer: small files are wanted, too.
 MOST_FREE = 0.5
-PRICES = tuple(LEAST_RATIO * 2 ** (step / 4) for step in range(24, -1, -1))
+PRICES = tuple(2 ** (step / 4) for step in range(24, -1, -1))  # as multiples of the least
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def choose_float_layers(
     free: Collection[str] = (),
     by_time: bool = False,
     measured: OperatorTimes | None = None,
+    least_ratio: float = LEAST_RATIO,
 ) -> FloatLayers:
     """Choose the operators that should stay float.
 
@@ -81,6 +82,7 @@ def choose_float_layers(
         free: names of operators that were chosen before since they take no longer in float.
         by_time: weigh noise against time, conversions included, and not against the work alone.
         measured: the times of the operators; None estimates them.
+        least_ratio: the share of the noise, for each share of the work, that makes a set worth its price.
 
     Returns the largest choice within these bounds, which may be empty.
     """
@@ -111,7 +113,7 @@ def choose_float_layers(
     times |= {name: math.inf for name in work if _is_too_much([name], work, bounds)}  # else they would stand in the way of others
     edges = _conversions(noise, placement, conversion)
     for price in PRICES:
-        names = _worth(needs, noise, price * all_noise / all_work, times, edges)
+        names = _worth(needs, noise, least_ratio * price * all_noise / all_work, times, edges)
         share = (spent + sum(work[name] for name in names)) / all_work
         if layers <= names or _is_too_much(names, work, bounds):
             break  # at least one layer stays in integers

@@ -26,12 +26,14 @@ log = logging.getLogger(__name__)
 Effort = Literal["fast", "balanced", "best"]
 TUNING_STEPS = {"balanced": 50, "best": 300}  # of imitation, which is done twice
 FLOAT_MACS = {"fast": 0.0, "balanced": 0.25, "best": 0.6}  # share that an effort level may leave float by default
-TIMED_FLOAT_MACS = {**FLOAT_MACS, "balanced": 0.7, "best": 0.8}  # the same where the file is timed, and must stay the faster one
+TIMED_FLOAT_MACS = {**FLOAT_MACS, "balanced": 0.7, "best": 0.98}  # the same where the file is timed, and must stay the faster one
+MOST_IN_STEPS = 0.8  # of the work, in steps of which each holds the one before
 FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried before the largest that is allowed
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the worst output, beyond which "balanced" pays no latency for more: classes hardly change there
 ENOUGH_OF_MAPS = 40.0  # the same for outputs with a value for each position, which do change, but for the first shares only
-POOR = 30.0  # dB at the worst output, below which "balanced" also takes what is left of the share that is allowed
+POOR = {"balanced": 30.0, "best": ENOUGH}  # dB at the worst output, below which time is weighed for all that is allowed
+FAR = 36.0  # dB at the worst output, below which "best" chooses from nearly all layers: then some decisions still change
 LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
 MOST_TUNED_MACS = 500e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
@@ -100,27 +102,41 @@ def quantize_with_effort(
 def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
-    The first steps weigh noise against time; "balanced" goes no further than close enough, and than a quarter only where an
-    output is poor. "best" then weighs noise against work, and its last steps must each halve the noise. Where the model must
-    stay faster than the float one, a smaller step is the first.
+    The first steps weigh noise against time, as far as the outputs need it. "best" then weighs noise against work, and its last
+    steps must each halve the noise; where the outputs are still far, it chooses anew, by time, from nearly all layers.
+    """
+    _weigh_time(trials, min(most, MOST_IN_STEPS), effort)
+    if effort == "best":
+        _weigh_work(trials, min(most, MOST_IN_STEPS))
+        if trials.timed is not None and trials.worst < FAR:
+            trials.try_float_layers(most, least=LEAST_FURTHER, by_time=True, anew=True)
+
+
+def _weigh_time(trials: Trials, most: float, effort: Effort) -> None:
+    """Leave layers float that make much noise for their time, until the outputs are close enough.
+
+    Beyond a quarter of the work only where an output is poor. Where the file is timed, a smaller step is the first.
     """
     smaller = [TIMED_SHARE * FIRST_SHARES["balanced"]] if trials.timed is not None else []
-    last, failed = [most] if effort == "balanced" else [], False
-    for share in _up_to(most, [*smaller, FIRST_SHARES["balanced"], FLOAT_MACS["balanced"], *last]):
+    failed = False
+    for share in _up_to(most, [*smaller, FIRST_SHARES["balanced"], FLOAT_MACS["balanced"], most]):
         further = share > FLOAT_MACS["balanced"]
         enough = ENOUGH_OF_MAPS if trials.gives_maps and share <= FIRST_SHARES["balanced"] else ENOUGH
-        if effort == "balanced" and trials.worst >= (POOR if further else enough):
+        if trials.worst >= (POOR[effort] if further else enough) and (further or effort == "balanced"):
             return
         if failed and not further:  # one that is further may hold other layers, too large for the shares before
             continue
         tried = len(trials.remedies)
         kept = trials.try_float_layers(share, by_time=True)
         failed |= not kept and (trials.timed is None or len(trials.remedies) > tried)  # with a clock the first may be too small
-    if effort == "best":
-        smaller = [TIMED_SHARE * FIRST_SHARES["best"]] if trials.timed is not None else []
-        for share in _up_to(most, [*smaller, FIRST_SHARES["best"], FLOAT_MACS["best"], most]):
-            least = LEAST_FURTHER if share > FIRST_SHARES["best"] else LEAST_DECIBELS
-            trials.try_float_layers(share, least=least)  # one that is too slow or gains too little says nothing about larger ones
+
+
+def _weigh_work(trials: Trials, most: float) -> None:
+    """Leave layers float that make much noise for their work; where the file is timed, a smaller step is the first."""
+    smaller = [TIMED_SHARE * FIRST_SHARES["best"]] if trials.timed is not None else []
+    for share in _up_to(most, [*smaller, FIRST_SHARES["best"], FLOAT_MACS["best"], most]):
+        least = LEAST_FURTHER if share > FIRST_SHARES["best"] else LEAST_DECIBELS
+        trials.try_float_layers(share, least=least)  # one that is too slow or gains too little says nothing about larger ones
 
 
 def _up_to(most: float, shares: Sequence[float]) -> list[float]:

@@ -68,6 +68,17 @@ def joined_samples(batches: Sequence[Inputs], count: int) -> Inputs:
     return joined if total <= count else take_rows(joined, torch.arange(count) * total // count)
 
 
+def first_rows(batches: Sequence[Inputs], most: int, step: int) -> list[Inputs]:
+    """The first `most` rows of batches, one at least, in parts of at most `step` rows."""
+    left, taken = max(1, most), list[Inputs]()
+    for inputs in in_chunks(batches, max(1, min(step, left))):
+        if taken and left < batch_size(inputs):
+            break
+        taken.append(inputs)
+        left -= batch_size(inputs)
+    return taken
+
+
 def float_leaves(output: Any) -> list[Tensor]:
     """The floating point tensors in the output of a model."""
     return [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.is_floating_point()]

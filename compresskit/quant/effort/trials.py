@@ -23,10 +23,10 @@ from compresskit.quant.calibration.smoothquant import even_norms_, norms_of
 from compresskit.quant.effort.aligned_sums import align_sums_, exact_sums, quantizers_of_sums
 from compresskit.quant.effort.balance import balance_channels_, scale_channels_
 from compresskit.quant.effort.biases import correct_biases_, correct_weight_errors_
-from compresskit.quant.effort.float_layers import choose_float_layers
+from compresskit.quant.effort.float_layers import LEAST_RATIO, choose_float_layers
 from compresskit.quant.effort.least_noise import least_noise_factors
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_, narrow_by_, narrow_ranges_
-from compresskit.quant.effort.samples import OutputError, joined_samples, mean_decibels
+from compresskit.quant.effort.samples import OutputError, first_rows, joined_samples, mean_decibels
 from compresskit.quant.effort.tuning import minimise_error_
 from compresskit.quant.effort.weights_in_turn import round_weights_in_turn_
 from compresskit.quant.measured_placement.beside_float import Timed
@@ -227,7 +227,9 @@ class Trials:
         self.chooses_ranges |= kept
         return kept
 
-    def try_float_layers(self, most_macs: float, *, least: float = LEAST_DECIBELS, by_time: bool = False) -> bool:
+    def try_float_layers(
+        self, most_macs: float, *, least: float = LEAST_DECIBELS, by_time: bool = False, anew: bool = False
+    ) -> bool:
         """Try to leave the layers float whose rounding adds most noise to the outputs for the work that they are.
 
         What was learned on the way is learned again. Layers that were left float before count as part of the work.
@@ -236,27 +238,35 @@ class Trials:
             most_macs: the largest share of the work that may be float.
             least: dB that it must gain.
             by_time: weigh the noise against time, and not against the work alone.
+            anew: choose from all layers, also those that were left float before, and take less noise for their price.
 
         Returns whether that paid.
         """
         began = time.perf_counter()
-        noise = self._noise(self.model)
-        measured = self.timed.operators(self.model) if by_time and self.timed is not None else None
+        model, before, free = (self._rebuilt(floating={}), {}, frozenset[str]()) if anew else (self.model, self.floating, self.free)
+        measured = self.timed.operators(model) if by_time and self.timed is not None else None
         found = choose_float_layers(
-            self.model, noise, most_macs, self.floating, free=self.free, by_time=by_time, measured=measured
+            model,
+            self._noise(model),
+            most_macs,
+            before,
+            free=free,
+            by_time=by_time,
+            measured=measured,
+            least_ratio=LEAST_RATIO / 8 if anew else LEAST_RATIO,
         )
         if not found.names or (found.slower and found.noise > MOST_NOISE_LEFT):
             return False
         why = f"rounding here and around it is {1 - found.noise:.0%} of the noise, for {found.work:.1%} of the work"
-        floating = {**self.floating, **dict.fromkeys(sorted(found.names), why)}
-        if frozenset(floating) in self.refused:
+        floating = {**before, **dict.fromkeys(sorted(found.names), why)}
+        if floating.keys() == self.floating.keys() or frozenset(floating) in self.refused:
             return False
         self.refused.add(frozenset(floating))
         candidate = self._rebuilt(floating=floating)
         name = f"float layers, {len(floating)} operators, {found.work:.1%} of the work"
         kept = self.judged(name, candidate, began, least, timed=self.timed)
         if kept:
-            self.floating, self.free = floating, self.free | found.free
+            self.floating, self.free = floating, free | found.free
         return kept
 
     def samples(self, bounds: tuple[int, int], macs: float) -> int:
@@ -407,20 +417,10 @@ class Trials:
         rate = RECONSTRUCTION_TRAVEL / steps
 
         def change(quantized: Quantized) -> None:
-            data = self._rows_that_fit(MOST_RECONSTRUCTION_BYTES)
+            data = first_rows(self.fit, MOST_RECONSTRUCTION_BYTES // self.model.row_bytes, RECONSTRUCTION_ROWS)
             reconstruct_blocks_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
 
         return self.try_changed(f"reconstruct blocks, {steps} steps", change)
-
-    def _rows_that_fit(self, size: int) -> list[Inputs]:
-        """As much of the data to learn from, a batch at least, as has largest activations of `size` bytes together."""
-        left, taken = max(1, size // self.model.row_bytes), list[Inputs]()
-        for inputs in in_chunks(self.fit, max(1, min(RECONSTRUCTION_ROWS, left))):
-            if taken and left < batch_size(inputs):
-                break
-            taken.append(inputs)
-            left -= batch_size(inputs)
-        return taken
 
     def result(self, batches: Sequence[Inputs]) -> Quantized:
         """The model so far, with its remedies; where none paid, calibrated on all data."""

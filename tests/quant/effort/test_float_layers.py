@@ -54,12 +54,13 @@ def narrow() -> nn.Module:
 
 @pytest.mark.parametrize("kind", [networks.Chain, networks.Residual, networks.Depthwise])
 @pytest.mark.parametrize("by_time", [False, True])
-def test_no_set_of_operators_is_a_better_bargain(kind, by_time) -> None:
+@pytest.mark.parametrize("ratio", [LEAST_RATIO, LEAST_RATIO / 8])
+def test_no_set_of_operators_is_a_better_bargain(kind, by_time, ratio) -> None:
     """Against every set of operators that leaves a layer in integers, at the price of the least ratio."""
     x = image(16)
     quantized = quantize_static(build(kind), [x])
     noise, placement = rounding_noise(quantized, x), quantized.placement
-    found = choose_float_layers(quantized, noise, 1.0, by_time=by_time)
+    found = choose_float_layers(quantized, noise, 1.0, by_time=by_time, least_ratio=ratio)
     work = {n.name: _work(n, placement) for n in quantized.body.graph.nodes if n.name in placement.integer}
     needs = {node: _served(node, placement) for node in noise}
     all_work, all_noise = sum(work.values()), sum(noise.values())
@@ -67,7 +68,7 @@ def test_no_set_of_operators_is_a_better_bargain(kind, by_time) -> None:
     def bargain(names) -> float:
         saved = sum(noise[node] for node, served in needs.items() if served <= set(names))
         between = sum(value for (a, b), value in conversions.items() if a in names and b not in names)
-        return saved / all_noise - LEAST_RATIO * (sum(times[name] for name in names) + between) / all_work
+        return saved / all_noise - ratio * (sum(times[name] for name in names) + between) / all_work
 
     conversion = float(CONVERSION) if by_time else 0.0
     times = _less_conversions(_times(quantized, work) if by_time else work, noise, placement, conversion)
@@ -230,19 +231,62 @@ def test_a_poor_output_takes_more_where_the_file_stays_the_faster_one(worst, wan
     assert shares == pytest.approx(wanted)
 
 
-def test_best_goes_on_after_a_step_that_is_too_slow() -> None:
-    shares = list[float]()
+def steps_of_best(worst: float, timed: object, most: float = 0.98) -> list[tuple[float, bool, bool]]:
+    """Share, by time, anew: of each step of "best" where none pays."""
+    steps = list[tuple[float, bool, bool]]()
 
     class Stub:
-        gives_maps, timed, remedies, worst = False, len, list[str](), 20.0
+        gives_maps, remedies = False, list[str]()
 
-        def try_float_layers(self, share, *, by_time=False, least=0.0):
-            shares.append(share)
+        def try_float_layers(self, share, *, by_time=False, least=0.0, anew=False):
+            steps.append((pytest.approx(share), by_time, anew))
             self.remedies.append("too slow")
             return False
 
-    improve._try_float_layers(Stub(), 0.8, "best")
-    assert shares == pytest.approx([0.06, 0.14, 0.35, 0.6, 0.8])
+    stub = Stub()
+    stub.worst, stub.timed = worst, timed
+    improve._try_float_layers(stub, most, "best")
+    return steps
+
+
+def test_best_goes_on_after_a_step_that_is_too_slow() -> None:
+    work = [(share, False, False) for share in (0.14, 0.35, 0.6, 0.8)]
+    assert steps_of_best(20.0, len) == [(0.06, True, False), (0.8, True, False), *work, (0.98, True, True)]
+    assert steps_of_best(20.0, len, 0.5)[-1] == (0.5, True, True)
+
+
+def test_best_chooses_anew_from_nearly_all_layers_only_where_outputs_are_far_and_time_is_known() -> None:
+    work = [(share, False, False) for share in (0.14, 0.35, 0.6, 0.8)]
+    assert steps_of_best(34.0, len) == [(0.06, True, False), *work, (0.98, True, True)]
+    assert steps_of_best(37.0, len) == [(0.06, True, False), *work]
+    assert not any(anew for _, _, anew in steps_of_best(20.0, None, 0.6))
+
+
+def test_what_is_chosen_anew_takes_the_place_of_what_was_float(monkeypatch) -> None:
+    """Its layers are chosen on a model of which all are in integers, and the same set is not tried again."""
+    sets, seen = iter([{"conv2d_2"}, {"conv2d_3"}, {"conv2d_3"}]), []
+
+    def choose(quantized, noise, most, before, *, least_ratio, **_) -> FloatLayers:
+        seen.append((len(quantized.placement.floating), least_ratio))
+        return FloatLayers(frozenset(next(sets)), 0.1, 0.1)
+
+    def attempts(self, *_, **__) -> None:
+        if len(seen) == 3:
+            return
+        assert original(self, 0.5, least=-1000.0)
+        assert set(self.floating) == {"conv2d_2"}
+        assert original(self, 0.98, least=-1000.0, anew=True)
+        assert set(self.floating) == {"conv2d_3"}
+        assert not original(self, 0.98, least=-1000.0, anew=True)
+
+    original = Trials.try_float_layers
+    monkeypatch.setattr(trials, "choose_float_layers", choose)
+    monkeypatch.setattr(Trials, "try_float_layers", attempts)
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
+    quantized = quantize_static(narrow(), [image(32)], effort="best", choose="rules")
+    assert "conv2d_3" in quantized.origin.floating and "conv2d_2" not in quantized.origin.floating
+    assert [ratio for _, ratio in seen] == [LEAST_RATIO, LEAST_RATIO / 8, LEAST_RATIO / 8]
+    assert len({floating for floating, _ in seen}) == 1
 
 
 class TwoOutputs(nn.Module):
