@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import nn
 
-from compresskit.base.task import Inputs, batch_size
+from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, module_path
 from compresskit.graph.normalize import Node
 from compresskit.quant.calibration.reconstruct import reconstruct_blocks_
@@ -177,8 +177,7 @@ class Trials:
                 before(captured)
             if strength is None:
                 if not found:  # later the same graph is built anew, for which the same factors do
-                    few = self.noise_samples()
-                    found.update(least_noise_factors(captured.module, self.fit, few, rounded))
+                    found.update(least_noise_factors(captured.module, self.fit, self.noise_samples(), rounded))
                 counts.append(scale_channels_(captured.module, found))
             else:
                 counts.append(balance_channels_(captured.module, self.fit, rounded=rounded, strength=strength))
@@ -243,7 +242,9 @@ class Trials:
         Returns whether that paid.
         """
         began = time.perf_counter()
-        model, before, free = (self._rebuilt(floating={}), {}, frozenset[str]()) if anew else (self.model, self.floating, self.free)
+        model, before, free = self.model, self.floating, self.free
+        if anew:
+            model, before, free = self._rebuilt(floating={}), {}, frozenset()
         measured = self.timed.operators(model) if by_time and self.timed is not None else None
         found = choose_float_layers(
             model,

@@ -284,7 +284,8 @@ def test_what_is_chosen_anew_takes_the_place_of_what_was_float(monkeypatch) -> N
     monkeypatch.setattr(Trials, "try_float_layers", attempts)
     monkeypatch.setattr(improve, "TUNING_STEPS", {"best": 1})
     quantized = quantize_static(narrow(), [image(32)], effort="best", choose="rules")
-    assert "conv2d_3" in quantized.origin.floating and "conv2d_2" not in quantized.origin.floating
+    assert "conv2d_3" in quantized.origin.floating
+    assert "conv2d_2" not in quantized.origin.floating
     assert [ratio for _, ratio in seen] == [LEAST_RATIO, LEAST_RATIO / 8, LEAST_RATIO / 8]
     assert len({floating for floating, _ in seen}) == 1
 
