@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import DataError, TrainingError
+from compresskit.base.errors import DataError, TrainingError, first_line
 
 Made = TypeVar("Made")
 
@@ -211,7 +211,7 @@ def all_reduce_mean_(tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> 
     try:
         dist.all_reduce(sent)
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
+        first = first_line(error)
         raise TrainingError(
             f"process {rank()}: another process is gone ({first}); all end. Run the same command again to go on"
         ) from error

@@ -55,3 +55,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of torch or Python was raised for lack of memory."""
     text = str(error)
     return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def named_first_line(error: BaseException) -> str:
+    """The class of an error and the first line of what it says, if anything."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

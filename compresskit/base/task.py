@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base import distributed
-from compresskit.base.errors import CompressError, DataError, SettingError
+from compresskit.base.errors import CompressError, DataError, SettingError, first_line
 from compresskit.base.progress import Progress
 
 Inputs = tuple[Any, ...] | dict[str, Any]
@@ -205,7 +205,7 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
         if isinstance(error, CompressError):
             raise
         forward = model.forward if isinstance(model, nn.Module) else model
-        first = surplus_inputs(forward, inputs) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = surplus_inputs(forward, inputs) or first_line(error)
         raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ExportError, SettingError
+from compresskit.base.errors import ExportError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
@@ -258,8 +258,7 @@ def _cause(error: BaseException) -> str:
     """The innermost cause's first line: the exporter wraps what went wrong in several layers of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return named_first_line(error)
 
 
 def _name_dimensions(file: Any, dynamic: Dynamic) -> None:

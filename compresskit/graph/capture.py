@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import CompressError, ModelError, SettingError
+from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
 from compresskit.base.task import Inputs, first_rows, shapes_of, surplus_inputs
 from compresskit.graph.constant_dimensions import constant_dimensions
@@ -166,7 +166,7 @@ def check_runs(model: nn.Module, example: Inputs) -> list[str]:
         dtypes = "" if surplus else _other_dtypes(example)
         raise ModelError(
             f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{dtypes}):"
-            f" {surplus or _first_line(error)}"
+            f" {surplus or named_first_line(error)}"
         ) from error
 
 
@@ -212,7 +212,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         if constant := constant_dimensions(error, export):
             raise ModelError(f"{type(model).__name__} cannot be captured as a graph: {constant}") from error
         raise ModelError(
-            f"{type(model).__name__} cannot be captured as a graph: {_first_line(error)}{_blame(error)}\n  {_advice(error)}"
+            f"{type(model).__name__} cannot be captured as a graph: {named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
         ) from error
     rename_reserved_(program, reserved_names(model))
     inline_blocks_(program.graph_module)
@@ -329,11 +329,6 @@ def _index(key: Any) -> Any:
     if isinstance(key, pytree.SequenceKey):
         return key.idx
     return key.key if isinstance(key, pytree.MappingKey) else key
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
 
 
 def _advice(error: BaseException) -> str:

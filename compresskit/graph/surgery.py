@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import CheckpointError, ModelError
+from compresskit.base.errors import CheckpointError, ModelError, first_line
 from compresskit.base.task import Inputs, call
 from compresskit.graph.replacements import replace_recorded_, replacements
 
@@ -220,9 +220,8 @@ def copy_model(model: AnyModule) -> AnyModule:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{type(model).__name__} cannot be copied{_uncopyable(model)}: {first_line}; delete the attribute, make it in"
+            f"{type(model).__name__} cannot be copied{_uncopyable(model)}: {first_line(error)}; delete the attribute, make it in"
             " forward, or give its class a __deepcopy__"
         ) from error
 

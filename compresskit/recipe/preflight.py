@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compresskit.base.errors import CompressError, DataError, ModelError
+from compresskit.base.errors import CompressError, DataError, ModelError, first_line
 from compresskit.base.objective import Objective
 from compresskit.base.stage import Stage
 from compresskit.base.task import IGNORED, RunningMetric, Task, call, first_rows, shapes_of
@@ -85,10 +85,9 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
             raise
         except Exception as error:
             what = "loss" if which == "train" else "metric"
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(
                 f"Task({what}=...) fails on the first batch of {which} (predictions {tuple(predictions.shape)}, target"
-                f" {shapes_of(target) or type(target).__name__}): {first_line}"
+                f" {shapes_of(target) or type(target).__name__}): {first_line(error)}"
             ) from error
 
 

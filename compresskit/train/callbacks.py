@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from compresskit.base import distributed, randomness
-from compresskit.base.errors import SettingError, TrainingError
+from compresskit.base.errors import SettingError, TrainingError, first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +104,10 @@ def call_back(functions: Sequence[Callable[..., Any]], report: Any, where: str) 
         try:
             function(report)
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             named = isinstance(function, FunctionType | MethodType | BuiltinFunctionType)
             name = function.__qualname__ if named else type(function).__qualname__
             raise TrainingError(
-                f"{where}: the callback {name} failed: {type(error).__name__}: {first}; mend it or leave"
+                f"{where}: the callback {name} failed: {type(error).__name__}: {first_line(error)}; mend it or leave"
                 " it out, then run the same command again"
             ) from error
     randomness.set_rng_state_(before)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from compresskit.base import distributed, randomness
-from compresskit.base.errors import CompressError, DataError
+from compresskit.base.errors import CompressError, DataError, first_line
 from compresskit.base.fingerprint import fingerprint
 
 _END = object()
@@ -183,8 +183,7 @@ def _await_signal_of_death() -> None:
 
 
 def _loader_error(where: str, name: str, error: BaseException) -> DataError:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return DataError(
-        f"{where}: {name} gives no batch: {type(error).__name__}: {first_line};"
+        f"{where}: {name} gives no batch: {type(error).__name__}: {first_line(error)};"
         " look at the data set, or try it with num_workers=0, then run the same command again"
     )

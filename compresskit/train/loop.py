@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from compresskit import mixed
 from compresskit.base import distributed, randomness
-from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, is_out_of_memory
+from compresskit.base.errors import CheckpointError, CompressError, DataError, TrainingError, first_line, is_out_of_memory
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
 from compresskit.base.progress import Training, announce, progress_bar
@@ -389,8 +389,9 @@ def _restore_snapshots_(task: Task, snapshots: Mapping[float, Mapping[str, Tenso
 def _mismatch(training: Training | None, error: Exception) -> CheckpointError:
     """The error for a checkpoint that is intact but of another training."""
     where = "" if training is None else f"{training.progress.folder}: "
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return CheckpointError(f"{where}the checkpoint is of another training ({first}); delete the folder to start that stage again")
+    return CheckpointError(
+        f"{where}the checkpoint is of another training ({first_line(error)}); delete the folder to start that stage again"
+    )
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -409,8 +410,9 @@ def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, ch
             raise TrainingError(f"{where}: another process is gone; all end. Run the same command again to go on") from error
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first}") from error
+        raise TrainingError(
+            f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first_line(error)}"
+        ) from error
     if wrong := _no_scalar(losses):
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
@@ -436,9 +438,7 @@ def _backward(run: mixed.Run, loss: Tensor, batch: Any, where: str) -> None:
         raise_if_worker_died(error, where)
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for the gradients of {shapes_of(batch)}; {LESS_MEMORY}") from error
-        raise TrainingError(
-            f"{where}: no gradient of the loss: {str(error).splitlines()[0]}; does Task(predict=...) detach?"
-        ) from error
+        raise TrainingError(f"{where}: no gradient of the loss: {first_line(error)}; does Task(predict=...) detach?") from error
 
 
 def _why_not_finite(model: nn.Module, losses: Losses, batch: Any, where: str) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compresskit.base.errors import CompressError, DataError, is_out_of_memory
+from compresskit.base.errors import CompressError, DataError, first_line, is_out_of_memory
 from compresskit.base.objective import Losses, LossFunction, Objective, as_objective, bound
 from compresskit.base.task import Task, call, check_labels, shapes_of
 from compresskit.mixed.formats.parallel import reshard_
@@ -96,9 +96,8 @@ def task_losses(model: nn.Module, task: Task) -> Callable[[Callable[..., Any], A
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if isinstance(error, CompressError) or is_out_of_memory(error):
                 raise
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(
-                f"Task(loss=...): the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first}"
+                f"Task(loss=...): the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first_line(error)}"
             ) from error
 
     return losses

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compresskit.base.errors import ExportError
+from compresskit.base.errors import ExportError, first_line
 from compresskit.export.files import LIMIT
 from compresskit.export.rewrite.common import constant, replace
 
@@ -91,7 +91,7 @@ def check_lowered(model: ir.Model) -> None:
         onnx.checker.check_model(proto, full_check=True)
         onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        what = str(error).strip().splitlines()[0]
+        what = first_line(error)
         raise ExportError(f"in opset {model.graph.opset_imports['']} the file is not valid ({what}); take a newer one") from error
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compresskit.base.errors import named_first_line
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.surgery import copy_model, frozen_copy, mode
 from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks
@@ -76,7 +77,7 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
         try:
             got = _run_skipping(removed, inputs, {})
         except Exception as error:
-            return f"the model does not run without it: {first_line_of(error)}"
+            return f"the model does not run without it: {named_first_line(error)}"
         if [v.shape for v in got] != [v.shape for v in wanted]:
             return "the outputs have other shapes without it"
         worst = max((relative_error(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
@@ -95,7 +96,7 @@ def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock],
             _run_skipping(remove_blocks_(frozen_copy(model), [block]), first_rows(example, 2), {})
         except Exception as error:
             if runs_here(model, first_rows(example, 2)):
-                failures[path] = f"the model does not run without it: {first_line_of(error)}"
+                failures[path] = f"the model does not run without it: {named_first_line(error)}"
     return failures
 
 
@@ -148,11 +149,5 @@ def training_failure(model: nn.Module, changed: nn.Module, example: Inputs) -> s
                 call(each, inputs)
             failures.append("")
         except Exception as error:  # training may need more than inputs, such as targets
-            failures.append(first_line_of(error))
+            failures.append(named_first_line(error))
     return f"the model does not train without it: {failures[1]}" if failures[1] and not failures[0] else None
-
-
-def first_line_of(error: Exception) -> str:
-    """The class of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compresskit.base.budget import Budget, check_budget, takes_budget
-from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError
+from compresskit.base.errors import CheckpointError, DataError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, each_inputs
 from compresskit.base.task import Inputs, batch_size, call, first_rows
 from compresskit.graph.masks import masks_of
@@ -283,7 +283,7 @@ def _trial(model: nn.Module, inputs: Inputs, name: str) -> str | None:
         with torch.no_grad():
             call(small, first_rows(inputs, 2))
     except Exception as error:
-        return f"the model does not run without it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"the model does not run without it: {named_first_line(error)}"
     return None
 
 

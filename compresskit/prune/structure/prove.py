@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.errors import named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.surgery import copy_model, mode
@@ -146,7 +147,7 @@ def _compare_copies(
     except Exception as error:
         if tolerance == FLOAT64_TOLERANCE:
             raise _NotInFloat64 from None
-        return Failure(reason=f"the model does not run with zeros: {_summary(error)}")
+        return Failure(reason=f"the model does not run with zeros: {named_first_line(error)}")
     training = _training_run(zeroed, inputs, statistics)
     pruned = apply_(zeroed, plan)
     paths = [""]
@@ -245,11 +246,7 @@ def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def _does_not_run(error: BaseException, paths: list[str]) -> Failure:
-    return Failure(reason=f"the pruned model does not run: {_summary(error)}", path=paths[-1])
-
-
-def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return Failure(reason=f"the pruned model does not run: {named_first_line(error)}", path=paths[-1])
 
 
 def _to_float64(inputs: Inputs) -> Inputs:

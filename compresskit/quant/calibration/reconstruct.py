@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import SettingError, first_line
 from compresskit.base.inputs import Batches, first_and_all
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
@@ -321,7 +321,7 @@ class _TrainedBlock:
         except RuntimeError as error:
             if "derivative" not in str(error):
                 raise
-            return str(error).splitlines()[0]
+            return first_line(error)
         return ""
 
     def train_(self, inputs: Sequence[Mapping[Node, Pair]], wanted: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import nn
 
+from compresskit.base.errors import first_line
 from compresskit.base.task import Inputs
 from compresskit.graph.capture import Captured, module_path
 from compresskit.graph.normalize import Node
@@ -149,7 +150,7 @@ class Trials:
         try:
             return any(rounding_noise(self.model, self.few(1), probes=1).values())
         except RuntimeError as error:  # an operator without a derivative
-            log.warning("no layers are kept float, and nothing is trained: %s", str(error).splitlines()[0])
+            log.warning("no layers are kept float, and nothing is trained: %s", first_line(error))
             return False
 
     def error_on(self, batches: Sequence[Inputs]) -> OutputError:
@@ -272,8 +273,7 @@ class Trials:
 
     def samples(self, bounds: tuple[int, int], macs: float) -> int:
         """How many samples to take, within bounds: fewer in a larger network. macs: of one forward pass of all."""
-        fewest, most = bounds
-        return max(fewest, min(most, int(macs / max(1, self.macs))))
+        return max(bounds[0], min(bounds[1], int(macs / max(1, self.macs))))
 
     def noise_samples(self) -> Inputs:
         """What the noise of each rounding is estimated by."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from compresskit.base.errors import ModelError
+from compresskit.base.errors import ModelError, named_first_line
 from compresskit.base.task import Inputs, first_rows
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.merging import geometry_of, set_geometry_
@@ -25,7 +25,6 @@ from compresskit.prune.depth.prove_blocks import (
     SINGLE_TOLERANCE,
     WIDE_TOLERANCE,
     changed_inputs,
-    first_line_of,
     outputs_of,
     relative_error,
     runs_here,
@@ -60,7 +59,7 @@ def check_merges(model: nn.Module, runs: Collection[ConvolutionRun], example: In
         try:
             got = outputs_of(merged, inputs)
         except Exception as error:
-            return f"the model does not run without it: {first_line_of(error)}"
+            return f"the model does not run without it: {named_first_line(error)}"
         wanted = _outputs_of_graph(reference, inputs)
         if [v.shape for v in got] != [v.shape for v in wanted]:
             return "the outputs have other shapes with one convolution"
@@ -103,7 +102,7 @@ def runs_that_cannot_go(model: nn.Module, found: FoundRuns, example: Inputs) -> 
         try:
             outputs_of(gather_(frozen_copy(model), [run]), inputs)
         except Exception as error:
-            failures[name] = f"the model does not run without it: {first_line_of(error)}"
+            failures[name] = f"the model does not run without it: {named_first_line(error)}"
     return failures
 
 
