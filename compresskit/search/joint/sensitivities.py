@@ -8,8 +8,7 @@ estimated again: from some hundred inputs they would change the outputs more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +26,7 @@ from compresskit.prune.channels.reconstruct import (
     refit_,
 )
 from compresskit.prune.channels.selector import plan_of
+from compresskit.prune.evidence import restored_after
 from compresskit.prune.structure.groups import ChannelAnalysis
 from compresskit.prune.structure.plan import apply_
 from compresskit.quant.calibration.layer_outputs import IntegerLayer
@@ -116,7 +116,9 @@ class Measuring:
                 for stored, weight in weights.items():  # a folded weight has a name of its own, and is alone in its layer
                     inputs = self.statistics.get(f"{name}.weight" if len(parts) == 1 else stored)
                     rounded[stored] = gptq_rounded(weight, bits, inputs)
-                with _values_replaced(quantized.body, rounded):
+                with restored_after(quantized.body, rounded):
+                    for stored, values in rounded.items():
+                        get_tensor(quantized.body, stored).copy_(values)
                     losses[bits] = self._lost(quantized)
             found.append(RoundingSensitivity(layer=name, weights=sum(w.numel() for w in weights.values()), loss=losses))
         return found
@@ -134,22 +136,6 @@ def _computed_weights(model: nn.Module) -> list[str]:
         if getattr(module, "groups", 1) == 1 and module.weight[0].numel() <= MOST_COLUMNS:
             found.append(f"{path}.weight")
     return found
-
-
-@contextmanager
-def _values_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters other values inside the block."""
-    parameters = {name: get_tensor(model, name) for name in values}
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(before[name])
 
 
 def gptq_rounded(weight: Tensor, bits: int, inputs: InputStatistics | None) -> Tensor:
