@@ -284,7 +284,23 @@ its integer kernel, without a single conversion, which no placement can beat in 
 The float file of FSRCNN: the runtime's fastest kernels for its parts, of all forms tried (a transposed convolution in bands, by positions,
 by blocks; slopes by second filters), take {least / forms["plain"]:.2f} of torch's file together, without a single conversion: no file of them is
 {forms["plain"] / least:.2f} times as fast. {source("float_forms")}
+
+No choice of layers can be better than the best placement that there is. Each placement of the layers of MTCNN's networks, in integers with the remedies of
+"balanced" or in float; latencies as fractions of our float file. {source("every_placement")}
+
+{table(("network", "placements", "faster than float", "the fastest", "its F1 in %", "the best of the faster ones", "its F1 in %"), every_placement())}
 """
+
+
+def every_placement() -> list[tuple[str, ...]]:
+    """Of each network: how many placements are faster than float, the fastest, and the one that decides best."""
+    rows = []
+    for name, placed in load("every_placement")["networks"].items():
+        faster = [row for row in placed if row["ratio"] < 1]
+        first, best = min(faster, key=lambda row: row["ratio"]), max(faster, key=lambda row: row["f1"])
+        ends = [cell for row in (first, best) for cell in (f"{row['ratio']:.2f}", f"{row['f1']:.1f}")]
+        rows.append((DEPLOYED[name][0], str(len(placed)), str(len(faster)), *ends))
+    return rows
 
 
 def budgets() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import networks
 import oracles
 import pytest
@@ -70,6 +72,18 @@ def test_latency_tells_large_from_small(tmp_path) -> None:
     assert 0 < small < large / 3
     with pytest.raises(SettingError, match="rounds >= 1"):
         latency(paths, image(1), rounds=0)
+
+
+def test_threads_of_the_runtime_sleep_soon_after_a_run(tmp_path) -> None:
+    """They would take the cores from the next of several files that are timed in turn."""
+    x = torch.randn(1, 3, 128, 128)
+    runner = measure.session(ck.export_onnx(nn.Conv2d(3, 32, 3), tmp_path / "m.onnx", (x,)), threads=2)
+    for _ in range(5):
+        runner.run(None, {runner.get_inputs()[0].name: x.numpy()})
+    time.sleep(0.005)
+    began = time.process_time()
+    time.sleep(0.03)
+    assert time.process_time() - began < 0.01
 
 
 def test_metrics_count_uneven_batches_by_their_rows() -> None:

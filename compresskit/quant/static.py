@@ -132,9 +132,8 @@ def quantize_static(
         float_macs: the largest share of the MACs that "balanced" and "best" may leave float, such as 0.1; 0 for none. A value
             that an operator writes counts as one MAC. "balanced" takes none where every output is within 32 dB of the float
             model's (40 dB and 0.15 for outputs with a value for each position), and more than 0.25 only where one is not
-            within 30; "best" takes more than 0.35 only where that halves the noise that is left or an output is not within 32 dB,
-            and more than 0.8 only where one is not within 36. Default None: 0.25 and 0.6, 0.7 and 0.98 where files are timed, or
-            0 with `strict`.
+            within 30; "best" takes more than 0.35 only where that halves the noise that is left, and more than 0.8 only where an
+            output is not within 36 dB, too. Default None: 0.25 and 0.6, 0.7 and 0.98 where files are timed, or 0 with `strict`.
         dynamic: dimensions of the inputs that may vary, `(0, 2, 3)` for batch, height and width; see `graph.Dynamic`. Default
             `(0,)`, the batch.
         strict: raise where a layer with weights (convolution, linear layer, product by a parameter, recurrent layer) would stay

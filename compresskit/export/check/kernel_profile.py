@@ -16,7 +16,7 @@ from compresskit.base.errors import ExportError
 from compresskit.base.inputs import AnyInputs
 from compresskit.export.check.file_layers import file_layers, name_nodes_
 from compresskit.export.files import read_proto
-from compresskit.measure import numpy_inputs, run_session, runtime_message, runtime_path, session
+from compresskit.measure import SHORT_SPIN, numpy_inputs, run_session, runtime_message, runtime_path, session
 
 ROUNDS = 10
 CHAIN, CHAIN_RUNS = 32, 50  # kernels, and runs, to measure what the profiler costs
@@ -120,6 +120,7 @@ def profiling_session(
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.optimized_model_filepath = str(folder / "optimized.onnx")
+    options.add_session_config_entry(*SHORT_SPIN)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))

@@ -32,8 +32,8 @@ FIRST_SHARES = {"balanced": 0.15, "best": 0.35}  # of the work, that is tried be
 TIMED_SHARE = 0.4  # of the first share, tried before it where latency decides
 ENOUGH = 32.0  # dB at the worst output, beyond which "balanced" pays no latency for more: classes hardly change there
 ENOUGH_OF_MAPS = 40.0  # the same for outputs with a value for each position, which do change, but for the first shares only
+FAR = 36.0  # dB at the worst output, below which "best" chooses from nearly all layers: some decisions still change there
 POOR = {"balanced": 30.0, "best": ENOUGH}  # dB at the worst output, below which time is weighed for all that is allowed
-FAR = 36.0  # dB at the worst output, below which "best" chooses from nearly all layers: then some decisions still change
 LEAST_FURTHER = 3.0  # dB that a larger share must gain in "best": half of the noise
 MOST_TUNED_MACS = 500e6  # of one sample, in networks that "balanced" tunes: larger ones would take more than a minute or two
 
@@ -103,7 +103,7 @@ def _try_float_layers(trials: Trials, most: float, effort: Effort) -> None:
     """Leave layers float, in steps up to the largest share of the work, since float costs latency.
 
     The first steps weigh noise against time, as far as the outputs need it. "best" then weighs noise against work, and its last
-    steps must each halve the noise; where the outputs are still far, it chooses anew, by time, from nearly all layers.
+    steps must each halve the noise; where an output is still far, it chooses anew, by time, from nearly all layers.
     """
     _weigh_time(trials, min(most, MOST_IN_STEPS), effort)
     if effort == "best":
@@ -127,7 +127,8 @@ def _weigh_time(trials: Trials, most: float, effort: Effort) -> None:
         if failed and not further:  # one that is further may hold other layers, too large for the shares before
             continue
         tried = len(trials.remedies)
-        kept = trials.try_float_layers(share, by_time=True)
+        least = LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS
+        kept = trials.try_float_layers(share, least=least, by_time=True)
         failed |= not kept and (trials.timed is None or len(trials.remedies) > tried)  # with a clock the first may be too small
 
 

@@ -201,7 +201,7 @@ def test_a_step_too_small_for_any_layer_ends_nothing_where_latency_decides(timed
     class Stub:
         worst, gives_maps = 31.0, False
 
-        def try_float_layers(self, share, *, by_time):
+        def try_float_layers(self, share, *, by_time, least):
             shares.append(share)
             remedies.extend(["refused"] if found else [])
             return False
@@ -220,7 +220,7 @@ def test_a_poor_output_takes_more_where_the_file_stays_the_faster_one(worst, wan
     class Stub:
         gives_maps, timed, remedies = False, len, list[str]()
 
-        def try_float_layers(self, share, *, by_time):
+        def try_float_layers(self, share, *, by_time, least):
             shares.append(share)
             self.remedies.append("refused")
             return False
@@ -257,7 +257,7 @@ def test_best_goes_on_after_a_step_that_is_too_slow() -> None:
 
 def test_best_chooses_anew_from_nearly_all_layers_only_where_outputs_are_far_and_time_is_known() -> None:
     work = [(share, False, False) for share in (0.14, 0.35, 0.6, 0.8)]
-    assert steps_of_best(34.0, len) == [(0.06, True, False), *work, (0.98, True, True)]
+    assert steps_of_best(35.0, len) == [(0.06, True, False), *work, (0.98, True, True)]
     assert steps_of_best(37.0, len) == [(0.06, True, False), *work]
     assert not any(anew for _, _, anew in steps_of_best(20.0, None, 0.6))
 
