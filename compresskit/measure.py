@@ -26,7 +26,7 @@ from compresskit.graph.surgery import mode, state_kept
 
 LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
 #: Setting of a session: microseconds that its threads wait for more work before they sleep, longer than between two operators. By
-#: the runtime's default some 40 ms, on cores that the next of several sessions wants. Older runtimes ignore it.
+#: the runtime's default tens of milliseconds, on cores that the next of several sessions wants. Older runtimes ignore it.
 SHORT_SPIN = ("session.intra_op.spin_duration_us", "200")
 
 

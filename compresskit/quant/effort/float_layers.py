@@ -100,7 +100,6 @@ def choose_float_layers(
         times, conversion = _times(quantized, work), float(CONVERSION)
     times = _less_conversions(times, noise, placement, conversion)
     left = {name: float(_work(nodes[name], placement)) for name in before if name in nodes and name not in work}
-    layers = placement.costs.keys() & work.keys()
     few = {name for name in (*work, *left) if by_time and _has_few_channels(quantized.body, nodes[name])}
     fast = {name for name in work if by_time and measured is not None and measured.extra.get(name, 0.0) < 0}
     spent = sum(left.values())
@@ -115,7 +114,7 @@ def choose_float_layers(
     for price in PRICES:
         names = _worth(needs, noise, least_ratio * price * all_noise / all_work, times, edges)
         share = (spent + sum(work[name] for name in names)) / all_work
-        if layers <= names or _is_too_much(names, work, bounds):
+        if placement.costs.keys() & work.keys() <= names or _is_too_much(names, work, bounds):
             break  # at least one layer stays in integers
         saved = sum(noise[node] for node, served in needs.items() if served <= names)
         taken = sum(times[name] for name in names) + sum(v for (a, b), v in edges.items() if a in names and b not in names)

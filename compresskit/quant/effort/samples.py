@@ -68,7 +68,7 @@ def joined_samples(batches: Sequence[Inputs], count: int) -> Inputs:
     return joined if total <= count else take_rows(joined, torch.arange(count) * total // count)
 
 
-def first_rows(batches: Sequence[Inputs], most: int, step: int) -> list[Inputs]:
+def rows_within(batches: Sequence[Inputs], most: int, step: int) -> list[Inputs]:
     """The first `most` rows of batches, one at least, in parts of at most `step` rows."""
     left, taken = max(1, most), list[Inputs]()
     for inputs in in_chunks(batches, max(1, min(step, left))):

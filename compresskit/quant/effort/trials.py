@@ -27,7 +27,7 @@ from compresskit.quant.effort.biases import correct_biases_, correct_weight_erro
 from compresskit.quant.effort.float_layers import LEAST_RATIO, choose_float_layers
 from compresskit.quant.effort.least_noise import least_noise_factors
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_, narrow_by_, narrow_ranges_
-from compresskit.quant.effort.samples import OutputError, first_rows, joined_samples, mean_decibels
+from compresskit.quant.effort.samples import OutputError, joined_samples, mean_decibels, rows_within
 from compresskit.quant.effort.tuning import minimise_error_
 from compresskit.quant.effort.weights_in_turn import round_weights_in_turn_
 from compresskit.quant.measured_placement.beside_float import Timed
@@ -418,7 +418,7 @@ class Trials:
         rate = RECONSTRUCTION_TRAVEL / steps
 
         def change(quantized: Quantized) -> None:
-            data = first_rows(self.fit, MOST_RECONSTRUCTION_BYTES // self.model.row_bytes, RECONSTRUCTION_ROWS)
+            data = rows_within(self.fit, MOST_RECONSTRUCTION_BYTES // self.model.row_bytes, RECONSTRUCTION_ROWS)
             reconstruct_blocks_(quantized, data, steps=steps, batch_size=RECONSTRUCTION_ROWS, rate=rate)
 
         return self.try_changed(f"reconstruct blocks, {steps} steps", change)
