@@ -2,11 +2,11 @@
 
     python benchmarks/every_placement.py --data FOLDER --out runs/every_placement --networks pnet rnet
 
-A choice of float layers can only be as good as the best placement that there is. For the networks of MTCNN (`real_networks.py`,
-which says on what they are tested) each set of layers with weights, the small last ones taken together, is left float, and the
-others are quantized with the remedies of "balanced". Latencies: one thread, each file in turn with our float export, medians of
-three. Files that are finished stay in the folder; an interrupted run goes on. Writes `every_placement.json` and `.md` beside
-this file.
+A choice of float layers can only be as good as the best placement, for the same remedies. For the networks of MTCNN
+(`real_networks.py`, which says on what they are tested) each set of layers with weights, the small last ones taken together, is
+left float, and the others are quantized with the remedies of "balanced". Latencies: one thread, each file in turn with our float
+export, medians of three. Files that are finished stay in the folder; an interrupted run goes on. Writes `every_placement.json`
+and `.md` beside this file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import onnxruntime
 import torch
-from real_networks import Network, decibels, executed, file_of, mtcnn
+from real_networks import Network, decibels, executed, file_of, mtcnn, processor
 from tqdm.auto import tqdm
 
 import compresskit as ck
@@ -52,7 +52,8 @@ def measure(network: Network, floating: tuple[str, ...], path: Path, seconds: fl
         )  # fmt: skip
         ck.export_onnx(quantized, path, (batches[0][:2],))
     export = path.parent / "export.onnx"
-    ck.export_onnx(network.model, export, (network.example,))
+    if not export.exists():
+        ck.export_onnx(network.model, export, (network.example,))
     pairs = [latency([path, export], (network.example,), threads=1, seconds=seconds) for _ in range(3)]
     run = executed(path)
     return {
@@ -95,8 +96,7 @@ def main() -> None:
     logging.getLogger("compresskit").setLevel(logging.ERROR)
     known = HERE / "every_placement.json"
     result = json.loads(known.read_text()) if known.exists() else {"networks": {}}
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    result["cpu"] = ", ".join(name for name in ("avx2", "avx512bw", "avx512_vnni", "amx_int8") if name in flags)
+    result["cpu"] = processor()
     result["versions"] = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     for name in args.networks:
         network, rows = mtcnn(name, args.data), []

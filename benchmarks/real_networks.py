@@ -349,10 +349,15 @@ def peak(network: Network, size: int = 768) -> float:
     return 1e3 * least * ck.count_macs(network.model, (network.example,)) / size**3
 
 
+def processor() -> str:
+    """What the processor has for integers; "" where the system does not say."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return ", ".join(name for name in ("avx2", "avx512bw", "avx_vnni", "avx512_vnni", "amx_int8") if name in flags)
+
+
 def write(result: dict[str, Any]) -> None:
     result["versions"] = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    result["cpu"] = ", ".join(name for name in ("avx2", "avx512bw", "avx_vnni", "avx512_vnni", "amx_int8") if name in flags)
+    result["cpu"] = processor()
     (HERE / "real_networks.json").write_text(json.dumps(result, indent=1) + "\n")
     lines = ["| network | way | quality | dB | MACs in integers | seconds | verified |", "|---|---|--:|--:|--:|--:|---|"]
     for name, row in result["networks"].items():

@@ -25,8 +25,8 @@ from compresskit.base.task import RunningMetric, Task, batch_size, call, call_ch
 from compresskit.graph.surgery import mode, state_kept
 
 LONGEST_MESSAGE = 400  # characters of an error of ONNX Runtime that are shown
-#: Setting of a session: microseconds that its threads wait for more work before they sleep, longer than between two operators. By
-#: the runtime's default tens of milliseconds, on cores that the next of several sessions wants. Older runtimes ignore it.
+#: Setting of a session: microseconds that its threads wait busily for more work before they sleep. By the runtime's default they
+#: wait for tens of milliseconds, on cores that the next of several sessions wants. Before 1.26, ONNX Runtime ignores it.
 SHORT_SPIN = ("session.intra_op.spin_duration_us", "200")
 
 

@@ -285,8 +285,8 @@ The float file of FSRCNN: the runtime's fastest kernels for its parts, of all fo
 by blocks; slopes by second filters), take {least / forms["plain"]:.2f} of torch's file together, without a single conversion: no file of them is
 {forms["plain"] / least:.2f} times as fast. {source("float_forms")}
 
-No choice of layers can be better than the best placement that there is. Each placement of the layers of MTCNN's networks, in integers with the remedies of
-"balanced" or in float; latencies as fractions of our float file. {source("every_placement")}
+No choice of layers can be better than the best placement. Each placement of the layers of these networks, in integers with the remedies of "balanced" or in
+float; latencies as fractions of our float file. {source("every_placement")}
 
 {table(("network", "placements", "faster than float", "the fastest", "its F1 in %", "the best of the faster ones", "its F1 in %"), every_placement())}
 """

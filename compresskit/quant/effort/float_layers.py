@@ -32,6 +32,8 @@ from compresskit.quant.passes.placement import Placement
 
 #: A set is worth its price where its share of the noise is at least this many times its share of the work.
 LEAST_RATIO = 1.0
+#: The same where nearly all layers may be float: those that stay in integers then save most time for their noise.
+LEAST_RATIO_OF_NEARLY_ALL = LEAST_RATIO / 8
 #: Multiply-accumulates in float that take as long as converting a value from float to integers or back: read off the profile of
 #: the face detector of `benchmarks/real_networks.py` with AVX512-VNNI (`audit(..., profile=True)`).
 CONVERSION = 20

@@ -10,6 +10,7 @@ make what was kept once more, by all of the data
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -120,16 +121,24 @@ def _weigh_time(trials: Trials, most: float, effort: Effort) -> None:
     smaller = [TIMED_SHARE * FIRST_SHARES["balanced"]] if trials.timed is not None else []
     failed = False
     for share in _up_to(most, [*smaller, FIRST_SHARES["balanced"], FLOAT_MACS["balanced"], most]):
-        further = share > FLOAT_MACS["balanced"]
-        enough = ENOUGH_OF_MAPS if trials.gives_maps and share <= FIRST_SHARES["balanced"] else ENOUGH
-        if trials.worst >= (POOR[effort] if further else enough) and (further or effort == "balanced"):
+        if trials.worst >= _enough(effort, share, maps=trials.gives_maps):
             return
+        further = share > FLOAT_MACS["balanced"]
         if failed and not further:  # one that is further may hold other layers, too large for the shares before
             continue
         tried = len(trials.remedies)
         least = LEAST_FURTHER if further and effort == "best" else LEAST_DECIBELS
         kept = trials.try_float_layers(share, least=least, by_time=True)
         failed |= not kept and (trials.timed is None or len(trials.remedies) > tried)  # with a clock the first may be too small
+
+
+def _enough(effort: Effort, share: float, *, maps: bool) -> float:
+    """At how many dB at the worst output no such share of the work is left float for its time. maps: see `Trials.gives_maps`."""
+    if share > FLOAT_MACS["balanced"]:
+        return POOR[effort]
+    if effort == "best":
+        return math.inf
+    return ENOUGH_OF_MAPS if maps and share <= FIRST_SHARES["balanced"] else ENOUGH
 
 
 def _weigh_work(trials: Trials, most: float) -> None:

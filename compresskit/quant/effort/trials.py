@@ -24,7 +24,7 @@ from compresskit.quant.calibration.smoothquant import even_norms_, norms_of
 from compresskit.quant.effort.aligned_sums import align_sums_, exact_sums, quantizers_of_sums
 from compresskit.quant.effort.balance import balance_channels_, scale_channels_
 from compresskit.quant.effort.biases import correct_biases_, correct_weight_errors_
-from compresskit.quant.effort.float_layers import LEAST_RATIO, choose_float_layers
+from compresskit.quant.effort.float_layers import LEAST_RATIO, LEAST_RATIO_OF_NEARLY_ALL, choose_float_layers
 from compresskit.quant.effort.least_noise import least_noise_factors
 from compresskit.quant.effort.ranges import SeveralRanges, choose_ranges_, narrow_by_, narrow_ranges_
 from compresskit.quant.effort.samples import OutputError, joined_samples, mean_decibels, rows_within
@@ -255,7 +255,7 @@ class Trials:
             free=free,
             by_time=by_time,
             measured=measured,
-            least_ratio=LEAST_RATIO / 8 if anew else LEAST_RATIO,
+            least_ratio=LEAST_RATIO_OF_NEARLY_ALL if anew else LEAST_RATIO,
         )
         if not found.names or (found.slower and found.noise > MOST_NOISE_LEFT):
             return False
