@@ -34,6 +34,7 @@ from vision import Images
 import compresskit as ck
 from compresskit.measure import latency
 from compresskit.prune.depth import Depth
+from compresskit.prune.depth.importance import after_training
 
 HERE = Path(__file__).parent
 X = (torch.zeros(1, 3, 32, 32),)
@@ -47,17 +48,32 @@ def tune(epochs: int, lr: float) -> ck.Train:
     )  # fmt: skip
 
 
-def qat(epochs: int, lr: float) -> ck.QAT:
+def qat(epochs: int, lr: float, schedule: Any, bits: Any) -> ck.QAT:
     return ck.QAT(
-        epochs=epochs, optimizer=partial(SGD, lr=lr), schedule=ck.lr.Cosine(), precision=ck.mixed.AMP_BF16,
-        objective=ck.imitate(), validate_every=0, channels_last=True,
+        epochs=epochs, optimizer=partial(SGD, lr=lr), schedule=schedule, precision=ck.mixed.AMP_BF16,
+        objective=ck.imitate(), validate_every=0, channels_last=True, bits=bits,
     )  # fmt: skip
 
 
+EIGHT = ck.quant.Bits(weights=8)
+#: Weights of 4 bits in the two later stages, which hold nearly all of them.
+FOUR = {"": ck.quant.Bits(weights=4), "conv1": EIGHT, "layer1": EIGHT, "linear": EIGHT}
+
+IN_INTEGERS = partial(ck.quant.quantize_static, bits=ck.quant.Bits(weights=4))
+
+
+def depth(latency: float, finetune: ck.Train | None) -> Depth:
+    """Blocks that go: by their time in integers, and by what training cannot bring back."""
+    return Depth(budget=ck.keep(latency=latency), importance=after_training, form=IN_INTEGERS, finetune=finetune)
+
+
 RECIPES: dict[str, list[ck.Stage]] = {
-    "Prune(macs=0.5), QAT": [ck.Prune(budget=ck.keep(macs=0.5), finetune=tune(2, 0.05)), qat(2, 0.01)],
-    "Depth(latency=0.36), QAT": [Depth(budget=ck.keep(latency=0.36), finetune=tune(3, 0.05)), qat(1, 0.01)],
-}
+    "Prune(macs=0.5), QAT": [
+        ck.Prune(budget=ck.keep(macs=0.5), finetune=tune(2, 0.05)), qat(2, 0.01, ck.lr.Cosine(), ck.quant.Bits())
+    ],
+    "Depth(latency=0.44), QAT to 4 bits": [depth(0.44, tune(3, 0.02)), qat(1, 0.01, ck.lr.Cosine(), FOUR)],
+    "C": [depth(0.44, None), qat(4, 0.02, ck.lr.OneCycle(), FOUR)],
+}  # fmt: skip
 BY_HAND = "by hand"
 
 

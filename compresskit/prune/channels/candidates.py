@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,10 +20,13 @@ class ExportedCandidates:
     """The dense model's file and a candidate's beside it, in a temporary folder; a context manager.
 
     kind: "bytes" or "latency", the latter for one sample on one thread, dense and candidate run in turn.
+    form: `(module, inputs) -> module`, of what is exported; None exports the float models.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, kind: str) -> None:
-        self.model, self.example, self.kind = model, example, kind
+    def __init__(
+        self, model: nn.Module, example: Inputs, kind: str, form: Callable[[nn.Module, Inputs], nn.Module] | None = None
+    ) -> None:
+        self.model, self.example, self.kind, self.form = model, example, kind, form
 
     def __enter__(self) -> ExportedCandidates:
         self.folder = tempfile.TemporaryDirectory()
@@ -33,7 +37,8 @@ class ExportedCandidates:
         self.folder.cleanup()
 
     def _write(self, model: nn.Module, name: str) -> Path:
-        return export_onnx(model, Path(self.folder.name) / f"{name}.onnx", self.example)
+        formed = model if self.form is None else self.form(model, self.example)
+        return export_onnx(formed, Path(self.folder.name) / f"{name}.onnx", self.example)
 
     def measure(self, candidate: nn.Module) -> tuple[float, str]:
         """Fraction of the dense model's figure that a pruned copy of it keeps, and the measurement in words."""
@@ -45,7 +50,7 @@ class ExportedCandidates:
         slow, fast = latency([self.dense, file], one, seconds=SECONDS, rounds=ROUNDS)
         return fast / slow, (
             f"{fast:.3f} ms in ONNX Runtime, {fast / slow:.1%} of the {slow:.3f} of the dense model"
-            " (one sample, one thread, fp32, run in turn)"
+            f" (one sample, one thread, {'fp32' if self.form is None else 'in the form wanted'}, run in turn)"
         )
 
 

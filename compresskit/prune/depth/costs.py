@@ -1,6 +1,6 @@
 """What removing a block saves: `(model, example, blocks) -> {path: cost}`, larger = more is saved.
 
-milliseconds   of the block in ONNX Runtime on this machine, one sample on one thread: the default
+milliseconds   of the block in ONNX Runtime on this machine, one sample on one thread, in float or in another form: the default
 macs           multiply-accumulates of one sample
 """
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 REPEATS = 3  # times that a block is run in a row in a file, beside a file that runs it once: loading a sample does not count
 SECONDS = 0.5  # for each file
 
+#: `(module, inputs) -> module`: what a later stage makes of a module, so that it is measured as it will run.
+Form = Callable[[nn.Module, Inputs], nn.Module]
 Cost = Callable[[nn.Module, Inputs, Mapping[str, ResidualBlock]], dict[str, float]]
 
 
@@ -42,12 +44,22 @@ def macs(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock])
     return saved
 
 
-def milliseconds(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, float]:
+def milliseconds(
+    model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock], form: Form | None = None
+) -> dict[str, float]:
     """Milliseconds of each block for one sample: exported alone and run in ONNX Runtime on one thread.
 
     Blocks of the same layers and inputs are measured once. Where one cannot be exported alone, all count their MACs instead, and
-    a warning says so.
+    a warning says so. form: what is measured of each block, such as `quant.quantize_static`; None measures it in float.
     """
+    times = times_alone(model, example, blocks, form)
+    return macs(model, example, blocks) if times is None else times
+
+
+def times_alone(
+    model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock], form: Form | None
+) -> dict[str, float] | None:
+    """The milliseconds of `milliseconds`; None, and a warning, where a block cannot be measured alone."""
     model = frozen_copy(model)
     alike: dict[str, list[str]] = {}
     received = received_by(model, example, blocks)
@@ -55,11 +67,19 @@ def milliseconds(model: nn.Module, example: Inputs, blocks: Mapping[str, Residua
         shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, received[path])
         alike.setdefault(f"{model.get_submodule(path)} {shapes}", []).append(path)
     try:
-        times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]]) for paths in alike.values()]
+        times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]], form) for paths in alike.values()]
     except Exception as error:  # whatever the exporter or the runtime raises
         log.warning("blocks are compared by MACs: %s cannot be measured alone (%s)", type(model).__name__, error)
-        return macs(model, example, blocks)
+        return None
     return {path: time for paths, time in zip(alike.values(), times, strict=True) for path in paths}
+
+
+def whole_milliseconds(model: nn.Module, example: Inputs, form: Form | None = None) -> float:
+    """Milliseconds of a model for one sample, as `milliseconds` measures those of a block."""
+    model = frozen_copy(model)
+    with tempfile.TemporaryDirectory() as folder:
+        file = export_onnx(model if form is None else form(model, example), Path(folder) / "model.onnx", example)
+        return latency([file], first_rows(example, 1), seconds=SECONDS)[0]
 
 
 def received_by(model: nn.Module, example: Inputs, paths: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -102,13 +122,18 @@ class _InARow(nn.Module):
         return x
 
 
-def _milliseconds(model: nn.Module, block: ResidualBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _milliseconds(
+    model: nn.Module, block: ResidualBlock, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form | None
+) -> float:
     module = copy_model(model.get_submodule(block.path))
     x = args[block.argument] if isinstance(block.argument, int) else kwargs[block.argument]
+    rows = [_InARow(module, block, args, kwargs, times).eval() for times in (1, 1 + REPEATS)]
     with tempfile.TemporaryDirectory() as folder:
         files = [
-            export_onnx(_InARow(module, block, args, kwargs, times).eval(), Path(folder) / f"{times}.onnx", (x,), dynamic=())
-            for times in (1, 1 + REPEATS)
+            export_onnx(row, Path(folder) / f"{row.times}.onnx", (x,), dynamic=())
+            if form is None
+            else export_onnx(form(row, (x,)), Path(folder) / f"{row.times}.onnx", (x,))
+            for row in rows
         ]
         once, often = latency(files, (x,), seconds=SECONDS)
     # Noise may make the difference vanish; a part of the whole is then nearer.

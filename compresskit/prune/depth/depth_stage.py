@@ -17,9 +17,9 @@ from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.depth.block_plan import BlockPlan
-from compresskit.prune.depth.costs import Cost, milliseconds
+from compresskit.prune.depth.costs import Cost, Form, milliseconds
 from compresskit.prune.depth.importance import Importance, output_error
-from compresskit.prune.depth.plan_blocks import check_depth, plan_blocks
+from compresskit.prune.depth.plan_blocks import check_depth, check_measures, plan_blocks
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
@@ -33,7 +33,7 @@ class Depth(Budgeted, Stage):
     Args:
         budget: how much stays, such as `ck.keep(latency=0.7)`; also macs, parameters or bytes.
         blocks: in the place of a budget, how many blocks to remove, or their dotted names.
-        importance, cost, ignore: which block is removed next, see `plan_blocks`.
+        importance, cost, form, ignore: which block is removed next, see `plan_blocks`.
         finetune: training afterwards, with a learning-rate schedule of its own; None trains nothing.
         samples: samples that the importance reads. repair: samples for BatchNorm statistics.
     """
@@ -44,6 +44,7 @@ class Depth(Budgeted, Stage):
     blocks: int | tuple[str, ...] | None = None
     importance: Importance = output_error
     cost: Cost = milliseconds
+    form: Form | None = None
     finetune: Train | None = None
     samples: int = 256
     repair: int = 3072
@@ -54,9 +55,7 @@ class Depth(Budgeted, Stage):
         check_field_types(self)
         if self.repair < 1:
             raise SettingError(f"Depth(repair=...): wanted a whole number >= 1, got {self.repair!r}")
-        for name, value in (("importance", self.importance), ("cost", self.cost)):
-            if not callable(value):
-                raise SettingError(f"Depth({name}=...): wanted a function of prune.depth, got {value!r}")
+        check_measures("Depth", importance=self.importance, cost=self.cost, form=self.form)
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
@@ -78,6 +77,7 @@ class Depth(Budgeted, Stage):
                 blocks=self.blocks,
                 importance=self.importance,
                 cost=self.cost,
+                form=self.form,
                 task=task,
                 samples=self.samples,
                 ignore=self.ignore,

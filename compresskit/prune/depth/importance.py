@@ -1,14 +1,15 @@
 """Importance of blocks: `(BlockScoring) -> {path: what is lost without the block}`, measured on data.
 
-output_error   how far the predictions move from the original model's: no labels, one run for every block (the default)
-influence      how far the block's output is from its input, 1 - cosine: no labels, one run for all
-first_order    the change of the loss to first order in the block's branch: labels and one backward pass for all
+output_error     how far the predictions move from the original model's: no labels, one run for every block (the default)
+after_training   an estimate of what is lost once the rest was trained: no labels, one run for every block
+influence        how far the block's output is from its input, 1 - cosine: no labels, one run for all
+first_order      the change of the loss to first order in the block's branch: labels and one backward pass for all
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import some_batches
-from compresskit.base.task import Inputs, Task, call_checked, first_tensor
+from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_tensor
 from compresskit.distill.losses.logits import match_predictions
+from compresskit.graph.surgery import mode
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.evidence import readable
+from compresskit.prune.structure.repeatable import buffers_restored
 from compresskit.train.objective import task_losses
 
 
@@ -48,6 +51,12 @@ class BlockScoring:
             output = call_checked(self.model, inputs, "calibration data")
         return first_tensor(output) if self.task is None else self.task.predict(output)
 
+    def error(self) -> float:
+        """How far the predictions are from the original model's, as `distill.losses.match_predictions` measures it."""
+        pairs = zip(self.batches, self.predictions, strict=True)
+        total = sum(float(match_predictions(self.predict(x), wanted)) * len(wanted) for x, wanted in pairs)
+        return total / sum(map(len, self.predictions))
+
 
 Importance = Callable[[BlockScoring], dict[str, float]]
 
@@ -70,17 +79,45 @@ def output_error(scoring: BlockScoring) -> dict[str, float]:
 
     The error is `distill.losses.match_predictions`: KL divergence for two or more classes, else a relative squared error.
     """
+    return _growth(scoring)
 
-    def error() -> float:
-        pairs = zip(scoring.batches, scoring.predictions, strict=True)
-        total = sum(float(match_predictions(scoring.predict(x), wanted)) * len(wanted) for x, wanted in pairs)
-        return total / sum(map(len, scoring.predictions))
 
-    before = error()
-    errors = {}
+def after_training(scoring: BlockScoring) -> dict[str, float]:
+    """How much the error of the predictions grows without a block, by BatchNorm's statistics of each batch, times its parameters.
+
+    Training brings back what a block did with the parameters that are left: a block with many of them is worth more to a network
+    that is trained afterwards than its error tells. On a ResNet-56 of which 0.42 of the time in integers stays, four epochs end
+    1.7 points higher than with `output_error` (`benchmarks/chain_cifar.md`). Where a batch has one row, which has no variance,
+    BatchNorm stays as it is.
+    """
+    rows = min(batch_size(inputs) for inputs in scoring.batches)
+    with batch_statistics(scoring.model) if rows > 1 else nullcontext():
+        growth = _growth(scoring)
+    return {block.path: growth[block.path] * max(1, block.parameters) for block in scoring.blocks}
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Let BatchNorm use the statistics of each batch, as after their re-estimation, while the block of code runs."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None]
+    momenta = [norm.momentum for norm in norms]
+    with buffers_restored(model), mode(model, training=False):
+        for norm in norms:
+            norm.train()
+            norm.momentum = 0.0
+        try:
+            yield
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+
+
+def _growth(scoring: BlockScoring) -> dict[str, float]:
+    """What each block's absence adds to the error of the predictions."""
+    before, errors = scoring.error(), {}
     for block in scoring.blocks:
         with bypassed(scoring.model, [block]):
-            errors[block.path] = error() - before
+            errors[block.path] = scoring.error() - before
     return errors
 
 

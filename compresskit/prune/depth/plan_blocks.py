@@ -19,7 +19,7 @@ from compresskit.prune.channels.candidates import ExportedCandidates
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.resources import measured_quantity
 from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
-from compresskit.prune.depth.costs import Cost, milliseconds
+from compresskit.prune.depth.costs import Cost, Form, macs, milliseconds, times_alone, whole_milliseconds
 from compresskit.prune.depth.find_blocks import Blocks, find_blocks
 from compresskit.prune.depth.importance import BlockScoring, Importance, output_error
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
@@ -37,6 +37,7 @@ def plan_blocks(
     blocks: int | tuple[str, ...] | None = None,
     importance: Importance = output_error,
     cost: Cost = milliseconds,
+    form: Form | None = None,
     task: Task | None = None,
     samples: int = 256,
     ignore: tuple[str, ...] = (),
@@ -53,6 +54,8 @@ def plan_blocks(
         blocks: in the place of a budget, how many blocks to remove, or their dotted names.
         importance: what is lost without a block, see `prune.depth.importance`.
         cost: what is saved without a block, see `prune.depth.costs`; by default its measured milliseconds.
+        form: `(module, inputs) -> module`, what a later stage makes of the model, such as `quant.quantize_static`: milliseconds
+            and bytes are then measured in that form, those of the whole model, too. None measures them in float.
         task: data for the importance, its calibration (or training) batches; None measures on the example.
         samples: how many samples the importance reads.
         ignore: dotted names of modules that stay, with all blocks inside.
@@ -62,13 +65,14 @@ def plan_blocks(
         ModelError: there is no block to remove, or the budget cannot be met.
     """
     check_depth(budget, blocks, samples, "plan_blocks")
+    check_measures("plan_blocks", importance=importance, cost=cost, form=form)
     inputs = as_inputs(example)
     check_prunable(model, inputs, "plan_blocks")
     batches = [inputs] if task is None else list(calibration_inputs(task, samples, "read blocks"))
     found = find_blocks(model, inputs, ignore=tuple(ignore))
     found = found.without(blocks_that_cannot_go(model, found.removable, inputs))
     while True:
-        planner = _Planner(model, inputs, found, importance, cost, task, batches, samples)
+        planner = _Planner(model, inputs, found, importance, cost, form, task, batches, samples)
         chosen = planner.named(blocks) if isinstance(blocks, tuple) else planner.chosen(budget, blocks or 0)
         plan = planner.plan(chosen)
         failure = check_blocks(model, plan.paths, inputs) if plan.blocks else None
@@ -88,6 +92,13 @@ def check_depth(budget: Budget | None, blocks: int | tuple[str, ...] | None, sam
         raise SettingError(f"{where}(blocks=...): wanted a whole number >= 1, or a tuple of dotted names, got {blocks!r}")
     if type(samples) is not int or samples < 1:
         raise SettingError(f"{where}(samples=...): wanted a whole number >= 1, got {samples!r}")
+
+
+def check_measures(where: str, form: object, **functions: object) -> None:
+    """Raise SettingError where a setting is no function; `form` may be None."""
+    for name, value in (functions if form is None else functions | {"form": form}).items():
+        if not callable(value):
+            raise SettingError(f"{where}({name}=...): wanted a function of prune.depth, got {value!r}")
 
 
 def check_removable(model: nn.Module, found: Blocks) -> None:
@@ -118,6 +129,7 @@ class _Planner:
     found: Blocks
     importance: Importance
     cost: Cost
+    form: Form | None
     task: Task | None
     batches: list[Inputs]
     samples: int
@@ -127,9 +139,22 @@ class _Planner:
         check_removable(self.model, self.found)
 
     @cached_property
+    def times(self) -> dict[str, float] | None:
+        """Milliseconds of every block; None where the ranking is by something else, or a block cannot be measured alone."""
+        return times_alone(self.model, self.inputs, self.found.removable, self.form) if self.cost is milliseconds else None
+
+    @cached_property
     def costs(self) -> dict[str, float]:
         """What every block saves, in the unit of the ranking."""
-        return self.cost(self.model, self.inputs, self.found.removable)
+        if self.times is not None:
+            return self.times
+        cost = macs if self.cost is milliseconds else self.cost
+        return cost(self.model, self.inputs, self.found.removable)
+
+    @cached_property
+    def milliseconds(self) -> float:
+        """Of the whole model, in the form of its blocks."""
+        return whole_milliseconds(self.model, self.inputs, self.form)
 
     @cached_property
     def predictions(self) -> list[Tensor]:
@@ -193,7 +218,12 @@ class _Planner:
         )
 
     def _kept(self, removed: tuple[str, ...], budget: Budget) -> float:
-        """Fraction that stays, counted: of parameters for bytes, of MACs for a latency, which `measured` then corrects."""
+        """Fraction that stays, counted: of parameters for bytes, of milliseconds for a latency, which `measured` then corrects.
+
+        Of MACs for a latency where costs are no milliseconds.
+        """
+        if budget.quantity == "latency" and self.times is not None:
+            return 1 - sum(self.times[path] for path in removed) / self.milliseconds
         unit = count_parameters if budget.quantity in ("parameters", "bytes") else self._macs
         return unit(self.without(removed)) / max(1, unit(self.model))
 
@@ -217,7 +247,7 @@ class _Planner:
         return BlockPlan(
             blocks=blocks,
             lines=tuple(self.lines[path] for path in paths),
-            unit="ms" if self.cost is milliseconds else "saved",
+            unit="saved" if self.times is None else "ms",
             sizes=sizes,
             macs=self._macs(self.without(paths)),
             macs_before=self._macs(self.model),
@@ -230,7 +260,7 @@ class _Planner:
         if budget is None or (quantity := measured_quantity(budget)) is None:
             return plan
         order, best, grew = plan.paths, None, False
-        with ExportedCandidates(self.model, self.inputs, quantity) as candidates:
+        with ExportedCandidates(self.model, self.inputs, quantity, self.form) as candidates:
             for _ in range(MOST_MEASURED):
                 reached, note = candidates.measure(self.without(order))
                 if reached <= budget.kept:

@@ -91,6 +91,7 @@ def test_fine_tuning_brings_accuracy_back_and_statistics_are_new() -> None:
         ({}, r"Depth\(\): wanted either budget="),
         ({"blocks": 1, "repair": 0}, r"Depth\(repair=...\): wanted a whole number >= 1, got 0"),
         ({"blocks": 1, "cost": 3}, r"Depth\(cost=...\): wanted a function of prune.depth, got 3"),
+        ({"blocks": 1, "form": "int8"}, r"Depth\(form=...\): wanted a function of prune.depth, got 'int8'"),
         ({"macs": 0.5}, r"Depth\(macs=...\): it is not a setting; write budget=ck.keep\(macs=...\)"),
     ],
 )

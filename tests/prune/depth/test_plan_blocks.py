@@ -106,6 +106,56 @@ def test_importances() -> None:
     assert plan.lines[0].importance == pytest.approx(1 - sum(cosines) / len(cosines), rel=1e-3)
 
 
+def test_what_training_brings_back() -> None:
+    """The error by batch statistics, times the parameters: against a copy in train mode; the model keeps its own statistics."""
+    task, model = images_task(ck, samples=32, classes=4), build(ResNet)
+    before = copy.deepcopy(model.state_dict())
+    plan = plan_blocks(model, image(4), blocks=("layer2.1",), importance=importance.after_training, task=task, samples=32, **MACS)
+    x, whole, without = task.train[0][0], copy.deepcopy(model).train(), copy.deepcopy(model).train()
+    without.layer2[1] = nn.Identity()
+    with torch.no_grad():
+        wanted = model.eval()(x)
+        before_it, after_it = (float(oracles.soft_targets(m(x), wanted, temperature=1.0)) for m in (whole, without))
+    assert abs(after_it - before_it) > 1e-4
+    expected = (after_it - before_it) * ck.count_parameters(model.layer2[1])
+    assert plan.lines[0].importance == pytest.approx(expected, rel=1e-3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    one = plan_blocks(model, image(1), blocks=1, importance=importance.after_training, **MACS)  # one row has no variance
+    assert len(one.paths) == 1
+
+
+def test_times_are_those_of_the_form_that_will_run() -> None:
+    """Each kind of block, the whole model and the candidates are measured as `form` makes them, and bytes are of that form."""
+    model, seen = build(ResNet), []
+
+    def form(module: nn.Module, inputs: object) -> nn.Module:
+        seen.append(module)
+        return ck.quant.quantize_static(module, inputs)
+
+    plan = plan_blocks(model, image(2), ck.keep(latency=0.99), importance=importance.influence, form=form)
+    assert plan.unit == "ms"
+    assert "in the form wanted" in plan.note
+    assert sum(type(module) is ResNet for module in seen) >= 3  # to count, and the dense one and a candidate in turn
+    assert sum(type(module) is not ResNet for module in seen) >= 2 * 2  # two kinds of blocks, once and several times in a row
+    plan = plan_blocks(model, image(2), ck.keep(bytes=0.9), importance=importance.influence, form=form, **MACS)
+    size = int(plan.note.partition("ONNX file of ")[2].split(" ")[0])
+    assert size < 4 * ck.count_parameters(plan.apply_(copy.deepcopy(model)))
+
+
+def test_a_form_that_fails_compares_blocks_by_macs(caplog) -> None:
+    """Blocks are then not counted in milliseconds, which they do not have."""
+
+    def form(module: nn.Module, inputs: object) -> nn.Module:
+        if type(module) is not ResNet:
+            raise RuntimeError("not alone")
+        return module
+
+    plan = plan_blocks(build(ResNet), image(2), ck.keep(latency=0.97), importance=importance.influence, form=form)
+    assert "cannot be measured alone (not alone)" in caplog.text
+    assert plan.unit == "saved"
+    assert 1 <= len(plan.blocks) < 5
+
+
 def test_plans_print_serialize_and_apply_to_another_model() -> None:
     model = build(Transformer)
     plan = plan_blocks(model, image(2), blocks=1, **MACS)
