@@ -3,11 +3,12 @@
     python benchmarks/chain_cifar.py --data CIFAR10 --checkpoints FOLDER --out runs/chain
 
 Every arm starts from the same checkpoint, sees the same images for four epochs (batch 128, crops and flips, SGD, autocast in
-bf16) and ends in an int8 file. `by hand`: Torch-Pruning cuts half of the MACs (L2 norms of groups, global), cross-entropy for
-four epochs, then onnxruntime's quantizer, per channel, on 512 images. The others are recipes of this library, whose training
-imitates the network as it was. Top-1 is that of the executed file on the 10,000 test images, after the last epoch. Latency: one
-image, one thread, all files in turn, as ratios to the fp32 file of the checkpoint. Minutes: of the arm, on `--threads` cores,
-rough where the machine does other work.
+bf16) and ends in a file that runs in int8. `by hand`: Torch-Pruning cuts half of the MACs (L2 norms of groups, global),
+cross-entropy for four epochs, then onnxruntime's quantizer, per channel, on 512 images. The others are recipes of this library,
+whose training imitates the network as it was. `to 4 bits`: blocks are chosen by `after_training` and by their time in integers,
+weights of the two later stages have 4 bits, and all four epochs are quantization-aware. Top-1 is that of the executed file on the
+10,000 test images, after the last epoch. Latency: one image, one thread, all files in turn, as ratios to the fp32 file of the
+checkpoint. Minutes: of the arm, on `--threads` cores, rough where the machine does other work.
 
 Arms and seeds that are in `chain_cifar.json` are kept. Writes it and `chain_cifar.md` beside this file, but not with `--limit`.
 """
@@ -39,6 +40,7 @@ from compresskit.prune.depth.importance import after_training
 HERE = Path(__file__).parent
 X = (torch.zeros(1, 3, 32, 32),)
 SGD = partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4, nesterov=True)
+EIGHT, FOUR = ck.quant.Bits(weights=8), ck.quant.Bits(weights=4)
 
 
 def tune(epochs: int, lr: float) -> ck.Train:
@@ -48,32 +50,25 @@ def tune(epochs: int, lr: float) -> ck.Train:
     )  # fmt: skip
 
 
-def qat(epochs: int, lr: float, schedule: Any, bits: Any) -> ck.QAT:
+def qat(epochs: int, lr: float, **settings: Any) -> ck.QAT:
     return ck.QAT(
-        epochs=epochs, optimizer=partial(SGD, lr=lr), schedule=schedule, precision=ck.mixed.AMP_BF16,
-        objective=ck.imitate(), validate_every=0, channels_last=True, bits=bits,
+        epochs=epochs, optimizer=partial(SGD, lr=lr), **{"schedule": ck.lr.Cosine()} | settings, precision=ck.mixed.AMP_BF16,
+        objective=ck.imitate(), validate_every=0, channels_last=True,
     )  # fmt: skip
 
 
-EIGHT = ck.quant.Bits(weights=8)
+IN_INTEGERS = partial(ck.quant.quantize_static, bits=FOUR)
 #: Weights of 4 bits in the two later stages, which hold nearly all of them.
-FOUR = {"": ck.quant.Bits(weights=4), "conv1": EIGHT, "layer1": EIGHT, "linear": EIGHT}
-
-IN_INTEGERS = partial(ck.quant.quantize_static, bits=ck.quant.Bits(weights=4))
-
-
-def depth(latency: float, finetune: ck.Train | None) -> Depth:
-    """Blocks that go: by their time in integers, and by what training cannot bring back."""
-    return Depth(budget=ck.keep(latency=latency), importance=after_training, form=IN_INTEGERS, finetune=finetune)
-
+BITS = {"": FOUR, "conv1": EIGHT, "layer1": EIGHT, "linear": EIGHT}
 
 RECIPES: dict[str, list[ck.Stage]] = {
-    "Prune(macs=0.5), QAT": [
-        ck.Prune(budget=ck.keep(macs=0.5), finetune=tune(2, 0.05)), qat(2, 0.01, ck.lr.Cosine(), ck.quant.Bits())
+    "Prune(macs=0.5), QAT": [ck.Prune(budget=ck.keep(macs=0.5), finetune=tune(2, 0.05)), qat(2, 0.01)],
+    "Depth(latency=0.36), QAT": [Depth(budget=ck.keep(latency=0.36), finetune=tune(3, 0.05)), qat(1, 0.01)],
+    "Depth(latency=0.42), QAT to 4 bits": [
+        Depth(budget=ck.keep(latency=0.42), importance=after_training, form=IN_INTEGERS),
+        qat(4, 0.02, schedule=ck.lr.OneCycle(), bits=BITS),
     ],
-    "Depth(latency=0.44), QAT to 4 bits": [depth(0.44, tune(3, 0.02)), qat(1, 0.01, ck.lr.Cosine(), FOUR)],
-    "C": [depth(0.44, None), qat(4, 0.02, ck.lr.OneCycle(), FOUR)],
-}  # fmt: skip
+}
 BY_HAND = "by hand"
 
 
