@@ -14,18 +14,18 @@ from compresskit.export import export_onnx
 from compresskit.measure import latency
 
 SECONDS, ROUNDS = 0.6, 15
+#: `(module, inputs) -> module`: what a later stage makes of a module, so that it is measured as it will run.
+Form = Callable[[nn.Module, Inputs], nn.Module]
 
 
 class ExportedCandidates:
     """The dense model's file and a candidate's beside it, in a temporary folder; a context manager.
 
     kind: "bytes" or "latency", the latter for one sample on one thread, dense and candidate run in turn.
-    form: `(module, inputs) -> module`, of what is exported; None exports the float models.
+    form: of what is exported; None exports the float models.
     """
 
-    def __init__(
-        self, model: nn.Module, example: Inputs, kind: str, form: Callable[[nn.Module, Inputs], nn.Module] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Inputs, kind: str, form: Form | None = None) -> None:
         self.model, self.example, self.kind, self.form = model, example, kind, form
 
     def __enter__(self) -> ExportedCandidates:

@@ -20,6 +20,7 @@ from compresskit.base.task import Inputs, call, first_rows
 from compresskit.export import export_onnx
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.measure import count_macs, latency
+from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.importance import bypassed
 
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 REPEATS = 3  # times that a block is run in a row in a file, beside a file that runs it once: loading a sample does not count
 SECONDS = 0.5  # for each file
 
-#: `(module, inputs) -> module`: what a later stage makes of a module, so that it is measured as it will run.
-Form = Callable[[nn.Module, Inputs], nn.Module]
 Cost = Callable[[nn.Module, Inputs, Mapping[str, ResidualBlock]], dict[str, float]]
 
 

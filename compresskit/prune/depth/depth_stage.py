@@ -16,8 +16,9 @@ from compresskit.base.settings import check_field_types
 from compresskit.base.stage import PROPERTIES, Stage
 from compresskit.base.task import Task
 from compresskit.graph.surgery import frozen_copy
+from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.block_plan import BlockPlan
-from compresskit.prune.depth.costs import Cost, Form, milliseconds
+from compresskit.prune.depth.costs import Cost, milliseconds
 from compresskit.prune.depth.importance import Importance, output_error
 from compresskit.prune.depth.plan_blocks import check_depth, check_measures, plan_blocks
 from compresskit.train.batchnorm import reestimate_batchnorm_

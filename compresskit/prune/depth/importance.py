@@ -86,7 +86,7 @@ def after_training(scoring: BlockScoring) -> dict[str, float]:
     """How much the error of the predictions grows without a block, by BatchNorm's statistics of each batch, times its parameters.
 
     Training brings back what a block did with the parameters that are left: a block with many of them is worth more to a network
-    that is trained afterwards than its error tells. `benchmarks/chain_cifar.md` has what that gains.
+    that is trained afterwards than its error tells. `benchmarks/chain_cifar.md` has it in a chain.
     Where a batch has one row, which has no variance, BatchNorm stays as it is.
     """
     rows = min(batch_size(inputs) for inputs in scoring.batches)

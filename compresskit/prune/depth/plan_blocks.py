@@ -15,11 +15,11 @@ from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
 from compresskit.base.task import Inputs, Task, call_checked, first_tensor
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_macs, count_parameters
-from compresskit.prune.channels.candidates import ExportedCandidates
+from compresskit.prune.channels.candidates import ExportedCandidates, Form
 from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.resources import measured_quantity
 from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
-from compresskit.prune.depth.costs import Cost, Form, macs, milliseconds, times_alone, whole_milliseconds
+from compresskit.prune.depth.costs import Cost, macs, milliseconds, times_alone, whole_milliseconds
 from compresskit.prune.depth.find_blocks import Blocks, find_blocks
 from compresskit.prune.depth.importance import BlockScoring, Importance, output_error
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_

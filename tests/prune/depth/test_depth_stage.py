@@ -10,6 +10,7 @@ import torch
 from networks import build, image, images_task
 from quick import make_quick
 from residual import ResNet, Transformer
+from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import SettingError
@@ -83,6 +84,17 @@ def test_fine_tuning_brings_accuracy_back_and_statistics_are_new() -> None:
     assert not small.training
     stays = [m for m in small.layer2[1:] if type(m).__name__ != "Bypass"]
     assert not stays or not torch.equal(stays[0].a[1].running_mean, before)
+
+
+def test_the_stage_measures_the_form_it_was_given() -> None:
+    seen = []
+
+    def form(module: nn.Module, inputs: object) -> nn.Module:
+        seen.append(type(module))
+        return ck.quant.quantize_static(module, inputs)
+
+    Depth(budget=ck.keep(bytes=0.9), form=form, **FAST)(build(ResNet), images_task(ck, samples=32, classes=4))
+    assert seen.count(ResNet) >= 2  # the whole and a candidate
 
 
 @pytest.mark.parametrize(
