@@ -85,6 +85,16 @@ class Candidate:
         """Whether it removes anything but precision."""
         return self.blocks > 0 or self.merged > 0 or self.macs < 1 or self.rank < 1
 
+    def trains_in_two_parts(self, train: Train) -> bool:
+        """Whether it is trained in float first and then with rounding.
+
+        Not where nothing but precision goes. Not with weights of 4 bits either, which a network that is cut learns best together
+        (`benchmarks/chain_cifar.md`), unless the training groups parameters by names, which rounding changes.
+        """
+        if not self.changes_structure or self.bits in WITHOUT_EFFORT:
+            return False
+        return self.bits != "int4" or train.param_groups is not None
+
     def stages(
         self,
         *,
@@ -140,15 +150,13 @@ class Candidate:
         settings, target = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}, given["target"]
         if self.effort != "fast" and target.runs_here:  # elsewhere nothing can be measured, and it is as a "fast" one
             settings |= {"choose": "measure", "deployment": deployment}
-        if train.objective is not None and not train.reads_target:
-            settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
-        return QAT(
-            epochs=part.epochs,
-            steps=part.steps,
-            optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
-            objective=train.objective,
-            **settings,
-        )
+        if self.changes_structure and not self.trains_in_two_parts(train):
+            settings |= {"optimizer": train.optimizer, "schedule": train.schedule}  # what was removed is made up for here
+        else:
+            settings["optimizer"] = partial(torch.optim.SGD, lr=2e-3, momentum=0.9)
+            if train.objective is not None and not train.reads_target:
+                settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
+        return QAT(epochs=part.epochs, steps=part.steps, objective=train.objective, **settings)
 
     def _runs(self, order: Removable, blocks: Sequence[str]) -> tuple[str, ...]:
         """The runs that become one convolution each where some blocks go."""
@@ -171,7 +179,7 @@ def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | N
         return train, None
     if candidate.bits == "dynamic":
         return (train if candidate.changes_structure else None), None
-    if not candidate.changes_structure:
+    if not candidate.trains_in_two_parts(train):
         return None, train
     total = train.steps or train.epochs or 0
     rounded = max(1, round(total / QAT_SHARE))

@@ -24,6 +24,7 @@ from compresskit.search.ceilings import MEASURED, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
+from compresskit.search.finals.short_trainings import ShortTrainings
 from compresskit.search.finals.training import check_objective, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.options import SearchOptions, SearchSettings
@@ -84,20 +85,26 @@ def compress(
     check_objective(train, model, task)
     worker = Worker(Path(out))
     with worker.at_work():
-        workshop = Workshop(
-            model=copy_model(model).to(task.device).eval(),
-            task=task,
-            held=held_out(task, settings.held_out_samples),
-            out=Path(out),
-            samples=settings.calibration_samples,
-            batch=budget.batch,
-            threads=budget.threads,
-            seconds=settings.seconds,
-            seed=settings.seed,
-            target=settings.target,
-            dynamic=settings.dynamic,
-        )
+        workshop = _workshop(model, task, budget, Path(out), settings, trains=train is not None)
         return _search_and_run(workshop, worker, budget, settings, train)
+
+
+def _workshop(model: nn.Module, task: Task, budget: Ceilings, out: Path, settings: SearchSettings, *, trains: bool) -> Workshop:
+    return Workshop(
+        model=copy_model(model).to(task.device).eval(),
+        task=task,
+        held=held_out(task, settings.held_out_samples),
+        out=out,
+        samples=settings.calibration_samples,
+        batch=budget.batch,
+        threads=budget.threads,
+        seconds=settings.seconds,
+        seed=settings.seed,
+        target=settings.target,
+        dynamic=settings.dynamic,
+        saves="bytes" if budget.latency is None and budget.bytes is not None else "latency",
+        trains=trains,
+    )
 
 
 def _search_and_run(
@@ -115,7 +122,7 @@ def _search_and_run(
         train = training_within(workshop, train, budget.minutes, finalists=settings.finalists, fills=settings.train is None)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
-    explorer = Explorer(
+    tried = Explorer(
         workshop=workshop,
         stopwatch=stopwatch,
         worker=worker,
@@ -126,8 +133,7 @@ def _search_and_run(
         trials=settings.trials,
         name=name,
         filter=slow,
-    )
-    tried = explorer.explore()
+    ).explore()
     _refuse_unreachable(tried, budget, ceilings, train is not None, out)
     finals = Finals(
         workshop=workshop,
@@ -139,6 +145,7 @@ def _search_and_run(
         train=train,
         worker=worker,
     )
+    ShortTrainings(finals=finals, dense=dense, finalists=settings.finalists).enter_(tried)
     if (chosen := finals.run(tried, settings.finalists)) is None:
         raise _none_within(tried, budget, ceilings, out)
     with worker.alone("result"):

@@ -20,7 +20,7 @@ from compresskit.search.workers import PAUSE, Worker
 
 log = logging.getLogger(__name__)
 
-MOST_BLOCKS = 0.5  # fraction of the residual blocks that may go
+MOST_BLOCKS, MOST_TRAINED = 0.5, 0.75  # fraction of the residual blocks that may go, and where candidates are trained
 REMOVED = ("blocks", "merged", "macs", "rank")  # settings of a candidate that say how much is removed
 ASKED = 3  # times as many trials as there may be candidates, since a sampler proposes some again
 
@@ -52,7 +52,11 @@ class Explorer:
 
     def explore(self) -> list[Tried]:
         """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
-        most = {"blocks": math.floor(MOST_BLOCKS * len(self.order.blocks)), "merged": len(self.order.runs)}
+        trains = self.workshop.trains
+        most = {
+            "blocks": math.floor((MOST_TRAINED if trains else MOST_BLOCKS) * len(self.order.blocks)),
+            "merged": len(self.order.runs),
+        }
         objectives = ["drop", *(quantity for quantity in ("latency", "bytes") if quantity not in self.ceilings)]
         study = CandidateStudy(
             self.workshop.out,
@@ -60,7 +64,7 @@ class Explorer:
             self.worker,
             objectives=len(objectives),
             most=most,
-            first=first_candidates(**most, dynamic=self.workshop.gains_by_dynamic),
+            first=first_candidates(**most, dynamic=self.workshop.gains_by_dynamic, trains=trains),
             storages=("float", "int8", "int4", *(("dynamic",) if self.workshop.gains_by_dynamic else ())),
             seed=self.workshop.seed,
         )

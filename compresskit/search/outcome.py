@@ -17,7 +17,9 @@ from compresskit.search.figures import Figures, pareto
 from compresskit.search.latency.latency_model import PredictionError
 
 DROP_STEPS = 10_000  # a drop that is proposed is a multiple of one by so many
-SEARCH_COLUMNS = ("candidate", "metric", "drop", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within")
+SEARCH_COLUMNS = (
+    "candidate", "metric", "drop", "short", "trained", "latency", "faster", "file", "smaller", "MACs", "seconds", "within",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -28,6 +30,7 @@ class Tried:
         candidate: what it is.
         figures: of its file without training; None where it could not be made.
         failure: why it could not be made.
+        short: what is lost after a short training, on the same data as in `figures`; None where there was none.
         trained: figures of its file after training, on all validation data.
         untrained: whether the training made it worse, and these are of the file without.
         stopped: fraction of the training after which it was given up.
@@ -38,11 +41,18 @@ class Tried:
     candidate: Candidate
     figures: Figures | None = None
     failure: str = ""
+    short: float | None = None
     trained: Figures | None = None
     untrained: bool = False
     stopped: float | None = None
     training_seconds: float = 0.0
     predicted: float | None = None
+
+    @property
+    def promise(self) -> float:
+        """What is lost as far as is known before it is trained in full: after a short training, or without any."""
+        assert self.figures is not None
+        return self.figures.drop if self.short is None else min(self.short, self.figures.drop)
 
     @property
     def best(self) -> Figures | None:
@@ -132,7 +142,7 @@ class Search:
     def __str__(self) -> str:
         on_curve = {id(tried) for tried in self.curve()}
         by_latency = sorted(self.tried, key=lambda t: t.best.latency if t.best else t.predicted or float("inf"))
-        lines = [SEARCH_COLUMNS, ("uncompressed", *_figure_cells(self.dense, self.dense, ""), "")]
+        lines = [SEARCH_COLUMNS, ("uncompressed", *_figure_cells(self.dense, self.dense, "", ""), "")]
         lines += [self._line(tried, on_curve=id(tried) in on_curve) for tried in by_latency]
         widths = [max(len(line[i]) for line in lines) for i in range(len(SEARCH_COLUMNS))]
         text = [
@@ -151,7 +161,8 @@ class Search:
                 "-" * len(text[0]),
                 *(line.rstrip() for line in text[1:]),
                 "",
-                "* on the Pareto curve of metric and latency; > chosen; trained: fraction of the training that was done",
+                "* on the Pareto curve of metric and latency; > chosen",
+                "short: drop after a short training; trained: fraction of the training that was done",
                 *failed,
                 f"cost: {measured} candidates measured without training in {proxies:.0f} s, {trained} run as a recipe in"
                 f" {training:.0f} s; latencies are known to {self.noise:.1%}",
@@ -183,15 +194,17 @@ class Search:
         if (figures := tried.best) is None:
             return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
         done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
+        short = "" if tried.short is None else f"{tried.short:+.4f}"
         misses = figures.excesses(self.ceilings)
         within = "yes" if not misses else "no: " + ", ".join(misses)
-        return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, done), within)
+        return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, short, done), within)
 
 
-def _figure_cells(figures: Figures, dense: Figures, trained: str) -> tuple[str, ...]:
+def _figure_cells(figures: Figures, dense: Figures, short: str, trained: str) -> tuple[str, ...]:
     return (
         f"{figures.metric:.4f}",
         f"{figures.drop:+.4f}",
+        short,
         trained,
         f"{figures.latency:.3f} ms",
         f"{dense.latency / figures.latency:.2f}x",

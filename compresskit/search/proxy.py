@@ -10,31 +10,30 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 
 from compresskit.base.errors import CheckpointError, CompressError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
-from compresskit.base.inputs import calibration_inputs, some_batches
+from compresskit.base.inputs import some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, Task, batch_size, call_checked, repeated_rows
+from compresskit.base.task import Inputs, Task, batch_size, repeated_rows
 from compresskit.export.check.environment import environment
 from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
-from compresskit.prune.depth.costs import milliseconds
-from compresskit.prune.depth.find_blocks import find_blocks
-from compresskit.prune.depth.importance import BlockScoring, output_error
+from compresskit.prune.depth.costs import milliseconds, parameters
+from compresskit.prune.depth.importance import after_training, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
-from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone
+from compresskit.prune.depth.plan_blocks import order_blocks
+from compresskit.quant import quantize_static
 from compresskit.quant.numerics.targets import Deployment, Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
 from compresskit.recipe.engine import run_stage
@@ -49,7 +48,7 @@ from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
-IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "removable.json", "latency.json"
+IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 CANDIDATES, DENSE = "candidates", "uncompressed"
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
@@ -69,6 +68,7 @@ class Workshop:
         out: folder of the search.
         samples: calibration samples of a stage.
         batch, threads, seconds: of latencies.
+        saves: what blocks have to save, "latency" or "bytes". trains: whether candidates are to be trained. Both order blocks.
         seed: of the stages.
         target: runtime of quantized files.
         dynamic: dimensions of the inputs that may vary in the files.
@@ -85,6 +85,8 @@ class Workshop:
     seed: int
     target: Target
     dynamic: Dynamic = (0,)
+    saves: Literal["latency", "bytes"] = "latency"
+    trains: bool = False
 
     def prepare(self) -> None:
         """Claim the folder. Raises CheckpointError where it belongs to another model, task, version or setting."""
@@ -163,18 +165,33 @@ class Workshop:
         return sum(inside.values()) >= DYNAMIC_SHARE * sum(p.numel() for p in self.model.parameters())
 
     def removable(self, milliseconds: float) -> Removable:
-        """The residual blocks that can go and the convolutions that can become one, what is worth least for its time first.
+        """The residual blocks that can go and the convolutions that can become one, what is worth least for what it saves first.
 
-        Their importance is measured once, in the whole model; what candidates lose without several of them is measured on them.
+        What candidates lose without several of them is measured on them.
         milliseconds: of the uncompressed file, of which a merge has to save some.
         """
         path = self.out / ORDER
-        if path.exists():
-            record = read_json(path, "the order in which blocks and activations go")
-            return Removable(**{name: tuple(names) for name, names in record.items()})
-        order = Removable(blocks=self._ranked_blocks(), runs=self._ranked_runs(LEAST_SAVED_TIME * milliseconds))
-        write_json(path, asdict(order))
-        return order
+        record = read_json(path, "the order in which blocks and activations go") if path.exists() else {"blocks": {}}
+        if "runs" not in record:
+            record["runs"] = self._ranked_runs(LEAST_SAVED_TIME * milliseconds)
+        if self.ranking not in record["blocks"]:
+            announce(log, "compress: ordering residual blocks")
+            record["blocks"][self.ranking] = self._ranked_blocks()
+            write_json(path, record)
+        return Removable(blocks=tuple(record["blocks"][self.ranking]), runs=tuple(record["runs"]))
+
+    @property
+    def ranking(self) -> str:
+        """What orders blocks, in the names of what depends on it: a folder may have candidates of several budgets."""
+        return f"{self.saves}{'-trained' if self.trains else ''}"
+
+    def folder(self, candidate: Candidate) -> Path:
+        """Where a candidate is made."""
+        return self.out / CANDIDATES / self.unique_name(candidate)
+
+    def unique_name(self, candidate: Candidate) -> str:
+        """The name of a candidate, with the order of its blocks where some go."""
+        return f"{candidate.name}-by-{self.ranking}" if candidate.blocks else candidate.name
 
     def _ranked_runs(self, least: float) -> tuple[str, ...]:
         announce(log, "compress: measuring which convolutions are faster as one")  # minutes in a large network
@@ -185,38 +202,24 @@ class Workshop:
             return ()
 
     def _ranked_blocks(self) -> tuple[str, ...]:
-        example = self.task.example()
+        cost = parameters if self.saves == "bytes" else milliseconds
         try:
-            found = find_blocks(self.model, example)
-            found = found.without(blocks_that_cannot_go(self.model, found.removable, example))
-            outer = [path for path in found.removable if not any(path.startswith(f"{other}.") for other in found.removable)]
-            if outer and check_blocks(self.model, outer, example) is not None:  # `Depth` would refuse them
-                found = found.without(failing_alone(self.model, found.removable, example))
-        except CompressError as error:
-            log.warning("compress: no residual blocks are removed: %s", error)
-            return ()
-        if not found.removable:
-            return ()
-        batches, model = list(calibration_inputs(self.task, SCORED_SAMPLES, "read blocks")), frozen_copy(self.model)
-        with torch.no_grad():
-            predictions = [self.task.predict(call_checked(model, inputs, "calibration data")) for inputs in batches]
-        scores = output_error(
-            BlockScoring(
-                model=model,
-                blocks=list(found.removable.values()),
-                batches=batches,
-                predictions=predictions,
+            return order_blocks(
+                self.model,
+                self.task.example(),
+                importance=after_training if self.trains else output_error,
+                cost=cost,
+                form=partial(quantize_static, target=self.target) if self.target.runs_here else None,
                 task=self.task,
                 samples=SCORED_SAMPLES,
             )
-        )
-        costs = milliseconds(self.model, example, found.removable)
-        ranked = sorted(found.removable, key=lambda path: scores[path] / max(costs[path], 1e-12))
-        return tuple(p for p in ranked if not any(p.startswith(f"{other}.") for other in ranked))
+        except CompressError as error:
+            log.warning("compress: no residual blocks are removed: %s", error)
+            return ()
 
     def make(self, candidate: Candidate, order: Removable, dense: Figures, stopwatch: Stopwatch) -> Figures | str:
         """The figures of a candidate without training, or why it cannot be made; from its folder where it was made before."""
-        folder = self.out / CANDIDATES / candidate.name
+        folder = self.folder(candidate)
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / LOCK):  # another process may make it now
             if (folder / FIGURES).exists():
@@ -234,19 +237,21 @@ class Workshop:
 
     def _measured(self, candidate: Candidate, order: Removable, folder: Path, dense: Figures, stopwatch: Stopwatch) -> Figures:
         begin = time.perf_counter()
-        model, stages = self._compressed(candidate, order, self.samples)
+        model, stages = self.compressed(candidate, order, self.samples)
         figures = self._export(model, folder, dense, settings=describe(stages))
         milliseconds_now = stopwatch.measure(folder / "model.onnx")
         return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
 
-    def _compressed(self, candidate: Candidate, order: Removable, samples: int) -> tuple[nn.Module, tuple[Stage, ...]]:
-        """The model of a candidate without training, and the stages that made it."""
-        stages = self.stages(candidate, order, samples=samples)
-        model = copy_model(self.model)
+    def compressed(
+        self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None
+    ) -> tuple[nn.Module, tuple[Stage, ...]]:
+        """The model of a candidate, and the stages that made it. train: of its stages, all in all; None trains nothing."""
+        stages = self.stages(candidate, order, samples=samples, train=train)
+        model, task = copy_model(self.model), with_reference(self.task, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages):
                 seed_generators_(self.seed + i, self.task.train, self.task.calibration)
-                model = run_stage(stage, model, self.task)
+                model = run_stage(stage, model, task)
         return model, stages
 
     def stages(
@@ -271,7 +276,7 @@ class Workshop:
 
         Raises the errors of its stages.
         """
-        model, _ = self._compressed(candidate, order, min(self.samples, SKETCH_SAMPLES))
+        model, _ = self.compressed(candidate, order, min(self.samples, SKETCH_SAMPLES))
         with tempfile.TemporaryDirectory() as folder:
             dynamic = None if quantized_parts(model) else self.dynamic
             return read(export_onnx(model.eval(), Path(folder) / "model.onnx", self.task.example(), dynamic=dynamic))
@@ -285,6 +290,11 @@ class Workshop:
         drop = 0.0 if dense is None else (dense.metric - report.metric) * (1 if self.task.prefers_higher else -1)
         spent = time.perf_counter() - begin
         return Figures(metric=report.metric, drop=drop, latency=0.0, bytes=report.bytes, macs=report.macs, seconds=spent)
+
+
+def with_reference(task: Task, model: nn.Module) -> Task:
+    """The task with the model to imitate, as a Recipe sets it."""
+    return task if task.reference is not None else replace(task, reference=frozen_copy(model).to(task.device))
 
 
 def held_out(task: Task, samples: int) -> Task:

@@ -185,16 +185,28 @@ def test_optuna_is_named_where_it_is_missing(monkeypatch) -> None:
 
 def test_the_stages_of_a_candidate() -> None:
     train = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1))
-    candidate = Candidate(blocks=1, macs=0.5, rank=0.6, bits="int4")
+    candidate = Candidate(blocks=1, macs=0.5, rank=0.6)
     stages = candidate.stages(order=Removable(blocks=("a", "b")), samples=7, train=train)
     assert [type(stage).__name__ for stage in stages] == ["Depth", "Prune", "LowRank", "QAT"]
     assert stages[0].blocks == ("a",)
     assert stages[2].finetune.steps == 6
-    assert stages[3].steps == 2
-    assert stages[3].bits == ck.quant.Bits(weights=4)
+    assert (stages[3].steps, stages[3].optimizer.keywords) == (2, {"lr": 2e-3, "momentum": 0.9})
+    assert stages[3].bits == ck.quant.Bits()
     written = [SourceWriter().source(stage, "here") for stage in stages]
     assert written[0] == "ck.prune.depth.Depth(blocks=('a',), repair=7)"
     assert Candidate(bits="float").stages(order=Removable(), samples=1, train=train) == ()
+
+
+def test_a_cut_network_with_weights_of_4_bits_is_trained_with_rounding_from_the_start() -> None:
+    train = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=ck.lr.OneCycle())
+    prune, qat = Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=train)
+    assert prune.finetune is None
+    assert (qat.steps, qat.optimizer, qat.schedule) == (8, train.optimizer, train.schedule)
+    assert (qat.bits, qat.freeze) == (ck.quant.Bits(weights=4), 0.8)  # its statistics follow what was cut
+    whole = Candidate(bits="int4").stages(order=Removable(), samples=7, train=train)[-1]
+    assert whole.optimizer.keywords["lr"] == 2e-3  # which stays where it was
+    named = replace(train, param_groups=ck.train.param_groups.no_decay_on_vectors)  # by names that rounding changes
+    assert Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=named)[0].finetune.steps == 6
 
 
 def test_widths_of_depthwise_networks_suit_their_integer_kernels() -> None:
@@ -308,7 +320,9 @@ def test_the_search_merges_convolutions(task, tmp_path, monkeypatch) -> None:
     merged = [tried for tried in found.tried if tried.candidate.merged]
     assert [tried.candidate.merged for tried in merged] == [2]  # of three, before the sampler decides
     assert merged[0].figures.macs < found.dense.macs
-    stages = merged[0].candidate.stages(order=Removable(**read_json(tmp_path / "removable.json", "")), samples=8, train=None)
+    stages = merged[0].candidate.stages(
+        order=Removable(runs=tuple(read_json(tmp_path / "order.json", "")["runs"])), samples=8, train=None
+    )
     result = ck.Recipe(*stages).run(model, task, out=tmp_path / "again")
     assert result.rows[-1].macs == merged[0].figures.macs
 

@@ -2,6 +2,7 @@
 
 milliseconds   of the block in ONNX Runtime on this machine, one sample on one thread, in float or in another form: the default
 macs           multiply-accumulates of one sample
+parameters     of the block
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def macs(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock])
         with bypassed(model, [block]):
             saved[path] = float(whole - count_macs(model, example))
     return saved
+
+
+def parameters(model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, float]:
+    """Parameters of each block."""
+    return {path: float(max(1, block.parameters)) for path, block in blocks.items()}
 
 
 def milliseconds(

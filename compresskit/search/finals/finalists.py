@@ -16,7 +16,7 @@ from typing import Any
 from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
-from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, WITHOUT_EFFORT, Candidate, Removable
+from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
@@ -27,7 +27,7 @@ from compresskit.train.callbacks import OnStep, StepReport
 from compresskit.train.train import Train
 
 RUNGS = 4  # measurements of the metric in a training, after which it may be given up
-RECOVERED = 0.5  # of the drop without training that a training is expected to leave, before one was seen
+RECOVERED = 0.5  # of the drop before it that a training is expected to leave, before one was seen
 TRAINED = "trained"
 
 
@@ -46,7 +46,7 @@ class Finals:
         ceilings: that a file must keep. minimise: quantity that is minimised among those that keep them.
         train: of each candidate, in all its stages; None trains nothing.
         worker: this process.
-        remaining: the part of the drop without training that the last training left.
+        remaining: the part of the drop before it that the last training left.
     """
 
     workshop: Workshop
@@ -119,8 +119,8 @@ class Finals:
             elif trial.state == self.states.COMPLETE:
                 found.trained, found.untrained = Figures(**about["figures"]), about.get("untrained", False)
                 found.training_seconds = found.trained.seconds
-                if found.figures is not None and found.figures.drop > 0:
-                    self.remaining = max(found.trained.drop, 0.0) / found.figures.drop
+                if found.figures is not None and found.promise > 0:
+                    self.remaining = max(found.trained.drop, 0.0) / found.promise
         return at_work
 
     def _best(self, tried: Sequence[Tried]) -> Tried | None:
@@ -153,11 +153,11 @@ class Finals:
                 least = best.trained.get(self.minimise)
                 left = [(figures, t) for figures, t in left if figures.get(self.minimise) < least]
             share = 1.0 if self.train is None else self.remaining
-            kept = [(figures, t) for figures, t in left if figures.drop * share <= self.ceilings["drop"]]
+            kept = [(figures, t) for figures, t in left if t.promise * share <= self.ceilings["drop"]]
             if kept:
                 return min(kept, key=lambda pair: pair[0].get(self.minimise))[1]
             left = left if best is None else []
-        return min(left, key=lambda pair: (pair[0].drop, pair[0].latency), default=(None, None))[1]
+        return min(left, key=lambda pair: (pair[1].promise, pair[0].drop, pair[0].latency), default=(None, None))[1]
 
     def run_one(self, tried: Tried, trial: Any) -> None:
         """Run the recipe of a candidate on all data, or read what is finished of it, and tell its trial."""
@@ -209,7 +209,8 @@ class Finals:
     def folder(self, candidate: Candidate, *, trains: bool = True) -> Path:
         """Where a candidate is run."""
         settings = json.dumps(describe(self.train if trains else None), sort_keys=True)
-        return self.workshop.out / TRAINED / f"{candidate.name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+        name = f"{self.workshop.unique_name(candidate)}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+        return self.workshop.out / TRAINED / name
 
     def _figures(self, result: Result, seconds: float) -> Figures:
         """Of the file of a run, on all validation data."""
@@ -226,7 +227,8 @@ class Finals:
 
     def _rung(self, candidate: Candidate, report: StepReport) -> int:
         """Which quarter of all trainings of the candidate a step ends, from 1."""
-        fraction, two = report.step / report.steps, candidate.changes_structure and candidate.bits not in WITHOUT_EFFORT
-        if two:
+        assert self.train is not None
+        fraction = report.step / report.steps
+        if candidate.trains_in_two_parts(self.train):
             fraction = 1 - (1 - fraction) / QAT_SHARE if report.training == "QAT" else fraction * (1 - 1 / QAT_SHARE)
         return max(1, round(fraction * RUNGS))

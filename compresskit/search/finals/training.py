@@ -26,7 +26,8 @@ from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.recipe.preflight import missing_target
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
-from compresskit.search.proxy import Workshop
+from compresskit.search.finals.short_trainings import MOST_SHORT, SHORT_SHARE
+from compresskit.search.proxy import Workshop, with_reference
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,7 @@ def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:
     """Raise the error of an objective that does not fit the model, before candidates are made."""
     if train is not None and isinstance(train.objective, Objective):
         probe = copy_model(model).to(task.device).eval()
-        train.objective.bind(probe, _with_reference(task, model)).close()
-
-
-def _with_reference(task: Task, model: nn.Module) -> Task:
-    """The task with the model to imitate, as a Recipe sets it."""
-    return task if task.reference is not None else replace(task, reference=frozen_copy(model).to(task.device))
+        train.objective.bind(probe, with_reference(task, model)).close()
 
 
 def training_within(
@@ -98,13 +94,13 @@ def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: i
     path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
     if path.exists():
         return int(read_json(path, "the length of a training")["steps"])
-    task = _with_reference(workshop.task, workshop.model)
+    task = with_reference(workshop.task, workshop.model)
     probe = replace(train, steps=TIMED_STEPS, epochs=None, validate_every=0, keep_best=False, patience=None)
     probe(copy_model(workshop.model), task)  # the first steps are slower than the others
     begin = time.perf_counter()
     probe(copy_model(workshop.model), task)
     a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
-    fits = math.floor(minutes * 60 / a_step / (1 + (finalists - 1) / RUNGS))
+    fits = math.floor(minutes * 60 / a_step / (1 + (finalists - 1) / RUNGS + MOST_SHORT * SHORT_SHARE))
     if fits < RUNGS:
         raise SettingError(
             f"at_most(minutes={minutes:g}): {finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted at least"

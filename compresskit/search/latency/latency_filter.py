@@ -15,7 +15,7 @@ from compresskit.base.errors import CompressError
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.latency.latency_model import LatencyModel, PredictionError
 from compresskit.search.latency.operators import MeasuredFile, Operator, measure_operators, read_measured, read_operators
-from compresskit.search.proxy import CANDIDATES, DENSE, Workshop
+from compresskit.search.proxy import DENSE, Workshop
 from compresskit.search.workers import timing_alone
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class LatencyFilter:
         latencies: milliseconds of candidates that were made, by their files. dense: of the uncompressed file.
         """
         out = self.workshop.out
-        folders = {out / DENSE: dense} | {out / CANDIDATES / candidate.name: ms for candidate, ms in latencies.items()}
+        folders = {out / DENSE: dense} | {self.workshop.folder(candidate): ms for candidate, ms in latencies.items()}
         for folder, milliseconds in folders.items():
             if folder in self.measured or not (folder / "model.onnx").exists():
                 continue

@@ -10,13 +10,14 @@ import oracles
 import pytest
 import torch
 from networks import build, image, images_task
-from residual import Mobile, ResNet, Transformer
+from residual import Basic, Mobile, ResNet, Transformer
 from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import CheckpointError, ModelError, SettingError
 from compresskit.prune import plan_channels
 from compresskit.prune.depth import BlockPlan, costs, importance, plan_blocks
+from compresskit.prune.depth.plan_blocks import ORDER_ROUNDS, order_blocks
 
 MACS = {"cost": costs.macs}
 FAMILIES = {"resnet": ResNet, "mobile": Mobile, "transformer": Transformer}
@@ -203,3 +204,33 @@ def test_bad_input(settings, error, message) -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="Chain has no residual block that can be removed: wanted modules that add their input"):
         plan_blocks(build(networks.Chain), image(2), blocks=1, **MACS)
+
+
+def test_blocks_are_ordered_by_importances_that_are_measured_a_few_times() -> None:
+    model, calls = build(ResNet).eval(), []
+
+    def by_number(scoring):
+        calls.append(len(scoring.blocks))
+        return {block.path: float(block.path.replace("layer", "").replace(".", "")) for block in scoring.blocks}
+
+    found = order_blocks(model, image(4), importance=by_number, cost=lambda model, example, blocks: dict.fromkeys(blocks, 1.0))
+    every = plan_blocks(model, image(4), blocks=len(found), importance=importance.influence, **MACS)
+    assert found == tuple(sorted(every.paths))
+    assert len(calls) == len(found) <= ORDER_ROUNDS  # few blocks: anew after each
+    first = plan_blocks(model, image(4), blocks=1, importance=importance.output_error, cost=costs.parameters)
+    assert order_blocks(model, image(4), cost=costs.parameters)[0] == first.paths[0]
+    assert order_blocks(nn.Sequential(nn.Flatten(), nn.Linear(768, 10)).eval(), image(4)) == ()
+
+
+def test_many_blocks_are_ordered_several_at_a_time() -> None:
+    calls = []
+
+    def constant(scoring):
+        calls.append(len(scoring.blocks))
+        return {block.path: 1.0 for block in scoring.blocks}
+
+    model = build(ResNet).eval()
+    model.layer1 = nn.Sequential(*[Basic(8, 8) for _ in range(10)]).eval()
+    found = order_blocks(model, image(4), importance=constant, **MACS)
+    assert len(calls) == 6  # two at a time
+    assert len(set(found)) == len(found) == calls[0] > ORDER_ROUNDS
