@@ -14,6 +14,7 @@ from compresskit.base.errors import ModelError, SettingError, TrainingError
 from compresskit.mixed.formats.fp8 import check_fp8
 from compresskit.mixed.formats.parallel import is_dtensor, is_sharded
 from compresskit.mixed.formats.policy import HALVES, Policy, is_positive
+from compresskit.mixed.formats.slow_bf16 import warn_of_slow_bf16
 from compresskit.mixed.step.compiled import check_compiled, has_compiler
 from compresskit.mixed.step.flat import check_flat
 from compresskit.mixed.step.masters import check_not_in_run
@@ -70,6 +71,7 @@ def check_policy(policy: Policy, optimizer: torch.optim.Optimizer, device: torch
     """Refuse a policy that the device cannot run or that gives nan at the first step; warn of those only good for measuring."""
     if torch.float16 in (policy.param_dtype, policy.autocast_dtype) and device.type == "cpu":
         warnings.warn("fp16 on a CPU is for numerics only: it is many times slower than fp32", stacklevel=3)
+    warn_of_slow_bf16(policy, device)
     if policy.fp8 is not None:
         check_fp8(policy.fp8, device)
     if policy.tf32 and not (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8):

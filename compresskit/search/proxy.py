@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -29,7 +29,8 @@ from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
-from compresskit.prune.depth.costs import milliseconds, parameters
+from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
+from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.importance import after_training, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.plan_blocks import order_blocks
@@ -202,20 +203,24 @@ class Workshop:
             return ()
 
     def _ranked_blocks(self) -> tuple[str, ...]:
-        cost = parameters if self.saves == "bytes" else milliseconds
         try:
             return order_blocks(
                 self.model,
                 self.task.example(),
                 importance=after_training if self.trains else output_error,
-                cost=cost,
-                form=partial(quantize_static, target=self.target) if self.target.runs_here else None,
+                cost=parameters if self.saves == "bytes" else self._milliseconds,
                 task=self.task,
                 samples=SCORED_SAMPLES,
             )
         except CompressError as error:
             log.warning("compress: no residual blocks are removed: %s", error)
             return ()
+
+    def _milliseconds(self, model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock]) -> dict[str, float]:
+        """Of blocks in integers, or in float where they cannot be measured so."""
+        form = partial(quantize_static, target=self.target)
+        times = times_alone(model, example, blocks, form, instead="their time in float") if self.target.runs_here else None
+        return milliseconds(model, example, blocks) if times is None else times
 
     def make(self, candidate: Candidate, order: Removable, dense: Figures, stopwatch: Stopwatch) -> Figures | str:
         """The figures of a candidate without training, or why it cannot be made; from its folder where it was made before."""

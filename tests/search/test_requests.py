@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 from dataclasses import replace
@@ -185,6 +186,31 @@ def test_blocks_that_depth_would_refuse_are_not_ranked(images, tmp_path) -> None
         target=ck.quant.X86,
     )  # fmt: skip
     assert sorted(shop._ranked_blocks()) == ["2", "3"]
+
+
+def test_blocks_that_cannot_be_timed_in_integers_are_timed_in_float(images, tmp_path, monkeypatch, caplog) -> None:
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return x + self.conv(x).relu()
+
+    def refuse(module, inputs, **_):
+        raise ck.ModelError("nothing runs in integers")
+
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(), Block(), *pool).eval()
+    proxy = importlib.import_module("compresskit.search.proxy")
+    monkeypatch.setattr(proxy, "quantize_static", refuse)
+    monkeypatch.setattr(proxy, "milliseconds", lambda model, example, blocks: {"1": 1e-9, "2": 1e9})  # of which 2 costs much
+    shop = Workshop(
+        model=model, task=images, held=images, out=tmp_path, samples=64, batch=1, threads=1, seconds=0.1, seed=0,
+        target=ck.quant.X86,
+    )  # fmt: skip
+    assert shop._ranked_blocks() == ("2", "1")
+    assert "blocks are compared by their time in float: Sequential cannot be measured alone (nothing runs in" in caplog.text
 
 
 def test_candidates_that_cannot_be_made_do_not_count(tmp_path, monkeypatch) -> None:

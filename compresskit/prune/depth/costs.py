@@ -62,9 +62,12 @@ def milliseconds(
 
 
 def times_alone(
-    model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock], form: Form | None
+    model: nn.Module, example: Inputs, blocks: Mapping[str, ResidualBlock], form: Form | None, *, instead: str = "MACs"
 ) -> dict[str, float] | None:
-    """The milliseconds of `milliseconds`; None, and a warning, where a block cannot be measured alone."""
+    """The milliseconds of `milliseconds`; None, and a warning, where a block cannot be measured alone.
+
+    instead: what the caller compares blocks by then, for the warning.
+    """
     model = frozen_copy(model)
     alike: dict[str, list[str]] = {}
     received = received_by(model, example, blocks)
@@ -74,7 +77,7 @@ def times_alone(
     try:
         times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]], form) for paths in alike.values()]
     except Exception as error:  # whatever the exporter or the runtime raises
-        log.warning("blocks are compared by MACs: %s cannot be measured alone (%s)", type(model).__name__, error)
+        log.warning("blocks are compared by %s: %s cannot be measured alone (%s)", instead, type(model).__name__, error)
         return None
     return {path: time for paths, time in zip(alike.values(), times, strict=True) for path in paths}
 
