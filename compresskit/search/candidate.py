@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,12 +28,13 @@ FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 #: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
+OF_FLOAT = ("compile", "param_groups")  # settings of the training without meaning where all of it is quantization-aware
 CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removable:
-    """What can go in a model, by name, what is worth least for its time first.
+    """What can go in a model, by name, what is worth least for what it saves first.
 
     Attributes:
         blocks: residual blocks.
@@ -150,13 +151,13 @@ class Candidate:
         settings, target = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}, given["target"]
         if self.effort != "fast" and target.runs_here:  # elsewhere nothing can be measured, and it is as a "fast" one
             settings |= {"choose": "measure", "deployment": deployment}
-        if self.changes_structure and not self.trains_in_two_parts(train):
-            settings |= {"optimizer": train.optimizer, "schedule": train.schedule}  # what was removed is made up for here
+        if self.changes_structure and not self.trains_in_two_parts(train):  # what was removed is made up for here
+            settings |= {each.name: getattr(train, each.name) for each in fields(Train) if each.name not in OF_FLOAT}
         else:
             settings["optimizer"] = partial(torch.optim.SGD, lr=2e-3, momentum=0.9)
             if train.objective is not None and not train.reads_target:
                 settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
-        return QAT(epochs=part.epochs, steps=part.steps, objective=train.objective, **settings)
+        return QAT(**settings | {"epochs": part.epochs, "steps": part.steps, "objective": train.objective})
 
     def _runs(self, order: Removable, blocks: Sequence[str]) -> tuple[str, ...]:
         """The runs that become one convolution each where some blocks go."""

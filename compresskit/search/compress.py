@@ -119,7 +119,14 @@ def _search_and_run(
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
-        train = training_within(workshop, train, budget.minutes, finalists=settings.finalists, fills=settings.train is None)
+        train = training_within(
+            workshop,
+            train,
+            budget.minutes,
+            finalists=settings.finalists,
+            short=minimise == "drop",
+            fills=settings.train is None,
+        )
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     tried = Explorer(

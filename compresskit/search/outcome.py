@@ -31,6 +31,7 @@ class Tried:
         figures: of its file without training; None where it could not be made.
         failure: why it could not be made.
         short: what is lost after a short training, on the same data as in `figures`; None where there was none.
+        short_seconds: that it took, of candidates that share one those of the first.
         trained: figures of its file after training, on all validation data.
         untrained: whether the training made it worse, and these are of the file without.
         stopped: fraction of the training after which it was given up.
@@ -42,6 +43,7 @@ class Tried:
     figures: Figures | None = None
     failure: str = ""
     short: float | None = None
+    short_seconds: float = 0.0
     trained: Figures | None = None
     untrained: bool = False
     stopped: float | None = None
@@ -151,9 +153,9 @@ class Search:
         ]
         failed = [str(t) for t in self.tried if t.failure]
         proxies = sum(t.figures.seconds for t in self.tried if t.figures)
-        training = sum(t.training_seconds for t in self.tried)
+        training, short = (sum(of) for of in zip(*((t.training_seconds, t.short_seconds) for t in self.tried), strict=True))
         measured = sum(t.figures is not None for t in self.tried)
-        trained = sum(t.training_seconds > 0 for t in self.tried)
+        trained, briefly = (sum(vars(t)[name] > 0 for t in self.tried) for name in ("training_seconds", "short_seconds"))
         return "\n".join(
             [
                 repr(self.budget),
@@ -164,8 +166,8 @@ class Search:
                 "* on the Pareto curve of metric and latency; > chosen",
                 "short: drop after a short training; trained: fraction of the training that was done",
                 *failed,
-                f"cost: {measured} candidates measured without training in {proxies:.0f} s, {trained} run as a recipe in"
-                f" {training:.0f} s; latencies are known to {self.noise:.1%}",
+                f"cost: {measured} candidates measured without training in {proxies:.0f} s, {briefly} trained for a short time in"
+                f" {short:.0f} s, {trained} run as a recipe in {training:.0f} s; latencies are known to {self.noise:.1%}",
                 *self._about_predictions(),
                 self.reason,
                 f"file: {self.onnx}",

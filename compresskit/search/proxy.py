@@ -50,6 +50,7 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
+FOLDER_VERSION = 2  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
@@ -98,6 +99,7 @@ class Workshop:
             "target": describe(self.target),
         }
         settings: dict[str, Any] = {
+            "version of its folder": FOLDER_VERSION,
             "calibration samples": self.samples,
             "held-out samples": sum(batch_size(self.task.inputs(batch)) for batch in self.held.batches("val")),
             "batch": self.batch,
@@ -250,9 +252,12 @@ class Workshop:
     def compressed(
         self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None
     ) -> tuple[nn.Module, tuple[Stage, ...]]:
-        """The model of a candidate, and the stages that made it. train: of its stages, all in all; None trains nothing."""
+        """The model of a candidate, and the stages that made it.
+
+        train: of its stages, all in all, which looks at the held-out data if at any; None trains nothing.
+        """
         stages = self.stages(candidate, order, samples=samples, train=train)
-        model, task = copy_model(self.model), with_reference(self.task, self.model)
+        model, task = copy_model(self.model), with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages):
                 seed_generators_(self.seed + i, self.task.train, self.task.calibration)

@@ -203,10 +203,23 @@ def test_a_cut_network_with_weights_of_4_bits_is_trained_with_rounding_from_the_
     assert prune.finetune is None
     assert (qat.steps, qat.optimizer, qat.schedule) == (8, train.optimizer, train.schedule)
     assert (qat.bits, qat.freeze) == (ck.quant.Bits(weights=4), 0.8)  # its statistics follow what was cut
+    best = replace(train, keep_best=True, patience=3, clip=1.0, compile=True)
+    qat = Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=best)[-1]
+    assert (qat.keep_best, qat.patience, qat.clip, qat.compile) == (True, 3, 1.0, False)  # it cannot be compiled
     whole = Candidate(bits="int4").stages(order=Removable(), samples=7, train=train)[-1]
     assert whole.optimizer.keywords["lr"] == 2e-3  # which stays where it was
     named = replace(train, param_groups=ck.train.param_groups.no_decay_on_vectors)  # by names that rounding changes
     assert Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=named)[0].finetune.steps == 6
+
+
+def test_deeper_cuts_are_tried_first_where_candidates_are_trained() -> None:
+    plain, deep = first_candidates(blocks=20, merged=0), first_candidates(blocks=20, merged=0, trains=True)
+    assert max(c.blocks for c in plain) < 10 < max(c.blocks for c in deep)
+    assert {c.bits for c in plain if c.blocks} == {"int8"}
+    assert {c.bits for c in deep if c.blocks} == {"int4", "int8"}
+    for few in (1, 2):
+        found = first_candidates(blocks=few, merged=few, trains=True)
+        assert len(set(found)) == len(found)
 
 
 def test_widths_of_depthwise_networks_suit_their_integer_kernels() -> None:

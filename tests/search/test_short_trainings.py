@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 import compresskit as ck
+from compresskit.recipe.folder import LOCK
+from compresskit.recipe.locks import exclusive
 from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
@@ -53,7 +57,7 @@ def tried(drop: float, work: int = 100, size: int = 900, **what: object) -> Trie
     return Tried(candidate=Candidate(**what), figures=figures)
 
 
-def test_a_short_training_is_the_beginning_of_the_long_one(trainings) -> None:
+def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
     short = short_training(TRAIN, trainings.finals.workshop)
     assert (short.steps, short.epochs, short.optimizer) == (10, None, TRAIN.optimizer)
     assert short_training(replace(TRAIN, steps=199), trainings.finals.workshop) is None  # so few steps say nothing
@@ -75,27 +79,61 @@ def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -
     assert len(trainings.chosen(many)) == MOST_SHORT
 
 
-def test_what_is_lost_is_measured_once_and_kept(trainings, monkeypatch, tmp_path) -> None:
-    candidates = [tried(0.5, macs=0.5), tried(0.6, macs=0.3)]
-    trained = []
+@pytest.fixture
+def trained(monkeypatch):
+    """Names of the candidates that are trained, with their steps, from now on."""
+    found = []
     compressed = Workshop.compressed
 
     def logged(self, candidate, order, samples, train=None):
-        trained.append((candidate, train.steps))
+        found.append((candidate.name, train.steps))
         return compressed(self, candidate, order, samples, train)
 
     monkeypatch.setattr(Workshop, "compressed", logged)
+    return found
+
+
+def test_what_is_lost_is_measured_once_and_kept(trainings, trained, tmp_path) -> None:
+    candidates = [tried(0.5, macs=0.5), tried(0.6, macs=0.3)]
     trainings.enter_(candidates)
-    assert trained == [(t.candidate, 10) for t in candidates]
-    first = [t.short for t in candidates]
-    again = [replace(t, short=None) for t in candidates]
+    assert trained == [("macs0.5-int8", 10), ("macs0.3-int8", 10)]
+    again = [replace(t, short=None, short_seconds=0.0) for t in candidates]
     trainings.enter_(again)
-    assert [t.short for t in again] == first
+    assert [(t.short, t.short_seconds) for t in again] == [(t.short, t.short_seconds) for t in candidates]
+    assert all(t.short_seconds > 0 for t in again)
     assert len(trained) == 2
     (path,) = (tmp_path / "candidates" / "macs0.5-int8").glob("short-*.json")
     path.write_text(json.dumps({"drop": "much"}))
     with pytest.raises(ck.CheckpointError, match="what a candidate loses after a short training was expected"):
         trainings.enter_(again)
+
+
+def test_a_candidate_that_another_process_trains_is_not_waited_for_as_long_as_others_are_left(trainings, trained) -> None:
+    candidates = [tried(0.5, macs=0.5), tried(0.6, macs=0.3)]
+    held, seen = threading.Event(), []
+    folder = trainings.finals.workshop.folder(candidates[0].candidate)
+    folder.mkdir(parents=True)
+
+    def other() -> None:
+        with exclusive(folder / LOCK):
+            held.set()
+            deadline = time.monotonic() + 60
+            while not list(folder.parent.glob("macs0.3-int8/short-*.json")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.extend(trained)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    held.wait(60)
+    trainings.enter_(candidates)
+    thread.join(60)
+    assert seen == [("macs0.3-int8", 10)]
+    assert None not in [t.short for t in candidates]
+
+
+def test_processes_that_measured_in_another_order_choose_the_same(trainings) -> None:
+    alike = [tried(0.5, blocks=k + 1) for k in range(2 * MOST_SHORT)]
+    assert list(trainings.chosen(alike)) == list(trainings.chosen(alike[::-1]))
 
 
 def test_a_candidate_that_cannot_be_trained_is_left_as_it_was(trainings, monkeypatch, caplog) -> None:
@@ -104,27 +142,50 @@ def test_a_candidate_that_cannot_be_trained_is_left_as_it_was(trainings, monkeyp
 
     monkeypatch.setattr(Workshop, "compressed", compressed)
     candidates = [tried(0.5, blocks=1), tried(0.4, blocks=2)]
-    trainings.enter_(candidates)
-    assert [t.short for t in candidates] == [None, None]
-    assert "1blocks-int8 cannot be trained for a short time: it has no layer" in caplog.text
+    for _ in range(2):
+        trainings.enter_(candidates)
+        assert [t.short for t in candidates] == [None, None]
+    said = [record.message for record in caplog.records]
+    assert sorted(said) == [f"compress: {k}blocks-int8 cannot be trained for a short time: it has no layer" for k in (1, 2)]
 
 
-def test_the_finalist_is_the_one_that_promises_most() -> None:
-    finals = object.__new__(Finals)
-    finals.ceilings, finals.minimise, finals.train, finals.remaining = {"bytes": 1000.0}, "drop", TRAIN, 0.5
+def test_a_schedule_that_reads_the_metric_has_one(trainings) -> None:
+    plateau = ck.lr.EachEpoch(partial(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="max"))
+    train = replace(TRAIN, steps=None, epochs=100, schedule=plateau)
+    finals = replace(trainings.finals, train=train)
+    candidates = [tried(0.5, macs=0.5), tried(0.6, macs=0.3)]
+    replace(trainings, finals=finals).enter_(candidates)
+    assert None not in [t.short for t in candidates]
+
+
+def test_the_finalist_is_the_one_that_promises_most(trainings) -> None:
+    finals = trainings.finals
     cut, whole, large = tried(0.5, blocks=1), tried(0.1), tried(0.0, size=2000, blocks=2)
-    assert Finals.next_finalist(finals, [cut, whole, large], None) is whole  # as long as nothing else is known
+    assert finals.next_finalist([cut, whole, large], None) is whole  # as long as nothing else is known
     cut.short, whole.short = 0.05, 0.2  # which a high learning rate made worse than it was without training
-    assert Finals.next_finalist(finals, [cut, whole, large], None) is cut
+    assert finals.next_finalist([cut, whole, large], None) is cut
     cut.short = 0.15
-    assert Finals.next_finalist(finals, [cut, whole, large], None) is whole
+    assert finals.next_finalist([cut, whole, large], None) is whole
+
+
+def test_what_differs_by_effort_alone_does_not_take_the_place_of_another_network(trainings) -> None:
+    finals = trainings.finals
+    first, twin, other = tried(0.1, blocks=1), tried(0.1, blocks=1, effort="balanced"), tried(0.2, blocks=2)
+    first.stopped = 0.5
+    assert finals.next_finalist([first, twin, other], None) is other
+    assert finals.next_finalist([first, twin], None) is twin
+    first.stopped = None
+    assert finals.next_finalist([first, twin, other], None, at_work={finals.folder(first.candidate).name}) is other
 
 
 def test_the_search_follows_the_short_trainings(model, task, tmp_path, monkeypatch) -> None:
     best = Candidate(macs=0.5)
-    monkeypatch.setattr(ShortTrainings, "_drop", lambda self, candidate, short: -0.5 if candidate == best else 0.9)
+    told = {True: {"drop": -0.5, "seconds": 1.0}, False: {"drop": 0.9, "seconds": 2.0}}
+    monkeypatch.setattr(ShortTrainings, "_outcome", lambda self, candidate, short: told[candidate == best])
     train = replace(TRAIN, validate_every=0)
     found = ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, train=train, **QUICK)
     assert found.chosen.candidate == best
     assert "-0.5000" in str(found)
-    assert sum(t.short is not None for t in found.tried) > 1
+    briefly = sum(t.short is not None for t in found.tried)
+    assert briefly > 1
+    assert f"{briefly} trained for a short time in {2 * briefly - 1} s" in str(found)

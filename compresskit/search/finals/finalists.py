@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Finals:
                 ended = best is not None and self.train is None and self.minimise == "drop"
                 following = trial = None
                 if not ended and done + len(at_work) < most:
-                    following = self.next_finalist([t for t in tried if self.folder(t.candidate).name not in at_work], best)
+                    following = self.next_finalist(tried, best, at_work)
                 if following is not None:
                     trial = self.study.ask()
                     trial.set_user_attr("folder", self.folder(following.candidate).name)
@@ -132,20 +132,22 @@ class Finals:
         order = (self.minimise, "drop", "latency", "bytes", "macs")
         return min(within, key=lambda pair: [pair[0].get(quantity) for quantity in order], default=(None, None))[1]
 
-    def next_finalist(self, tried: Sequence[Tried], best: Tried | None) -> Tried | None:
+    def next_finalist(self, tried: Sequence[Tried], best: Tried | None, at_work: Container[str] = ()) -> Tried | None:
         """The candidate to run next; None where none of those left is expected to be better than `best`.
 
         Where the drop has a ceiling: the one with the least of what is minimised, among those whose drop is expected to stay
-        below it; otherwise the one with the best metric.
+        below it; otherwise the one with the best metric, and of those that differ by effort alone, which matters little in a
+        training, one before all others.
+        at_work: folders of those that other processes run.
         """
+        taken = [t for t in tried if t.trained or t.stopped is not None or self.folder(t.candidate).name in at_work]
         measured = {name: ceiling for name, ceiling in self.ceilings.items() if name != "drop"}
         left = [
             (figures, t)
             for t in tried
             if (figures := t.figures) is not None
             and not figures.excesses(measured)
-            and t.trained is None
-            and t.stopped is None
+            and t not in taken
             and t.candidate != UNCOMPRESSED
         ]
         if "drop" in self.ceilings and self.minimise != "drop":
@@ -157,6 +159,9 @@ class Finals:
             if kept:
                 return min(kept, key=lambda pair: pair[0].get(self.minimise))[1]
             left = left if best is None else []
+        if self.train is not None:
+            networks = {replace(t.candidate, effort="fast") for t in taken}
+            left = [pair for pair in left if replace(pair[1].candidate, effort="fast") not in networks] or left
         return min(left, key=lambda pair: (pair[1].promise, pair[0].drop, pair[0].latency), default=(None, None))[1]
 
     def run_one(self, tried: Tried, trial: Any) -> None:

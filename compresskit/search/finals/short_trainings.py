@@ -6,8 +6,10 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import read_json, write_json
@@ -15,7 +17,7 @@ from compresskit.base.fingerprint import describe
 from compresskit.base.progress import announce
 from compresskit.measure import evaluate
 from compresskit.recipe.folder import LOCK
-from compresskit.recipe.locks import exclusive
+from compresskit.recipe.locks import exclusive, is_locked
 from compresskit.search.candidate import UNCOMPRESSED, Candidate
 from compresskit.search.ceilings import MEASURED
 from compresskit.search.figures import Figures
@@ -32,11 +34,11 @@ MOST_SHORT = 6  # candidates that get one
 
 
 def short_training(train: Train, workshop: Workshop) -> Train | None:
-    """The first steps of a finalist's training, with its schedule; None where they are too few."""
+    """A finalist's training with a fraction of its steps, over which its schedule runs; None where they are too few."""
     steps = math.floor(SHORT_SHARE * train.length(workshop.task).steps)
     if steps < LEAST_STEPS:
         return None
-    return replace(train, steps=steps, epochs=None, validate_every=0, keep_best=False, patience=None)
+    return replace(train, steps=steps, epochs=None, validate_every=steps, keep_best=False, patience=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,14 @@ class ShortTrainings:
             return
         if not (alike := self.chosen(tried)):
             return
-        turn = self.finals.worker.others() % len(alike)  # another process begins with another one
-        names = [*alike][turn:] + [*alike][:turn]
-        for i, candidate in enumerate(names, 1):
-            if (drop := self._drop(candidate, short)) is None:
-                continue
-            announce(log, "compress: %d of %d: %s loses %.4f after %d steps", i, len(names), candidate.name, drop, short.steps)
-            for each in alike[candidate]:
-                each.short = drop
+        for candidate in alike:  # first those on which no other process is at work
+            if not is_locked(shop.folder(candidate) / LOCK):
+                self._outcome(candidate, short)
+        for candidate, same in alike.items():
+            outcome = self._outcome(candidate, short)
+            for each in same:
+                each.short, each.short_seconds = outcome.get("drop"), 0.0
+            same[0].short_seconds = outcome["seconds"]
 
     def chosen(self, tried: Sequence[Tried]) -> dict[Candidate, list[Tried]]:
         """Candidates to train, each with those that differ from it by effort alone.
@@ -89,31 +91,34 @@ class ShortTrainings:
             return min(t.figures.get(quantity) for t in alike[candidate] if t.figures is not None)
 
         rankings = [
-            sorted(alike, key=lambda c: least(c, "drop")),
-            sorted(alike, key=lambda c: -least(c, "macs")),
-            sorted(alike, key=lambda c: -least(c, "bytes")),
+            sorted(alike, key=lambda c: (least(c, "drop"), c.name)),  # by name, too: other processes choose the same
+            sorted(alike, key=lambda c: (-least(c, "macs"), c.name)),
+            sorted(alike, key=lambda c: (-least(c, "bytes"), c.name)),
         ]
         in_turn = dict.fromkeys(candidate for places in zip(*rankings, strict=True) for candidate in places)
         return {candidate: alike[candidate] for candidate in list(in_turn)[:MOST_SHORT]}
 
-    def _drop(self, candidate: Candidate, short: Train) -> float | None:
-        """What a candidate loses on the held-out data after a short training, once for a folder; None where that fails."""
+    def _outcome(self, candidate: Candidate, short: Train) -> dict[str, Any]:
+        """The drop on the held-out data after a short training, or why there is none, and the seconds; once for a folder."""
         asked = json.dumps(describe(short), sort_keys=True)
-        shop = self.finals.workshop
+        shop, begin = self.finals.workshop, time.perf_counter()
         folder = shop.folder(candidate)
         path = folder / f"short-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / LOCK):  # another process may train it now
             if path.exists():
-                return float(read_json(path, "what a candidate loses after a short training")["drop"])
+                return read_json(path, "what a candidate loses after a short training")
             try:
                 model, _ = shop.compressed(candidate, self.finals.order, shop.samples, train=short)
-                metric = evaluate(model, shop.held)
+                lost = (self.dense.metric - evaluate(model, shop.held)) * (1 if shop.task.prefers_higher else -1)
             except CheckpointError:
                 raise  # of the disk or the folder, not of the candidate
             except CompressError as error:
                 log.warning("compress: %s cannot be trained for a short time: %s", candidate.name, error)
-                return None
-            drop = (self.dense.metric - metric) * (1 if shop.task.prefers_higher else -1)
-            write_json(path, {"drop": drop})
-            return drop
+                outcome: dict[str, Any] = {"failure": str(error)}
+            else:
+                announce(log, "compress: %s loses %.4f after %d steps of training", candidate.name, lost, short.steps)
+                outcome = {"drop": lost}
+            outcome["seconds"] = time.perf_counter() - begin
+            write_json(path, outcome)
+            return outcome

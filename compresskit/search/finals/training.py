@@ -26,7 +26,7 @@ from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.recipe.preflight import missing_target
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
-from compresskit.search.finals.short_trainings import MOST_SHORT, SHORT_SHARE
+from compresskit.search.finals.short_trainings import LEAST_STEPS, MOST_SHORT, SHORT_SHARE
 from compresskit.search.proxy import Workshop, with_reference
 from compresskit.train.train import Train
 
@@ -72,14 +72,15 @@ def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:
 
 
 def training_within(
-    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, fills: bool
+    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, short: bool, fills: bool
 ) -> Train | None:
     """The training of each finalist: no longer than all of them may take together. None where nothing is trained.
 
-    fills: whether it takes all of the minutes, or at most as many steps as it has.
+    short: whether there may be short trainings before. fills: whether it takes all of the minutes, or at most as many steps as it
+    has.
     """
     if train is not None and minutes is not None:
-        fits = _steps_within(workshop, train, minutes.value, finalists)
+        fits = _steps_within(workshop, train, minutes.value, finalists, short=short)
         wanted = fits if fills else min(fits, train.length(workshop.task).steps)
         train = replace(train, steps=wanted, epochs=None)
         announce(log, "compress: %d steps for each finalist", wanted)
@@ -88,9 +89,9 @@ def training_within(
     return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
 
 
-def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int) -> int:
+def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int, *, short: bool) -> int:
     """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
-    asked = json.dumps([minutes, finalists, describe(train)], sort_keys=True)
+    asked = json.dumps([minutes, finalists, short, describe(train)], sort_keys=True)
     path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
     if path.exists():
         return int(read_json(path, "the length of a training")["steps"])
@@ -100,7 +101,10 @@ def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: i
     begin = time.perf_counter()
     probe(copy_model(workshop.model), task)
     a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
-    fits = math.floor(minutes * 60 / a_step / (1 + (finalists - 1) / RUNGS + MOST_SHORT * SHORT_SHARE))
+    trainings = 1 + (finalists - 1) / RUNGS  # the others are given up, most of them early
+    fits = math.floor(minutes * 60 / a_step / (trainings + MOST_SHORT * SHORT_SHARE * short))
+    if fits * SHORT_SHARE < LEAST_STEPS:  # then there are none
+        fits = min(math.floor(minutes * 60 / a_step / trainings), math.ceil(LEAST_STEPS / SHORT_SHARE) - 1)
     if fits < RUNGS:
         raise SettingError(
             f"at_most(minutes={minutes:g}): {finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted at least"
