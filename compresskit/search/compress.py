@@ -119,14 +119,7 @@ def _search_and_run(
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
-        train = training_within(
-            workshop,
-            train,
-            budget.minutes,
-            finalists=settings.finalists,
-            short=minimise == "drop",
-            fills=settings.train is None,
-        )
+        train = _training(workshop, train, budget, settings, minimise)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     tried = Explorer(
@@ -174,6 +167,12 @@ def _search_and_run(
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
     )
+
+
+def _training(workshop: Workshop, train: Train | None, budget: Ceilings, settings: SearchSettings, minimise: str) -> Train | None:
+    """The training of a finalist within the minutes of the budget."""
+    short, fills = minimise == "drop", settings.train is None
+    return training_within(workshop, train, budget.minutes, finalists=settings.finalists, short=short, fills=fills)
 
 
 def _settings(options: SearchOptions) -> SearchSettings:

@@ -187,7 +187,8 @@ def signals(out, name):
             chains.run(name, out / number.name, **rarely)
 
         assert forked(stopped, stderr=out / "said") == 1
-        said = (out / "said").read_text()
+        lines = (out / "said").read_text().splitlines()
+        said = "\n".join(line for line in lines if "this processor has no instructions for bf16" not in line)
         assert said.startswith(f"stopped by {number.name}; saved 1-train, train, epoch 1, batch "), said
         assert "Run the same command again to go on" in said
         assert (out / number.name / "1-train" / "progress" / "1-4.safetensors").exists()
