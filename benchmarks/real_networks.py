@@ -4,6 +4,7 @@
     python benchmarks/real_networks.py --data FOLDER --cifar CIFAR10 --checkpoints FOLDER     also ResNet-20 and -56
     python benchmarks/real_networks.py ... --networks face --ways balanced best               these, measured again
     python benchmarks/real_networks.py ... --latency                                          only times of the files of --folder
+    python benchmarks/real_networks.py ... --name real_networks_avx2                          a table of its own: another machine
 
 FOLDER: networks.py with `load(name)`, photographs in images/ and high-resolution pictures in sr/. Pictures that calibrate measure
 nothing. Every file runs in ONNX Runtime.
@@ -29,7 +30,7 @@ bound      below which no placement of integers can come in this runtime: each l
 peak       the network's multiplications at the rate of a float product of two matrices of 768 x 768 in this runtime, on one
            thread: what no rewriting of the float file that multiplies as often comes below
 
-Writes `real_networks.json` and `real_networks.md` beside this file; what is not measured again stays.
+Writes `NAME.json` and `NAME.md` beside this file; what is not measured again stays.
 """
 
 from __future__ import annotations
@@ -355,10 +356,10 @@ def processor() -> str:
     return ", ".join(name for name in ("avx2", "avx512bw", "avx_vnni", "avx512_vnni", "amx_int8") if name in flags)
 
 
-def write(result: dict[str, Any]) -> None:
+def write(result: dict[str, Any], file_name: str) -> None:
     result["versions"] = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     result["cpu"] = processor()
-    (HERE / "real_networks.json").write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / f"{file_name}.json").write_text(json.dumps(result, indent=1) + "\n")
     lines = ["| network | way | quality | dB | MACs in integers | seconds | verified |", "|---|---|--:|--:|--:|--:|---|"]
     for name, row in result["networks"].items():
         lines.append(f"| {name} | float | {row['float']:.3f} | | | | |")
@@ -388,7 +389,7 @@ def write(result: dict[str, Any]) -> None:
         f"Quality: F1 in % (face, MTCNN), PSNR in dB (fsrcnn), top-1 in %, mean of {DRAWS} draws or of as many as stand in"
         f" brackets, with its standard error (resnet). {result['versions']}",
     ]
-    (HERE / "real_networks.md").write_text("\n".join(lines) + "\n")
+    (HERE / f"{file_name}.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -397,6 +398,7 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/real_networks"), help="where the files are written")
+    parser.add_argument("--name", default="real_networks", help="of the two files that are written")
     parser.add_argument("--networks", nargs="*", default=())
     parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
     parser.add_argument("--draws", type=int, default=DRAWS, help="of calibration images of resnet*")
@@ -406,7 +408,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("compresskit").setLevel(logging.ERROR)
     args.folder.mkdir(parents=True, exist_ok=True)
-    known = HERE / "real_networks.json"
+    known = HERE / f"{args.name}.json"
     result = json.loads(known.read_text()) if known.exists() else {"networks": {}}
     for name, network in networks(args, args.draws):
         row = result["networks"].setdefault(name, {"ways": {}})
@@ -415,14 +417,14 @@ def main() -> None:
             for way in () if args.latency else [w for w in args.ways if importlib.util.find_spec(PEERS.get(w, "compresskit"))]:
                 row["ways"][way] = measure(name, network, way, args.folder)
                 row["ways"] = {w: row["ways"][w] for w in WAYS if w in row["ways"]}
-                write(result)
+                write(result, args.name)
         measured = times(name, network, args.folder, args.seconds, args.repeats)
         row["repeats"] = args.repeats
         row["ms"], row["openvino"] = measured["onnxruntime"], measured.get("openvino", row.get("openvino", {}))
         least = bound(name, network, args.folder, args.seconds)
         row["ms"]["1"] |= {} if least is None else {"bound": least * row["ms"]["1"]["export"]}
         row["ms"]["1"]["peak"] = peak(network)
-        write(result)
+        write(result, args.name)
 
 
 if __name__ == "__main__":

@@ -289,7 +289,29 @@ No choice of layers can be better than the best placement. Each placement of the
 float; latencies as fractions of our float file. {source("every_placement")}
 
 {table(("network", "placements", "faster than float", "the fastest", "its F1 in %", "the best of the faster ones", "its F1 in %"), every_placement())}
+
+{without_vnni()}
 """
+
+
+def without_vnni() -> str:
+    """The same networks on a processor without VNNI, where plain int8 weights overflow."""
+    there, here = load("real_networks"), load("real_networks_avx2")
+    rows = []
+    for name, row in here["networks"].items():
+        label, unit = DEPLOYED[name]
+        for way, found in row["ways"].items():
+            ratio = row["ms"]["1"][way] / row["ms"]["1"]["torch"]
+            known = there["networks"][name]["ways"][way]["quality"]
+            rows.append(
+                (f"{label}, {unit}", way, f"{row['float']:.2f}", f"{known:.2f}", f"{found['quality']:.2f}", f"{ratio:.2f}")
+            )
+    return f"""\
+On a processor with {here["cpu"]} alone, kernels add pairs of products in int16: a file with plain int8 weights is another network there, and integers
+save little time, or none. One draw of calibration images; latencies on one thread, as fractions of torch's float file there.
+[real_networks.py](../benchmarks/real_networks.py), [all rows](../benchmarks/real_networks_avx2.md).
+
+{table(("network", "way", "float", "with VNNI", "without", "latency without VNNI"), rows)}"""
 
 
 def every_placement() -> list[tuple[str, ...]]:
