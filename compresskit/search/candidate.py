@@ -89,8 +89,8 @@ class Candidate:
     def trains_in_two_parts(self, train: Train) -> bool:
         """Whether it is trained in float first and then with rounding.
 
-        Not where nothing but precision goes. Not with weights of 4 bits either, which a network that is cut learns best together
-        (`benchmarks/chain_cifar.md`), unless the training groups parameters by names, which rounding changes.
+        Not where nothing but precision goes. Not with weights of 4 bits either, as in the chain of `benchmarks/chain_cifar.md`:
+        so few bits need the whole training. There, too, where it groups parameters by names, which rounding changes.
         """
         if not self.changes_structure or self.bits in WITHOUT_EFFORT:
             return False

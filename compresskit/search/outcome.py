@@ -153,9 +153,11 @@ class Search:
         ]
         failed = [str(t) for t in self.tried if t.failure]
         proxies = sum(t.figures.seconds for t in self.tried if t.figures)
-        training, short = (sum(of) for of in zip(*((t.training_seconds, t.short_seconds) for t in self.tried), strict=True))
+        training = sum(t.training_seconds for t in self.tried)
+        short = sum(t.short_seconds for t in self.tried)
         measured = sum(t.figures is not None for t in self.tried)
-        trained, briefly = (sum(vars(t)[name] > 0 for t in self.tried) for name in ("training_seconds", "short_seconds"))
+        trained = sum(t.training_seconds > 0 for t in self.tried)
+        briefly = sum(t.short_seconds > 0 for t in self.tried)
         return "\n".join(
             [
                 repr(self.budget),

@@ -34,7 +34,7 @@ LADDER = (
 DYNAMIC = (Candidate(bits="dynamic"), Candidate(bits="dynamic", macs=0.5))  # tried first in networks that gain by it
 #: Fractions of the blocks that may go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
-#: Fractions that are tried in the place of the first where candidates are trained, which brings back deeper cuts.
+#: Fractions that are tried in the place of the first of these where candidates are trained, which can bring back deeper cuts.
 DEPTHS_TRAINED: tuple[tuple[float, Storage], ...] = ((0.6, "int4"), (0.6, "int8"), (0.85, "int4"))
 STEP_OF_MACS, STEP_OF_RANK = 0.05, 0.1  # of the fractions that stay
 MERGED_FRACTIONS = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
@@ -59,8 +59,9 @@ def first_candidates(blocks: int, merged: int, *, dynamic: bool = False, trains:
 
     dynamic: whether it gains by ranges that are found in every call. trains: whether candidates are to be trained.
     """
-    deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS[trains:] if blocks]
+    deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS if blocks]
     if trains:
+        deep = deep[1:]  # the shallowest gives its place
         deep += [Candidate(blocks=max(1, round(f * blocks)), bits=bits) for f, bits in DEPTHS_TRAINED if blocks]
     joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED_FRACTIONS if merged)
     return list(dict.fromkeys([*(DYNAMIC if dynamic else ()), *LADDER[:3], *deep, *joined, *LADDER[3:]]))

@@ -1,11 +1,16 @@
-"""Searches of these tests do not measure which convolutions are faster as one, which takes seconds and depends on the machine."""
+"""A network and its task for searches, which do not measure here which convolutions are faster as one: that takes seconds and
+depends on the machine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import networks
 import pytest
+import torch
 
+import compresskit as ck
 from compresskit.search.proxy import Workshop
 
 
@@ -14,3 +19,14 @@ def _no_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workshop, "_ranked_runs", lambda self, least: ())
         yield
+
+
+@pytest.fixture(scope="module")
+def task() -> ck.Task:
+    torch.manual_seed(0)
+    return networks.images_task(ck)
+
+
+@pytest.fixture(scope="module")
+def model(task: ck.Task) -> torch.nn.Module:
+    return ck.Train(epochs=3)(networks.build(networks.WideChain), task)

@@ -35,17 +35,6 @@ def forget(model, batch):
 
 
 @pytest.fixture(scope="module")
-def task():
-    torch.manual_seed(0)
-    return networks.images_task(ck)
-
-
-@pytest.fixture(scope="module")
-def model(task):
-    return ck.Train(epochs=3)(networks.build(networks.WideChain), task)
-
-
-@pytest.fixture(scope="module")
 def found(model, task, tmp_path_factory):
     out = tmp_path_factory.mktemp("search") / "runs"
     return ck.compress(model, task, ck.at_most(bytes="0.5x"), out=out, **QUICK)

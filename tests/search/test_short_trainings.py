@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
-import networks
 import pytest
 import torch
 
@@ -16,7 +17,9 @@ import compresskit as ck
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive
 from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
+from compresskit.search.ceilings import Ceiling
 from compresskit.search.figures import Figures
+from compresskit.search.finals import training
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.short_trainings import MOST_SHORT, ShortTrainings, short_training
 from compresskit.search.outcome import Tried
@@ -25,17 +28,6 @@ from compresskit.search.workers import Worker
 
 QUICK = {"trials": 4, "finalists": 1, "seconds": 0.02}
 TRAIN = ck.Train(steps=200, optimizer=partial(torch.optim.SGD, lr=0.01), keep_best=False)
-
-
-@pytest.fixture(scope="module")
-def task():
-    torch.manual_seed(0)
-    return networks.images_task(ck)
-
-
-@pytest.fixture(scope="module")
-def model(task):
-    return ck.Train(epochs=3)(networks.build(networks.WideChain), task)
 
 
 @pytest.fixture
@@ -63,6 +55,19 @@ def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
     assert short_training(replace(TRAIN, steps=199), trainings.finals.workshop) is None  # so few steps say nothing
     epochs = replace(TRAIN, steps=None, epochs=300)
     assert short_training(epochs, trainings.finals.workshop).steps == epochs.length(trainings.finals.workshop.task).steps // 20
+
+
+def test_minutes_are_set_aside_for_short_trainings_where_there_are_some(trainings, monkeypatch) -> None:
+    clock = itertools.count()  # four steps take a second, so that one, with rounding, is taken to take 0.375
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    shop = trainings.finals.workshop
+
+    def steps(minutes: float, short: bool) -> int:
+        return training.training_within(shop, TRAIN, Ceiling(value=minutes), finalists=1, short=short, fills=True).steps
+
+    assert steps(10, short=False) == 1600
+    assert steps(10, short=True) == 1230  # 30 % of a finalist's
+    assert steps(1, short=True) == steps(1, short=False) == 160  # of which 5 % are too few for one
 
 
 def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -> None:

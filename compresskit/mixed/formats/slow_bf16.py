@@ -14,7 +14,7 @@ from compresskit.mixed.formats.policy import Policy
 
 log = logging.getLogger(__name__)
 
-SLOW = 3.0  # times fp32, from which on it is said; processors with bf16 are below 1.5, those without it above 10
+SLOW = 3.0  # times fp32, from which on it is said: between processors that have bf16 and those that convert every factor
 REPEATED = 3  # runs of a convolution, of which the fastest counts
 
 

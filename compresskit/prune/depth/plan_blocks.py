@@ -89,7 +89,6 @@ def order_blocks(
     *,
     importance: Importance = output_error,
     cost: Cost = milliseconds,
-    form: Form | None = None,
     task: Task | None = None,
     samples: int = 256,
 ) -> tuple[str, ...]:
@@ -102,7 +101,7 @@ def order_blocks(
     Returns: dotted names; none where no block can go.
     Raises ModelError for a model that cannot be traced.
     """
-    check_measures("order_blocks", importance=importance, cost=cost, form=form)
+    check_measures("order_blocks", None, importance=importance, cost=cost)
     inputs = as_inputs(example)
     check_prunable(model, inputs, "order_blocks")
     found = find_blocks(model, inputs)
@@ -115,7 +114,7 @@ def order_blocks(
         return ()
     found = replace(found, removable={path: found.removable[path] for path in outer})
     batches = [inputs] if task is None else list(calibration_inputs(task, samples, "read blocks"))
-    return _Planner(model, inputs, found, importance, cost, form, task, batches, samples).order()
+    return _Planner(model, inputs, found, importance, cost, None, task, batches, samples).order()
 
 
 def check_depth(budget: Budget | None, blocks: int | tuple[str, ...] | None, samples: int, where: str) -> None:
