@@ -5,14 +5,14 @@
 
 face      trained by the float network's outputs on 264 photographs (crops of any size, flips), searched on 36 and measured on 200
           that it did not see: F1 in % of the confident cells, as in `real_networks.py`. Adam, batch 16
-resnet*   128 images a step, crops and flips, SGD, autocast in bf16, one cycle; searched and measured on the test images, whose
+resnet*   128 images a step, crops and flips, SGD, one cycle, in `--precision`; searched and measured on the test images, whose
           first 1,024 judge candidates
 
 Latency, one image and `--threads` threads, is measured again after the search, the file and the uncompressed one in turn. The
 last column: seconds of the call by those of the training of what was chosen; a later budget takes over what an earlier one
 measured.
 
-What is not called again stays in `budgets.json` and `budgets.md` beside this file.
+What is not called again stays in `budgets.json` and `budgets.md` beside this file, or those of `--name` for another machine.
 """
 
 from __future__ import annotations
@@ -105,13 +105,15 @@ def detector(network: Network, args: argparse.Namespace) -> tuple[nn.Module, ck.
 
 def classifier(network: Network, data: dict[str, Any], args: argparse.Namespace) -> tuple[nn.Module, ck.Task, ck.Train]:
     (images, labels), (test, answers) = data["train"], data["test"]
-    train = Images(images, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
+    loader = Images(images, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
     calibration = [(x, None) for x in network.draws[0]]
-    task = ck.Task(train=train, val=Images(test, answers, 500, MEAN, STD), calibration=calibration)
+    task = ck.Task(train=loader, val=Images(test, answers, 500, MEAN, STD), calibration=calibration)
     sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    return network.model, task, ck.Train(
-        epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=ck.mixed.AMP_BF16, channels_last=True
+    train = ck.Train(
+        epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=getattr(ck.mixed, args.precision),
+        channels_last=True,
     )  # fmt: skip
+    return network.model, task, train
 
 
 def chosen(args: argparse.Namespace) -> Iterator[tuple[str, Network, tuple[nn.Module, ck.Task, ck.Train]]]:
@@ -193,10 +195,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--finalists", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--precision", choices=["AMP_BF16", "FP32"], default="AMP_BF16", help="of resnet*")
     parser.add_argument("--out", type=Path, default=Path("runs/budgets"), help="folder of the searches")
+    parser.add_argument("--name", default="budgets", help="of the figures' files")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = HERE / "budgets.json"
+    path = HERE / f"{args.name}.json"
     for name, network, parts in chosen(args):
         for budget in BUDGETS[name]:
             row = call(name, network, parts, budget, args)
