@@ -24,6 +24,7 @@ from compresskit.export.check.environment import environment, packages
 from compresskit.export.check.levels import verify_levels
 from compresskit.export.check.runtimes import OPENVINO_REMEDY, installed_openvino
 from compresskit.export.files import read_metadata
+from compresskit.mixed.formats.slow_bf16 import bf16_speed
 from compresskit.recipe.page.records import read_run
 from compresskit.recipe.page.render import write_csv, write_page
 from compresskit.recipe.report import remarks, table
@@ -334,7 +335,8 @@ def _doctor_command(options: argparse.Namespace) -> int:
     lines = [f"compresskit {here['compresskit']}, Python {here['python']}, {here['system']}"]
     lines.append(f"processor: {here['processor']}, {here['cores']} cores, {here['threads']} threads of torch")
     lines.append("  " + ", ".join(f"{name} {words[value]}" for name, value in here["features"].items()))
-    lines.append(f"  {here['int8']}")
+    here["bf16"] = bf16_speed()
+    lines += [f"  {here['int8']}", f"  {here['bf16']}"]
     lines += [f"GPU: {name}" for name in here["gpus"]] or ["GPU: none that torch can use"]
     for package in found:
         state = package.version or "missing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -255,6 +256,7 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch) -> None:
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith(f"compresskit {ck.__version__}, Python 3.")
     assert f"  torch          {torch.__version__.partition(chr(43))[0]}\n" in text
+    assert re.search(r"^  (no )?bf16: a convolution takes [\d.]+ times as long as in fp32", text, re.MULTILINE)
     assert text.endswith("all that is needed is there\n")
     found = [Package(name="onnx", version="1.2", wanted="1.18"), Package(name="transformers", version=None, purpose="models")]
     monkeypatch.setattr("compresskit.cli.packages", lambda: found)
@@ -267,3 +269,4 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch) -> None:
     record = json.loads(capsys.readouterr().out)
     assert [package["fits"] for package in record["packages"]] == [False, True]
     assert record["fits"] is False
+    assert "bf16" in record["bf16"]

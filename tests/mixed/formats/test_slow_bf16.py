@@ -60,3 +60,10 @@ def test_the_measurement_tells_processors_apart_and_draws_no_random_numbers() ->
         assert slowdown < slow_bf16.SLOW
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"):
         assert slowdown > slow_bf16.SLOW
+
+
+def test_a_sentence_says_what_to_train_in(monkeypatch) -> None:
+    monkeypatch.setattr(slow_bf16, "bf16_slowdown", lambda: 12.3)
+    assert slow_bf16.bf16_speed().endswith("12 times as long as in fp32; train in mixed.FP32 here")
+    monkeypatch.setattr(slow_bf16, "bf16_slowdown", lambda: 0.63)
+    assert slow_bf16.bf16_speed() == "bf16: a convolution takes 0.6 times as long as in fp32"
