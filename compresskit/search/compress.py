@@ -119,7 +119,7 @@ def _search_and_run(
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
-        train = _training(workshop, train, budget, settings, minimise)
+        train = training_within(workshop, train, budget.minutes, finalists=settings.finalists, fills=settings.train is None)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
     tried = Explorer(
@@ -167,12 +167,6 @@ def _search_and_run(
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
     )
-
-
-def _training(workshop: Workshop, train: Train | None, budget: Ceilings, settings: SearchSettings, minimise: str) -> Train | None:
-    """The training of a finalist within the minutes of the budget."""
-    short, fills = minimise == "drop", settings.train is None
-    return training_within(workshop, train, budget.minutes, finalists=settings.finalists, short=short, fills=fills)
 
 
 def _settings(options: SearchOptions) -> SearchSettings:

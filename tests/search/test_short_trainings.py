@@ -49,6 +49,11 @@ def tried(drop: float, work: int = 100, size: int = 900, **what: object) -> Trie
     return Tried(candidate=Candidate(**what), figures=figures)
 
 
+def timed(latency: float, drop: float, work: int = 100, **what: object) -> Tried:
+    found = tried(drop, work, **what)
+    return replace(found, figures=replace(found.figures, latency=latency))
+
+
 def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
     short = short_training(TRAIN, trainings.finals.workshop)
     assert (short.steps, short.epochs, short.optimizer) == (10, None, TRAIN.optimizer)
@@ -62,12 +67,11 @@ def test_minutes_are_set_aside_for_short_trainings_where_there_are_some(training
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     shop = trainings.finals.workshop
 
-    def steps(minutes: float, short: bool) -> int:
-        return training.training_within(shop, TRAIN, Ceiling(value=minutes), finalists=1, short=short, fills=True).steps
+    def steps(minutes: float) -> int:
+        return training.training_within(shop, TRAIN, Ceiling(value=minutes), finalists=1, fills=True).steps
 
-    assert steps(10, short=False) == 1600
-    assert steps(10, short=True) == 1230  # 30 % of a finalist's
-    assert steps(1, short=True) == steps(1, short=False) == 160  # of which 5 % are too few for one
+    assert steps(10) == 1230  # 30 % of a finalist's for the short ones, or it were 1600
+    assert steps(1) == 160  # of which 5 % are too few for one
 
 
 def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -> None:
@@ -82,6 +86,32 @@ def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -
     assert trainings.chosen([least, dense, too_large]) == {}  # the one that is left becomes a finalist anyway
     many = [tried(0.01 * k, blocks=k + 1) for k in range(2 * MOST_SHORT)]
     assert len(trainings.chosen(many)) == MOST_SHORT
+
+
+@pytest.fixture
+def with_ceiling(trainings):
+    """Where the drop has a ceiling of 0.1, and the latency is minimised."""
+    return replace(trainings, finals=replace(trainings.finals, ceilings={"drop": 0.1}, minimise="latency"))
+
+
+def test_where_the_drop_has_a_ceiling_candidates_of_all_speeds_are_trained(with_ceiling) -> None:
+    enough, slower = timed(4.0, 0.2, blocks=1), timed(5.0, 0.9, blocks=2)  # half of a drop is expected to stay
+    first, worse = timed(1.0, 0.5, work=50, blocks=3), timed(0.9, 0.6, work=40, blocks=4)
+    found = with_ceiling.chosen([enough, slower, worse, first])
+    assert list(found) == [worse.candidate, first.candidate]  # a part of the range each
+    assert with_ceiling.chosen([enough, slower]) == {}  # the fastest is expected to keep it
+    many = [timed(1 + 0.1 * k, 0.9 - 0.01 * (k % 2), blocks=k + 2) for k in range(2 * MOST_SHORT)]
+    chosen = with_ceiling.chosen([enough, *many])
+    assert list(chosen) == [t.candidate for t in many[1::2]]  # of each two that which loses less
+    assert list(with_ceiling.chosen([*many[::-1], enough])) == list(chosen)
+
+
+def test_the_fastest_that_is_expected_to_keep_the_drop_becomes_a_finalist(with_ceiling) -> None:
+    finals = with_ceiling.finals
+    sure, faster, fastest = timed(4.0, 0.05), timed(2.0, 0.9, blocks=1), timed(1.0, 0.95, blocks=2)
+    assert finals.next_finalist([sure, faster, fastest], None) is sure
+    faster.short, fastest.short = 0.15, 0.3
+    assert finals.next_finalist([sure, faster, fastest], None) is faster
 
 
 @pytest.fixture

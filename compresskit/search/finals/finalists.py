@@ -154,8 +154,7 @@ class Finals:
             if best is not None and best.trained is not None:
                 least = best.trained.get(self.minimise)
                 left = [(figures, t) for figures, t in left if figures.get(self.minimise) < least]
-            share = 1.0 if self.train is None else self.remaining
-            kept = [(figures, t) for figures, t in left if t.promise * share <= self.ceilings["drop"]]
+            kept = [pair for pair in left if self.expects_to_keep(pair[1])]
             if kept:
                 return min(kept, key=lambda pair: pair[0].get(self.minimise))[1]
             left = left if best is None else []
@@ -163,6 +162,11 @@ class Finals:
             networks = {replace(t.candidate, effort="fast") for t in taken}
             left = [pair for pair in left if replace(pair[1].candidate, effort="fast") not in networks] or left
         return min(left, key=lambda pair: (pair[1].promise, pair[0].drop, pair[0].latency), default=(None, None))[1]
+
+    def expects_to_keep(self, tried: Tried) -> bool:
+        """Whether the drop of a candidate is expected to stay below its ceiling, by what is known before its training."""
+        share = 1.0 if self.train is None else self.remaining
+        return tried.promise * share <= self.ceilings["drop"]
 
     def run_one(self, tried: Tried, trial: Any) -> None:
         """Run the recipe of a candidate on all data, or read what is finished of it, and tell its trial."""

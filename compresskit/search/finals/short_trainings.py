@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +58,10 @@ class ShortTrainings:
     def enter_(self, tried: Sequence[Tried]) -> None:
         """Enter in candidates what they lose after a short training: in those that `chosen` returns, and in those like them.
 
-        In none where nothing is trained, or where what they lose does not decide.
+        In none where nothing is trained.
         """
         train, shop = self.finals.train, self.finals.workshop
-        if train is None or self.finals.minimise != "drop" or (short := short_training(train, shop)) is None:
+        if train is None or (short := short_training(train, shop)) is None:
             return
         if not (alike := self.chosen(tried)):
             return
@@ -76,8 +77,10 @@ class ShortTrainings:
     def chosen(self, tried: Sequence[Tried]) -> dict[Candidate, list[Tried]]:
         """Candidates to train, each with those that differ from it by effort alone.
 
-        Of those that keep the ceilings which training does not change, in turn: the one that loses least, the one that has most
-        MACs left, and the one with the largest file. None where all of them become finalists.
+        Of those that keep the ceilings which training does not change. Where the drop is minimised, in turn: the one that loses
+        least, the one that has most MACs left, and the one with the largest file. Where the drop has a ceiling: those that have
+        less of what is minimised than all that are expected to keep it, from small to large, in as many parts as there are short
+        trainings; of each part the one that fewest are ahead of in the same three. None where all of them become finalists.
         """
         measured = {name: ceiling for name, ceiling in self.finals.ceilings.items() if name in MEASURED}
         alike: dict[Candidate, list[Tried]] = {}
@@ -87,16 +90,17 @@ class ShortTrainings:
         if sum(map(len, alike.values())) <= self.finalists:
             return {}
 
-        def least(candidate: Candidate, quantity: str) -> float:
-            return min(t.figures.get(quantity) for t in alike[candidate] if t.figures is not None)
+        def least(quantity: str, sign: int = 1) -> dict[Candidate, float]:
+            return {c: min(sign * t.figures.get(quantity) for t in same if t.figures is not None) for c, same in alike.items()}
 
-        rankings = [
-            sorted(alike, key=lambda c: (least(c, "drop"), c.name)),  # by name, too: other processes choose the same
-            sorted(alike, key=lambda c: (-least(c, "macs"), c.name)),
-            sorted(alike, key=lambda c: (-least(c, "bytes"), c.name)),
-        ]
-        in_turn = dict.fromkeys(candidate for places in zip(*rankings, strict=True) for candidate in places)
-        return {candidate: alike[candidate] for candidate in list(in_turn)[:MOST_SHORT]}
+        if (minimised := self.finals.minimise) != "drop":
+            kept = [t for same in alike.values() for t in same if self.finals.expects_to_keep(t)]
+            bound = min((t.figures.get(minimised) for t in kept if t.figures is not None), default=math.inf)
+            alike = {c: alike[c] for c, size in least(minimised).items() if size < bound}
+        # What promises much after training: little is lost without it, or much is left that can be trained.
+        promises = [least("drop"), least("macs", -1), least("bytes", -1)]
+        chosen = _in_turn(promises) if minimised == "drop" else _of_all_sizes(least(minimised), promises)
+        return {candidate: alike[candidate] for candidate in chosen[:MOST_SHORT]}
 
     def _outcome(self, candidate: Candidate, short: Train) -> dict[str, Any]:
         """The drop on the held-out data after a short training, or why there is none, and the seconds; once for a folder."""
@@ -122,3 +126,22 @@ class ShortTrainings:
             outcome["seconds"] = time.perf_counter() - begin
             write_json(path, outcome)
             return outcome
+
+
+def _order(values: Mapping[Candidate, float]) -> list[Candidate]:
+    """Candidates, that with the least value first; of equal ones by name, so that other processes have the same order."""
+    return sorted(values, key=lambda c: (values[c], c.name))
+
+
+def _in_turn(promises: Sequence[Mapping[Candidate, float]]) -> list[Candidate]:
+    """The first of each order, then the second of each, and so on."""
+    places = zip(*map(_order, promises), strict=True)
+    return list(dict.fromkeys(itertools.chain.from_iterable(places)))
+
+
+def _of_all_sizes(sizes: Mapping[Candidate, float], promises: Sequence[Mapping[Candidate, float]]) -> list[Candidate]:
+    """In each of `MOST_SHORT` parts of the candidates, from small to large, the one that fewest are ahead of in what promises."""
+    ahead = {c: sum(other < values[c] for values in promises for other in values.values()) for c in sizes}
+    ends = [k * len(sizes) // MOST_SHORT for k in range(MOST_SHORT + 1)]
+    small_first = _order(sizes)
+    return [min(small_first[begin:end], key=ahead.__getitem__) for begin, end in itertools.pairwise(ends) if begin < end]

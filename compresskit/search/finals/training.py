@@ -72,15 +72,14 @@ def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:
 
 
 def training_within(
-    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, short: bool, fills: bool
+    workshop: Workshop, train: Train | None, minutes: Ceiling | None, *, finalists: int, fills: bool
 ) -> Train | None:
     """The training of each finalist: no longer than all of them may take together. None where nothing is trained.
 
-    short: whether there may be short trainings before. fills: whether it takes all of the minutes, or at most as many steps as it
-    has.
+    fills: whether it takes all of the minutes, or at most as many steps as it has.
     """
     if train is not None and minutes is not None:
-        fits = _steps_within(workshop, train, minutes.value, finalists, short=short)
+        fits = _steps_within(workshop, train, minutes.value, finalists)
         wanted = fits if fills else min(fits, train.length(workshop.task).steps)
         train = replace(train, steps=wanted, epochs=None)
         announce(log, "compress: %d steps for each finalist", wanted)
@@ -89,9 +88,9 @@ def training_within(
     return replace(train, validate_every=math.ceil((train.steps or train.epochs or 1) / RUNGS))
 
 
-def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int, *, short: bool) -> int:
+def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: int) -> int:
     """How many steps each finalist has. What was measured once is kept, so that an interrupted training goes on."""
-    asked = json.dumps([minutes, finalists, short, describe(train)], sort_keys=True)
+    asked = json.dumps([minutes, finalists, describe(train)], sort_keys=True)
     path = workshop.out / f"steps-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
     if path.exists():
         return int(read_json(path, "the length of a training")["steps"])
@@ -102,8 +101,8 @@ def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: i
     probe(copy_model(workshop.model), task)
     a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
     trainings = 1 + (finalists - 1) / RUNGS  # the others are given up, most of them early
-    fits = math.floor(minutes * 60 / a_step / (trainings + MOST_SHORT * SHORT_SHARE * short))
-    if fits * SHORT_SHARE < LEAST_STEPS:  # then there are none
+    fits = math.floor(minutes * 60 / a_step / (trainings + MOST_SHORT * SHORT_SHARE))
+    if fits * SHORT_SHARE < LEAST_STEPS:  # then there are no short ones
         fits = min(math.floor(minutes * 60 / a_step / trainings), math.ceil(LEAST_STEPS / SHORT_SHARE) - 1)
     if fits < RUNGS:
         raise SettingError(
