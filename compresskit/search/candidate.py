@@ -102,6 +102,7 @@ class Candidate:
         order: Removable,
         samples: int,
         train: Train | None,
+        to_train: bool = False,
         target: Target = X86,
         deployment: Deployment = DEFAULT_DEPLOYMENT,
         depthwise: bool = False,
@@ -113,6 +114,8 @@ class Candidate:
             order: blocks and runs of convolutions, first to go first.
             samples: calibration samples that the stages read.
             train: how long and how to train in all; None trains nothing.
+            to_train: without a training, whether the file should be like the one that a training makes: operators are placed by
+                measurement, and nothing else is done for its accuracy.
             target: runtime of the quantized file.
             deployment: threads and batch for which operators are placed, where that is measured.
             depthwise: whether the model has depthwise convolutions.
@@ -141,16 +144,23 @@ class Candidate:
         if self.bits == "dynamic":
             return (*structure, DynamicQuant(**given))
         given["bits"] = Bits(weights=4) if self.bits == "int4" else Bits()
-        if train is None or qat is None:
-            given |= {} if self.effort == "fast" else {"deployment": deployment}
-            return (*structure, StaticQuant(samples=min(samples, 512), effort=self.effort, **given))
-        return (*structure, self._rounded_training(train, qat, deployment, given))
+        if qat is not None or to_train:
+            given |= self._placement(target, deployment)
+        elif self.effort != "fast":
+            given |= {"effort": self.effort, "deployment": deployment}
+        if train is not None and qat is not None:
+            return (*structure, self._rounded_training(train, qat, given))
+        return (*structure, StaticQuant(samples=min(samples, 512), **given))
 
-    def _rounded_training(self, train: Train, part: Train, deployment: Deployment, given: dict[str, Any]) -> QAT:
+    def _placement(self, target: Target, deployment: Deployment) -> dict[str, Any]:
+        """Settings that place the operators of what is trained; none where nothing can be measured, as for another machine."""
+        if self.effort == "fast" or not target.runs_here:
+            return {}
+        return {"choose": "measure", "deployment": deployment}
+
+    def _rounded_training(self, train: Train, part: Train, given: dict[str, Any]) -> QAT:
         """The part of a training that is quantization-aware. given: settings of the quantization."""
-        settings, target = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}, given["target"]
-        if self.effort != "fast" and target.runs_here:  # elsewhere nothing can be measured, and it is as a "fast" one
-            settings |= {"choose": "measure", "deployment": deployment}
+        settings = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}
         if self.changes_structure and not self.trains_in_two_parts(train):  # what was removed is made up for here
             settings |= {each.name: getattr(train, each.name) for each in fields(Train) if each.name not in OF_FLOAT}
         else:

@@ -193,8 +193,10 @@ class Workshop:
         return self.out / CANDIDATES / self.unique_name(candidate)
 
     def unique_name(self, candidate: Candidate) -> str:
-        """The name of a candidate, with the order of its blocks where some go."""
-        return f"{candidate.name}-by-{self.ranking}" if candidate.blocks else candidate.name
+        """The name of a candidate, with all that it is made by: the order of blocks that go, and effort that a training saves."""
+        if candidate.blocks:
+            return f"{candidate.name}-by-{self.ranking}"
+        return f"{candidate.name}-trained" if self.trains and candidate.effort != "fast" else candidate.name
 
     def _ranked_runs(self, least: float) -> tuple[str, ...]:
         announce(log, "compress: measuring which convolutions are faster as one")  # minutes in a large network
@@ -254,9 +256,10 @@ class Workshop:
     ) -> tuple[nn.Module, tuple[Stage, ...]]:
         """The model of a candidate, and the stages that made it.
 
-        train: of its stages, all in all, which looks at the held-out data if at any; None trains nothing.
+        train: of its stages, all in all, which looks at the held-out data if at any; None trains nothing. What is to be trained
+            later is placed as it will be then, and gets no other effort before.
         """
-        stages = self.stages(candidate, order, samples=samples, train=train)
+        stages = self.stages(candidate, order, samples=samples, train=train, to_train=self.trains)
         model, task = copy_model(self.model), with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages):
@@ -265,16 +268,23 @@ class Workshop:
         return model, stages
 
     def stages(
-        self, candidate: Candidate, order: Removable, *, samples: int | None = None, train: Train | None = None
+        self,
+        candidate: Candidate,
+        order: Removable,
+        *,
+        samples: int | None = None,
+        train: Train | None = None,
+        to_train: bool = False,
     ) -> tuple[Stage, ...]:
         """The stages of a candidate, for the target, threads and batch of the search.
 
-        samples: calibration samples of a stage; None for those of the search.
+        samples: calibration samples of a stage; None for those of the search. train, to_train: see `Candidate.stages`.
         """
         return candidate.stages(
             order=order,
             samples=samples or self.samples,
             train=train,
+            to_train=to_train,
             target=self.target,
             deployment=Deployment(threads=self.threads, batch=self.batch),
             depthwise=any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in self.model.modules()),

@@ -242,10 +242,29 @@ def test_the_stages_of_a_balanced_candidate_are_placed_for_the_budget() -> None:
     assert "deployment=ck.quant.targets.Deployment(threads=2, batch=7)" in SourceWriter().source(qat, "here")
     elsewhere = replace(ck.quant.X86, processors=("another",))
     assert candidate.stages(**of, train=train, target=elsewhere)[-1].choose == "auto"  # its times are not known here
+    assert candidate.stages(**of, train=None, to_train=True, target=elsewhere)[-1].choose == "auto"
+    proxy = candidate.stages(**of, train=None, to_train=True)[-1]  # as it will be placed, without effort that a training replaces
+    assert (type(proxy), proxy.effort, proxy.choose, proxy.deployment) == (ck.StaticQuant, "fast", "measure", here)
+    only_float = candidate.stages(**of, train=ck.Train(epochs=1))[-1]  # one epoch is for what was removed
+    assert (only_float.effort, only_float.choose) == ("balanced", "auto")
     fast = Candidate(macs=0.5).stages(**of, train=None)[-1]
     assert (fast.effort, fast.deployment) == ("fast", ck.quant.targets.Deployment())
     assert {c.effort for c in first_candidates(blocks=0, merged=0)} == {"fast", "balanced"}
     assert candidate_of({"macs": 0.5, "rank": 1.0, "bits": "float", "effort": "balanced"}).effort == "fast"
+
+
+def test_candidates_that_are_to_be_trained_are_made_for_it(model, task, tmp_path) -> None:
+    workshop = Workshop(
+        model=model, task=task, held=task, out=tmp_path, samples=32, batch=1, threads=1, seconds=0.02, seed=0,
+        target=ck.quant.X86, trains=True,
+    )  # fmt: skip
+    balanced = Candidate(effort="balanced")
+    _, (stage,) = workshop.compressed(balanced, Removable(), 32)
+    assert (stage.effort, stage.choose) == ("fast", "measure")
+    untrained = replace(workshop, trains=False)
+    assert untrained.stages(balanced, Removable())[0].effort == workshop.stages(balanced, Removable())[0].effort == "balanced"
+    assert workshop.folder(balanced) != untrained.folder(balanced)  # which hold other files
+    assert workshop.folder(Candidate()) == untrained.folder(Candidate())
 
 
 def test_a_training_that_makes_it_worse_is_not_handed_over(model, task, tmp_path) -> None:
