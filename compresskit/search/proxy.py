@@ -29,9 +29,10 @@ from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.prune.depth import Depth
 from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
 from compresskit.prune.depth.find_blocks import ResidualBlock
-from compresskit.prune.depth.importance import after_training, output_error
+from compresskit.prune.depth.importance import after_training, influence, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.plan_blocks import order_blocks
 from compresskit.quant import quantize_static
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
 FOLDER_VERSION = 2  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
+#: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
+BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters}
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
@@ -260,6 +263,7 @@ class Workshop:
             later is placed as it will be then, and gets no other effort before.
         """
         stages = self.stages(candidate, order, samples=samples, train=train, to_train=self.trains)
+        stages = tuple(replace(s, **BRIEFLY) if isinstance(s, Depth) else s for s in stages)
         model, task = copy_model(self.model), with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages):

@@ -12,6 +12,7 @@ import networks
 import pytest
 import torch
 from convolution_runs import Narrow
+from residual import ResNet
 
 import compresskit as ck
 from compresskit.base.files import read_json
@@ -265,6 +266,19 @@ def test_candidates_that_are_to_be_trained_are_made_for_it(model, task, tmp_path
     assert untrained.stages(balanced, Removable())[0].effort == workshop.stages(balanced, Removable())[0].effort == "balanced"
     assert workshop.folder(balanced) != untrained.folder(balanced)  # which hold other files
     assert workshop.folder(Candidate()) == untrained.folder(Candidate())
+
+
+def test_blocks_of_a_candidate_are_not_measured_again(task, tmp_path, monkeypatch) -> None:
+    """The search has their order, and the plan of a candidate is read by nobody."""
+    planning = importlib.import_module("compresskit.prune.depth.plan_blocks")
+    monkeypatch.setattr(planning, "times_alone", None)
+    monkeypatch.setattr(importlib.import_module("compresskit.prune.depth.importance"), "_growth", None)
+    model = networks.build(ResNet)
+    workshop = Workshop(
+        model=model, task=task, held=task, out=tmp_path, samples=32, batch=1, threads=1, seconds=0.02, seed=0, target=ck.quant.X86
+    )
+    smaller, _ = workshop.compressed(Candidate(blocks=1, bits="float"), Removable(blocks=("layer1.0",)), 32)
+    assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in model.parameters())
 
 
 def test_a_training_that_makes_it_worse_is_not_handed_over(model, task, tmp_path) -> None:
