@@ -56,7 +56,10 @@ def timed(latency: float, drop: float, work: int = 100, **what: object) -> Tried
 
 def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
     short = short_training(TRAIN, trainings.finals.workshop)
-    assert (short.steps, short.epochs, short.optimizer) == (10, None, TRAIN.optimizer)
+    assert (short.steps, short.epochs, short.schedule) == (10, None, TRAIN.schedule)
+    full, lower = (train.optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}]) for train in (TRAIN, short))
+    assert type(lower) is type(full)
+    assert lower.param_groups[0]["lr"] == pytest.approx(full.param_groups[0]["lr"] / 5)
     assert short_training(replace(TRAIN, steps=199), trainings.finals.workshop) is None  # so few steps say nothing
     epochs = replace(TRAIN, steps=None, epochs=300)
     assert short_training(epochs, trainings.finals.workshop).steps == epochs.length(trainings.finals.workshop.task).steps // 20

@@ -8,9 +8,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from compresskit.base.errors import CheckpointError, CompressError
 from compresskit.base.files import read_json, write_json
@@ -30,16 +33,28 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 SHORT_SHARE = 0.05  # of a finalist's training
+SHORT_RATE = 0.2  # of a finalist's learning rates: at the full ones so few steps undo more than they repair
 LEAST_STEPS = 10  # below which a training says nothing, and there is none
 MOST_SHORT = 6  # candidates that get one
 
 
 def short_training(train: Train, workshop: Workshop) -> Train | None:
-    """A finalist's training with a fraction of its steps, over which its schedule runs; None where they are too few."""
+    """A finalist's training with a fraction of its steps and of its rates; None where the steps are too few.
+
+    Its schedule runs over these steps. One with rates of its own (`OneCycleLR(max_lr=...)`) keeps them.
+    """
     steps = math.floor(SHORT_SHARE * train.length(workshop.task).steps)
     if steps < LEAST_STEPS:
         return None
-    return replace(train, steps=steps, epochs=None, validate_every=steps, keep_best=False, patience=None)
+    optimizer = partial(_with_lower_rates, train.optimizer)
+    return replace(train, optimizer=optimizer, steps=steps, epochs=None, validate_every=steps, keep_best=False, patience=None)
+
+
+def _with_lower_rates(make: Callable[..., torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:
+    optimizer = make(parameters)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * SHORT_RATE  # not in place: it may be a tensor of the user's
+    return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
