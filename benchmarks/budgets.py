@@ -108,7 +108,7 @@ def classifier(network: Network, data: dict[str, Any], args: argparse.Namespace)
     loader = Images(images, labels, 128, MEAN, STD, augment=4, flip=True, shuffle=True)
     calibration = [(x, None) for x in network.draws[0]]
     task = ck.Task(train=loader, val=Images(test, answers, 500, MEAN, STD), calibration=calibration)
-    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    sgd = partial(torch.optim.SGD, lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     train = ck.Train(
         epochs=args.epochs, optimizer=sgd, schedule=ck.lr.OneCycle(), precision=getattr(ck.mixed, args.precision),
         channels_last=True,
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--finalists", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=0.02, help="of resnet*")
     parser.add_argument("--precision", choices=["AMP_BF16", "FP32"], default="AMP_BF16", help="of resnet*")
     parser.add_argument("--out", type=Path, default=Path("runs/budgets"), help="folder of the searches")
     parser.add_argument("--name", default="budgets", help="of the figures' files")
@@ -204,7 +205,7 @@ def main() -> None:
     for name, network, parts in chosen(args):
         for budget in BUDGETS[name]:
             row = call(name, network, parts, budget, args)
-            row |= {"epochs": args.epochs} if name != "face" else {"steps": args.steps}
+            row |= {"epochs": args.epochs, "lr": args.lr} if name != "face" else {"steps": args.steps}
             found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"networks": {}}
             found["about"] = {"torch": torch.__version__, "trials": args.trials, "finalists": args.finalists}
             rows = [other for other in found["networks"].get(name, []) if other["budget"] != budget]

@@ -24,7 +24,7 @@ from compresskit.search.ceilings import MEASURED, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
-from compresskit.search.finals.short_trainings import ShortTrainings
+from compresskit.search.finals.short_trainings import SHORT_RATE, ShortTrainings
 from compresskit.search.finals.training import check_objective, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.options import SearchOptions, SearchSettings
@@ -37,6 +37,7 @@ from compresskit.train.train import Train
 
 SCRIPT = "recipe.py"
 NOTABLY_SLOWER = 0.05  # fraction of the uncompressed file's latency
+NOTABLY_WORSE = 0.1  # fraction of what was lost after a short training
 
 
 def compress(
@@ -158,7 +159,7 @@ def _search_and_run(
         dense=dense,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise) + _slower(chosen, dense, ceilings),
+        reason=_reason(chosen, tried, ceilings, minimise) + _slower(chosen, dense, ceilings) + _too_fast(chosen),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
@@ -248,6 +249,17 @@ def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
     if "latency" in ceilings or chosen.trained.latency <= dense.latency * (1 + NOTABLY_SLOWER):
         return ""
     return f". It is slower than the uncompressed file, {chosen.trained.latency:.3f} ms for {dense.latency:.3f}"
+
+
+def _too_fast(chosen: Tried) -> str:
+    """A remark on a training that lost more than a short one at lower learning rates."""
+    assert chosen.trained is not None
+    if chosen.short is None or chosen.trained.drop <= chosen.short + NOTABLY_WORSE * abs(chosen.short):
+        return ""
+    return (
+        f". It lost {chosen.trained.drop:.4f}, and {chosen.short:.4f} of the held-out data after a short training at"
+        f" {SHORT_RATE:g} of the learning rate: try a lower one"
+    )
 
 
 def _reason(chosen: Tried, tried: Sequence[Tried], ceilings: dict[str, float], minimise: str) -> str:

@@ -227,3 +227,4 @@ def test_the_search_follows_the_short_trainings(model, task, tmp_path, monkeypat
     briefly = sum(t.short is not None for t in found.tried)
     assert briefly > 1
     assert f"{briefly} trained for a short time in {2 * briefly - 1} s" in str(found)
+    assert "-0.5000 of the held-out data after a short training at 0.2 of the learning rate: try a lower one" in found.reason
