@@ -51,7 +51,7 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
-FOLDER_VERSION = 2  # another where candidates of one name are made in another way
+FOLDER_VERSION = 3  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters}
