@@ -5,8 +5,8 @@
 
 face      trained by the float network's outputs on 264 photographs (crops of any size, flips), searched on 36 and measured on 200
           that it did not see: F1 in % of the confident cells, as in `real_networks.py`. Adam, batch 16
-resnet*   128 images a step, crops and flips, SGD at `--lr` (rows that do not name it: 0.05), one cycle, in `--precision`; searched
-          and measured on the test images, whose first 1,024 judge candidates
+resnet*   128 images a step, crops and flips, SGD at `--lr` (rows that do not name it: 0.05), one cycle, in `--precision`;
+          searched and measured on the test images, whose first 1,024 judge candidates
 
 Latency, one image and `--threads` threads, is measured again after the search, the file and the uncompressed one in turn. The
 last column: seconds of the call by those of the training of what was chosen; a later budget takes over what an earlier one
