@@ -89,7 +89,7 @@ class Candidate:
     def trains_in_two_parts(self) -> bool:
         """Whether it is trained in float first and then with rounding: where more than precision goes.
 
-        Rounding from the start, at the learning rates of a float training, can end at chance with weights of 4 bits.
+        With weights of 4 bits, rounding from the start at the learning rate of a float training diverged when it was tried.
         """
         return self.changes_structure and self.bits not in WITHOUT_EFFORT
 

@@ -159,7 +159,7 @@ def _search_and_run(
         dense=dense,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise) + _slower(chosen, dense, ceilings) + _too_fast(chosen),
+        reason=_reason(chosen, tried, ceilings, minimise) + _slower(chosen, dense, ceilings) + _rate_too_high(chosen),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
@@ -251,7 +251,7 @@ def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
     return f". It is slower than the uncompressed file, {chosen.trained.latency:.3f} ms for {dense.latency:.3f}"
 
 
-def _too_fast(chosen: Tried) -> str:
+def _rate_too_high(chosen: Tried) -> str:
     """A remark on a training that lost more than a short one at lower learning rates."""
     assert chosen.trained is not None
     if chosen.short is None or chosen.trained.drop <= chosen.short + NOTABLY_WORSE * abs(chosen.short):

@@ -196,7 +196,7 @@ class Workshop:
         return self.out / CANDIDATES / self.unique_name(candidate)
 
     def unique_name(self, candidate: Candidate) -> str:
-        """The name of a candidate, with all that it is made by: the order of blocks that go, and effort that a training saves."""
+        """The name of a candidate, with all that it is made by: the order of blocks that go, and the placement for a training."""
         if candidate.blocks:
             return f"{candidate.name}-by-{self.ranking}"
         return f"{candidate.name}-trained" if self.trains and candidate.effort != "fast" else candidate.name

@@ -60,6 +60,10 @@ def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
     full, lower = (train.optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))]}]) for train in (TRAIN, short))
     assert type(lower) is type(full)
     assert lower.param_groups[0]["lr"] == pytest.approx(full.param_groups[0]["lr"] / 5)
+    rate = torch.tensor(0.01)
+    tensor = short_training(replace(TRAIN, optimizer=partial(torch.optim.SGD, lr=rate, foreach=False)), trainings.finals.workshop)
+    assert float(tensor.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]) == pytest.approx(0.002)
+    assert float(rate) == pytest.approx(0.01)  # the user's own
     assert short_training(replace(TRAIN, steps=199), trainings.finals.workshop) is None  # so few steps say nothing
     epochs = replace(TRAIN, steps=None, epochs=300)
     assert short_training(epochs, trainings.finals.workshop).steps == epochs.length(trainings.finals.workshop.task).steps // 20
@@ -228,3 +232,5 @@ def test_the_search_follows_the_short_trainings(model, task, tmp_path, monkeypat
     assert briefly > 1
     assert f"{briefly} trained for a short time in {2 * briefly - 1} s" in str(found)
     assert "-0.5000 of the held-out data after a short training at 0.2 of the learning rate: try a lower one" in found.reason
+    told[True]["drop"] = told[False]["drop"] = 2.0  # more than any training loses
+    assert "learning rate" not in ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, train=train, **QUICK).reason

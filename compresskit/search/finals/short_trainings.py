@@ -33,7 +33,7 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 SHORT_SHARE = 0.05  # of a finalist's training
-SHORT_RATE = 0.2  # of a finalist's learning rates: at the full ones so few steps undo more than they repair
+SHORT_RATE = 0.2  # of a finalist's learning rates: at the full ones so few steps can undo more than they repair
 LEAST_STEPS = 10  # below which a training says nothing, and there is none
 MOST_SHORT = 6  # candidates that get one
 
@@ -105,16 +105,13 @@ class ShortTrainings:
         if sum(map(len, alike.values())) <= self.finalists:
             return {}
 
-        def least(quantity: str, sign: int = 1) -> dict[Candidate, float]:
-            return {c: min(sign * t.figures.get(quantity) for t in same if t.figures is not None) for c, same in alike.items()}
-
         if (minimised := self.finals.minimise) != "drop":
             kept = [t for same in alike.values() for t in same if self.finals.expects_to_keep(t)]
             bound = min((t.figures.get(minimised) for t in kept if t.figures is not None), default=math.inf)
-            alike = {c: alike[c] for c, size in least(minimised).items() if size < bound}
+            alike = {c: alike[c] for c, size in _least(alike, minimised).items() if size < bound}
         # What promises much after training: little is lost without it, or much is left that can be trained.
-        promises = [least("drop"), least("macs", -1), least("bytes", -1)]
-        chosen = _in_turn(promises) if minimised == "drop" else _of_all_sizes(least(minimised), promises)
+        promises = [_least(alike, "drop"), _least(alike, "macs", -1), _least(alike, "bytes", -1)]
+        chosen = _in_turn(promises) if minimised == "drop" else _of_all_sizes(_least(alike, minimised), promises)
         return {candidate: alike[candidate] for candidate in chosen[:MOST_SHORT]}
 
     def _outcome(self, candidate: Candidate, short: Train) -> dict[str, Any]:
@@ -141,6 +138,11 @@ class ShortTrainings:
             outcome["seconds"] = time.perf_counter() - begin
             write_json(path, outcome)
             return outcome
+
+
+def _least(alike: Mapping[Candidate, list[Tried]], quantity: str, sign: int = 1) -> dict[Candidate, float]:
+    """The least of a quantity, times a sign, among candidates that are alike."""
+    return {c: min(sign * t.figures.get(quantity) for t in same if t.figures is not None) for c, same in alike.items()}
 
 
 def _order(values: Mapping[Candidate, float]) -> list[Candidate]:
