@@ -5,8 +5,11 @@ batches, a layer computes (Krishnamoorthi, arXiv 1806.08342, section 3.2.2; Jaco
 
     batch_norm(conv(x; round(W k)) / k)
 
-so that the folded weight is rounded, and BatchNorm still normalizes the layer. With frozen statistics it computes exactly what
-the runtime computes. Parameters keep the names that they have in the float model.
+so that the folded weight is rounded, and BatchNorm still normalizes the layer. With frozen statistics it computes what the
+runtime computes. The gradient of its weight is then that of a batch that is normalized still (as in batch renormalization,
+Ioffe, arXiv 1702.03275), and a part of what this lacks, that along mean and scale of the output: with all of it a network
+diverges within a few steps at learning rates that BatchNorm allows, and with none of it mean and scale drift away. Parameters
+keep the names that they have in the float model.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from compresskit.graph.surgery import free_name, get_tensor, owner
 from compresskit.quant.numerics.quantizers import BiasQuantizer, WeightQuantizer
 from compresskit.quant.passes.quantizer_names import QuantizerHolder
 
+PULL = 0.3  # part of the gradient along mean and scale of a layer's output that its weight gets with frozen statistics
+LEAST_ROWS = 32  # values of a channel in a batch, in fewer of which a gradient through their statistics leaves too little
 CONSTANT = 0.01  # fraction of eps below which a variance is that of a channel that is constant
 
 
@@ -67,10 +72,20 @@ class ConvBN(nn.Module):
             scaled = self._scaled(weight, factor)
             y = self.operator(x, scaled if round_weight is None else round_weight(scaled), None, *self.rest)
             return self._normalized(y, factor, bias)
-        weight, bias = self.folded(weight, bias)
-        rounded = bias if round_bias is None else round_bias(bias, weight)
-        weight = weight if round_weight is None else round_weight(weight)
-        return self.operator(x, weight, rounded.to(weight.dtype), *self.rest)  # type: ignore[no-any-return]
+        folded, shift = self.folded(weight, bias)
+        shift = shift if round_bias is None else round_bias(shift, folded)
+        if self.training and self._trains() and torch.is_grad_enabled():
+            factor = self.factor().detach()
+            scaled = self._scaled(weight, factor)
+            y = self.operator(x, scaled if round_weight is None else round_weight(scaled), None, *self.rest)
+            if y.numel() >= LEAST_ROWS * y.shape[1] and _keeps_statistics(y, self.running_mean):
+                return _ShiftedOnly.apply(y, self.eps * factor.square(), self.weight, shift)  # type: ignore[no-any-return, no-untyped-call]
+        folded = folded if round_weight is None else round_weight(folded)
+        return self.operator(x, folded, shift.to(folded.dtype), *self.rest)  # type: ignore[no-any-return]
+
+    def _trains(self) -> bool:
+        """Whether weight and bias of the BatchNorm are trained, and can follow where the layer's weight cannot."""
+        return all(value is not None and value.requires_grad for value in (self.weight, self.bias))
 
     def rounding_of(self, call: Node) -> tuple[Any, Any]:
         """The quantizers of weight and bias of a call, a node of the graph."""
@@ -149,6 +164,48 @@ class _ScaledBatchNorm(torch.autograd.Function):
         scale = torch.rsqrt(spread)
         found = torch.ops.aten.native_batch_norm_backward(grads[0], y, weight, None, None, mean, scale, True, 0.0, needed)
         return found[0], None, None, *(value if wanted else None for value, wanted in zip(found[1:], needed[1:], strict=True))
+
+
+class _ShiftedOnly(torch.autograd.Function):
+    """y + shift, with a gradient of y that has less of what changes its mean and scale (see the top of this file).
+
+    weight: of the BatchNorm, which y is proportional to, and which gets the gradient of that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, eps: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        like = torch.zeros_like(eps), torch.zeros_like(eps)
+        mean, variance = torch.batch_norm_update_stats(y, *like, 0.0)
+        ctx.save_for_backward(y, weight, shift, mean, (variance + eps).clamp_min(torch.finfo(eps.dtype).tiny))
+        ctx.computed_again = _shifted_again
+        ctx.unpacked = None
+        return _shift(y, shift)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, shift, mean, spread = ctx.saved_tensors if ctx.unpacked is None else ctx.unpacked
+        ctx.unpacked = None
+        deviation, scale = spread.sqrt(), torch.rsqrt(spread)
+        needed = [True, True, True]
+        # Of normalized values times their deviation, the gradient is in the scale of y.
+        of_y, of_normalized, of_sum = torch.ops.aten.native_batch_norm_backward(
+            grads[0], y, deviation, None, None, mean, scale, True, 0.0, needed
+        )
+        nonzero = torch.where(weight.abs() > 1e-8, weight, torch.ones_like(weight))
+        of_weight = (deviation * of_normalized + mean * of_sum) / nonzero
+        return torch.lerp(of_y, grads[0], PULL), None, of_weight.to(weight.dtype), of_sum.to(shift.dtype)
+
+
+def _shift(y: Tensor, shift: Tensor) -> Tensor:
+    return y + shift.to(y.dtype).view([1, -1, *[1] * (y.ndim - 2)])
+
+
+def _shifted_again(ctx: Any) -> Tensor:
+    """The output of a `_ShiftedOnly` to the bit, see `_normalized_again`."""
+    ctx.unpacked = ctx.saved_tensors
+    y, _, shift, _, _ = ctx.unpacked
+    return _shift(y, shift)
 
 
 def _keeps_statistics(y: Tensor, mean: Tensor) -> bool:

@@ -83,6 +83,63 @@ def test_batchnorm_under_autocast_takes_statistics_of_what_the_layer_gave(affine
     assert all(p.grad.isfinite().all() for p in alive.parameters())
 
 
+@pytest.mark.parametrize(("bias", "linear"), list(itertools.product([False, True], repeat=2)))
+def test_frozen_statistics_leave_most_of_the_gradient_of_normalized_batches(bias, linear) -> None:
+    """That of BatchNorm whose output is moved to where the frozen statistics have it by constants, and 0.3 of the plain one."""
+    torch.manual_seed(3)
+    model = ConvNorm(bias, True, linear)
+    x = torch.randn(64, 6) if linear else torch.randn(8, 6, 7, 7)
+    alive = prepare_qat(copy.deepcopy(model).eval(), [x])
+    alive.enable_(False)
+    alive.freeze_statistics_()
+    got, wanted = alive(x), copy.deepcopy(model).eval()(x)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+
+    model.double()
+    y, norm = model.conv(x.double()), model.norm
+    dims = (0,) if linear else (0, 2, 3)
+    mean, variance = y.mean(dims, keepdim=True), y.var(dims, unbiased=False, keepdim=True)
+    deviation = (variance + norm.eps).sqrt()
+    y = 0.7 * ((y - mean) / deviation * deviation.detach() + mean.detach()) + 0.3 * y
+    shape = mean.shape
+    y = (y - norm.running_mean.view(shape)) / (norm.running_var.view(shape) + norm.eps).sqrt()
+    reference = y * norm.weight.view(shape) + norm.bias.view(shape)
+    weigh = torch.linspace(-1, 2, got.numel()).view_as(got)
+    (got * weigh).sum().backward()
+    (reference * weigh).sum().backward()
+    mine = {name.removeprefix("body."): parameter.grad for name, parameter in alive.named_parameters()}
+    for name in ("conv.weight", "norm.weight", "norm.bias"):
+        torch.testing.assert_close(mine[name].double(), model.get_parameter(name).grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("why", ["few rows", "no weight", "fixed weight"])
+def test_frozen_statistics_leave_a_plain_gradient_where_that_of_batches_says_too_little(why) -> None:
+    """Of two values for a channel nothing is left of it, and without a trained weight only the layer can scale its output."""
+    torch.manual_seed(3)
+    model, x = ConvNorm(True, why != "no weight", True).eval(), torch.randn(2 if why == "few rows" else 64, 6)
+    model.norm.requires_grad_(why != "fixed weight")
+    alive = prepare_qat(copy.deepcopy(model), [x])
+    alive.enable_(False)
+    alive.freeze_statistics_()
+    weigh = torch.linspace(-1, 2, 5 * len(x)).view(-1, 5)
+    (alive(x) * weigh).sum().backward()
+    (model(x) * weigh).sum().backward()
+    mine = {name.removeprefix("body."): parameter.grad for name, parameter in alive.named_parameters()}
+    assert float(model.conv.weight.grad.norm()) > 1
+    for name in ("conv.weight", "conv.bias"):
+        torch.testing.assert_close(mine[name], model.get_parameter(name).grad, atol=1e-4, rtol=1e-3)
+
+
+def test_a_channel_with_a_weight_of_zero_and_frozen_statistics_has_finite_gradients() -> None:
+    model = ConvNorm(True, True, False)
+    with torch.no_grad():
+        model.norm.weight[1] = 0
+    alive = prepare_qat(model.eval(), [torch.randn(8, 6, 7, 7)])
+    alive.freeze_statistics_()
+    alive(torch.randn(8, 6, 7, 7)).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in alive.parameters())
+
+
 def test_one_value_for_a_channel_is_refused_as_by_torch() -> None:
     alive = prepare_qat(ConvNorm(False, True, True).eval(), [torch.randn(8, 6)])
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
@@ -133,9 +190,13 @@ def test_memory_of_a_step(held) -> None:
     assert saved_bytes(alive, x) <= 1.3 * saved_bytes(model, x)
 
 
-def test_gradients_are_those_with_everything_kept(monkeypatch) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_are_those_with_everything_kept(held, monkeypatch) -> None:
     model, x = networks.build(networks.Residual), image(16)
     again, kept = (prepare_qat(copy.deepcopy(model), [x]) for _ in range(2))
+    if held:
+        again.freeze_statistics_()
+        kept.freeze_statistics_()
     again(*x).square().sum().backward()
     monkeypatch.setattr("compresskit.quant.numerics.scheme._cheap_source", lambda x: None)
     kept(*x).square().sum().backward()
