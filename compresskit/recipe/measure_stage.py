@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ExportError
 from compresskit.base.files import FORMAT, write_json
+from compresskit.base.inputs import some_batches
 from compresskit.base.task import Inputs, Task, call, first_rows
 from compresskit.export.check.verify import Verification, verify_onnx
 from compresskit.export.files import annotate, file_bytes
@@ -22,9 +23,9 @@ from compresskit.graph.capture import Dynamic
 from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import mode
-from compresskit.measure import count_macs, count_nonzero, count_parameters
+from compresskit.measure import count_macs, count_nonzero, count_parameters, numpy_inputs, run_session, session
 from compresskit.recipe.details import DETAILS, stage_details
-from compresskit.recipe.outcomes import OutcomesOf, measure_outcomes
+from compresskit.recipe.outcomes import Outcomes, OutcomesOf, measure_outcomes
 from compresskit.recipe.report import StageReport
 
 #: Entries of an ONNX file's metadata that a run adds.
@@ -41,16 +42,19 @@ def measure_stage(
     export: bool,
     dynamic: Dynamic = (0,),
     opset: Opset | None = None,
+    compared: int | None = None,
 ) -> StageReport:
     """Measure a stage's model; with `export`, write its ONNX file first, verify it, and take the metric from it.
 
     Args:
-        folder: of the stage; `model.onnx`, `verify.json` and `details.json` are written into it.
+        folder: of the stage; `model.onnx`, `verify.json` and `details.json` are written into it, the last where all is compared.
         settings: of the stage, JSON-ready; they are written into the ONNX file, with the metric and the verification.
         seconds: how long the stage took.
         export: whether to write an ONNX file.
         dynamic: dimensions of the inputs that may vary in the file of a float model; a quantized one has its own.
         opset: of the file, see `export_onnx`.
+        compared: validation samples on which the file is compared with the model, and on all where it disagrees on these; None
+            compares on all at once. The metric is of all samples in any case.
 
     Raises ExportError where the file does not agree with the model; it is kept as `model.rejected.onnx`.
     """
@@ -58,17 +62,16 @@ def measure_stage(
     verification: Verification | None = None
     if export:
         export_onnx(model, path, task.example(), opset=opset, dynamic=None if quantized_parts(model) else dynamic)
-        data = _ValidationData(model, task)
-        verification = verify_onnx(path, model, data, executed=data.take)
+        verification, outcomes = _verify(path, model, task, compared)
         write_json(folder / "verify.json", {"format": FORMAT, **verification.to_json()})
         if not verification.passed:
             path.replace(folder / "model.rejected.onnx")
             raise ExportError(f"{folder / 'model.rejected.onnx'}: {verification}")
-        outcomes = data.found.outcomes()
     else:
         outcomes = measure_outcomes(model, task)
     metric = outcomes.metric
-    write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes)})
+    if compared is None:
+        write_json(folder / DETAILS, {"format": FORMAT, **stage_details(model, task, outcomes)})
     if verification is not None:
         stage, found = {"name": folder.name, "settings": settings}, verification.to_json()
         annotate(path, **dict(zip(RUN_METADATA, (stage, metric, found), strict=True)))
@@ -87,6 +90,20 @@ def measure_stage(
         masked=None if masks is None else masks.total,
         zipped=compressed_bytes(path)["zip"] if export and masks is not None else None,
     )
+
+
+def _verify(path: Path, model: nn.Module, task: Task, compared: int | None) -> tuple[Verification, Outcomes]:
+    """Whether a file agrees with its model, and the outcomes of the file for all validation data; see `measure_stage`."""
+    if compared is not None:
+        few = [first_rows(task.inputs(batch), compared) for batch in some_batches(task, "val", compared, "verify")]
+        if (verification := verify_onnx(path, model, few)).passed:
+            data, run = _ValidationData(model, task), session(path, threads=torch.get_num_threads())
+            for inputs in data:
+                data.take([np.atleast_1d(v) for v in run_session(run, numpy_inputs(run, inputs, path), path)])
+            return verification, data.found.outcomes()
+    data = _ValidationData(model, task)
+    verification = verify_onnx(path, model, data, executed=data.take)
+    return verification, data.found.outcomes()
 
 
 class _ValidationData:

@@ -51,12 +51,13 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
-FOLDER_VERSION = 3  # another where candidates of one name are made in another way
+FOLDER_VERSION = 4  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters}
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
+COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
 
@@ -309,7 +310,16 @@ class Workshop:
         """Write, verify and measure a file; all but its latency, which is 0."""
         begin = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
-        report = measure_stage(model.eval(), self.held, folder, settings=settings, seconds=0, export=True, dynamic=self.dynamic)
+        report = measure_stage(
+            model.eval(),
+            self.held,
+            folder,
+            settings=settings,
+            seconds=0,
+            export=True,
+            dynamic=self.dynamic,
+            compared=COMPARED_SAMPLES,
+        )
         assert report.bytes is not None
         drop = 0.0 if dense is None else (dense.metric - report.metric) * (1 if self.task.prefers_higher else -1)
         spent = time.perf_counter() - begin
