@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
 #: Settings of the training that its quantization-aware part has, too. It has its own optimizer, and its own default objective.
+OF_FLOAT = ("compile", "param_groups")  # settings of the training without meaning where all of it is quantization-aware
 CARRIED_OVER = ("precision", "clip", "accumulate", "channels_last", "exact", "validate_every")
 
 
@@ -85,13 +86,15 @@ class Candidate:
         """Whether it removes anything but precision."""
         return self.blocks > 0 or self.merged > 0 or self.macs < 1 or self.rank < 1
 
-    @property
-    def trains_in_two_parts(self) -> bool:
-        """Whether it is trained in float first and then with rounding: where more than precision goes.
+    def trains_in_two_parts(self, train: Train) -> bool:
+        """Whether it is trained in float first and then with rounding.
 
-        With weights of 4 bits, rounding from the start at the learning rate of a float training diverged when it was tried.
+        Not where nothing but precision goes. Not with weights of 4 bits either, as in the chain of `benchmarks/chain_cifar.md`:
+        so few bits need the whole training. There, too, where it groups parameters by names, which rounding changes.
         """
-        return self.changes_structure and self.bits not in WITHOUT_EFFORT
+        if not self.changes_structure or self.bits in WITHOUT_EFFORT:
+            return False
+        return self.bits != "int4" or train.param_groups is not None
 
     def stages(
         self,
@@ -158,10 +161,13 @@ class Candidate:
     def _rounded_training(self, train: Train, part: Train, given: dict[str, Any]) -> QAT:
         """The part of a training that is quantization-aware. given: settings of the quantization."""
         settings = {**given, **{name: getattr(part, name) for name in CARRIED_OVER}}
-        settings["optimizer"] = partial(torch.optim.SGD, lr=2e-3, momentum=0.9)
-        if train.objective is not None and not train.reads_target:
-            settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
-        return QAT(epochs=part.epochs, steps=part.steps, objective=train.objective, **settings)
+        if self.changes_structure and not self.trains_in_two_parts(train):  # what was removed is made up for here
+            settings |= {each.name: getattr(train, each.name) for each in fields(Train) if each.name not in OF_FLOAT}
+        else:
+            settings["optimizer"] = partial(torch.optim.SGD, lr=2e-3, momentum=0.9)
+            if train.objective is not None and not train.reads_target:
+                settings["freeze"] = 0.0  # what imitates alone is to stay where the float model is, and so do its statistics
+        return QAT(**settings | {"epochs": part.epochs, "steps": part.steps, "objective": train.objective})
 
     def _runs(self, order: Removable, blocks: Sequence[str]) -> tuple[str, ...]:
         """The runs that become one convolution each where some blocks go."""
@@ -184,7 +190,7 @@ def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | N
         return train, None
     if candidate.bits == "dynamic":
         return (train if candidate.changes_structure else None), None
-    if not candidate.trains_in_two_parts:
+    if not candidate.trains_in_two_parts(train):
         return None, train
     total = train.steps or train.epochs or 0
     rounded = max(1, round(total / QAT_SHARE))

@@ -187,14 +187,19 @@ def test_the_stages_of_a_candidate() -> None:
     assert Candidate(bits="float").stages(order=Removable(), samples=1, train=train) == ()
 
 
-def test_what_is_cut_is_trained_in_float_before_it_is_rounded_to_4_bits() -> None:
+def test_a_cut_network_with_weights_of_4_bits_is_trained_with_rounding_from_the_start() -> None:
     train = ck.Train(steps=8, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=ck.lr.OneCycle())
     prune, qat = Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=train)
-    assert (prune.finetune.steps, prune.finetune.optimizer, prune.finetune.schedule) == (6, train.optimizer, train.schedule)
-    assert (qat.steps, qat.optimizer.keywords["lr"]) == (2, 2e-3)
-    assert (qat.bits, qat.freeze) == (ck.quant.Bits(weights=4), 0.8)
-    (whole,) = Candidate(bits="int4").stages(order=Removable(), samples=7, train=train)
-    assert (whole.steps, whole.optimizer.keywords["lr"]) == (8, 2e-3)  # which stays where it was
+    assert prune.finetune is None
+    assert (qat.steps, qat.optimizer, qat.schedule) == (8, train.optimizer, train.schedule)
+    assert (qat.bits, qat.freeze) == (ck.quant.Bits(weights=4), 0.8)  # its statistics follow what was cut
+    best = replace(train, keep_best=True, patience=3, clip=1.0, compile=True)
+    qat = Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=best)[-1]
+    assert (qat.keep_best, qat.patience, qat.clip, qat.compile) == (True, 3, 1.0, False)  # it cannot be compiled
+    whole = Candidate(bits="int4").stages(order=Removable(), samples=7, train=train)[-1]
+    assert whole.optimizer.keywords["lr"] == 2e-3  # which stays where it was
+    named = replace(train, param_groups=ck.train.param_groups.no_decay_on_vectors)  # by names that rounding changes
+    assert Candidate(macs=0.5, bits="int4").stages(order=Removable(), samples=7, train=named)[0].finetune.steps == 6
 
 
 def test_deeper_cuts_are_tried_first_where_candidates_are_trained() -> None:

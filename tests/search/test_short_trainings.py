@@ -66,7 +66,8 @@ def test_a_short_training_has_a_fraction_of_the_steps(trainings) -> None:
     assert float(rate) == pytest.approx(0.01)  # the user's own
     assert short_training(replace(TRAIN, steps=199), trainings.finals.workshop) is None  # so few steps say nothing
     epochs = replace(TRAIN, steps=None, epochs=300)
-    assert short_training(epochs, trainings.finals.workshop).steps == epochs.length(trainings.finals.workshop.task).steps // 20
+    wanted = int(0.03 * epochs.length(trainings.finals.workshop.task).steps)
+    assert short_training(epochs, trainings.finals.workshop).steps == wanted > 10
 
 
 def test_minutes_are_set_aside_for_short_trainings_where_there_are_some(trainings, monkeypatch) -> None:
@@ -77,8 +78,10 @@ def test_minutes_are_set_aside_for_short_trainings_where_there_are_some(training
     def steps(minutes: float) -> int:
         return training.training_within(shop, TRAIN, Ceiling(value=minutes), finalists=1, fills=True).steps
 
-    assert steps(10) == 1230  # 30 % of a finalist's for the short ones, or it were 1600
-    assert steps(1) == 160  # of which 5 % are too few for one
+    assert steps(10) == 1355  # six times 3 % of a finalist's for the short ones, or it were 1600
+    assert steps(2) == 260  # six times 10 steps, the least
+    assert steps(1.5) == 199  # with 40 more there would be short ones, for which there is no time
+    assert steps(1) == 160  # too few for short ones
 
 
 def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -> None:

@@ -32,22 +32,40 @@ from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
-SHORT_SHARE = 0.05  # of a finalist's training
+SHORT_SHARE = 0.03  # of a finalist's training
 SHORT_RATE = 0.2  # of a finalist's learning rates: at the full ones so few steps can undo more than they repair
-LEAST_STEPS = 10  # below which a training says nothing, and there is none
+LEAST_STEPS = 10  # of a short training; fewer say nothing
+LEAST_TRAINING = 200  # steps of a finalist's training, below which there are no short ones
 MOST_SHORT = 6  # candidates that get one
 
 
 def short_training(train: Train, workshop: Workshop) -> Train | None:
-    """A finalist's training with a fraction of its steps and of its rates; None where the steps are too few.
+    """A finalist's training with a fraction of its steps and of its rates; None where it has too few steps.
 
     Its schedule runs over these steps. One with rates of its own (`OneCycleLR(max_lr=...)`) keeps them.
     """
-    steps = math.floor(SHORT_SHARE * train.length(workshop.task).steps)
-    if steps < LEAST_STEPS:
+    if (steps := short_steps(train.length(workshop.task).steps)) == 0:
         return None
     optimizer = partial(_with_lower_rates, train.optimizer)
     return replace(train, optimizer=optimizer, steps=steps, epochs=None, validate_every=steps, keep_best=False, patience=None)
+
+
+def short_steps(steps: int) -> int:
+    """How many steps a short training has, by those of a finalist's training; 0 where there is none."""
+    return 0 if steps < LEAST_TRAINING else max(LEAST_STEPS, math.floor(SHORT_SHARE * steps))
+
+
+def most_steps(within: float, trainings: float) -> int:
+    """How many steps each finalist has at most, so that all trainings together have so many.
+
+    within: steps of all trainings, long and short. trainings: how many long ones there are.
+    """
+    fits = math.floor(within / (trainings + MOST_SHORT * SHORT_SHARE))
+    if SHORT_SHARE * fits < LEAST_STEPS:  # they have as many, however short the long ones
+        fits = math.floor((within - MOST_SHORT * LEAST_STEPS) / trainings)
+    if short_steps(fits) == 0:
+        fits = min(math.floor(within / trainings), LEAST_TRAINING - 1)
+    return fits
 
 
 def _with_lower_rates(make: Callable[..., torch.optim.Optimizer], parameters: Any) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.recipe.preflight import missing_target
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
-from compresskit.search.finals.short_trainings import LEAST_STEPS, MOST_SHORT, SHORT_SHARE
+from compresskit.search.finals.short_trainings import most_steps
 from compresskit.search.proxy import Workshop, with_reference
 from compresskit.train.train import Train
 
@@ -101,9 +101,7 @@ def _steps_within(workshop: Workshop, train: Train, minutes: float, finalists: i
     probe(copy_model(workshop.model), task)
     a_step = ROUNDED_STEP * (time.perf_counter() - begin) / TIMED_STEPS
     trainings = 1 + (finalists - 1) / RUNGS  # the others are given up, most of them early
-    fits = math.floor(minutes * 60 / a_step / (trainings + MOST_SHORT * SHORT_SHARE))
-    if fits * SHORT_SHARE < LEAST_STEPS:  # then there are no short ones
-        fits = min(math.floor(minutes * 60 / a_step / trainings), math.ceil(LEAST_STEPS / SHORT_SHARE) - 1)
+    fits = most_steps(minutes * 60 / a_step, trainings)
     if fits < RUNGS:
         raise SettingError(
             f"at_most(minutes={minutes:g}): {finalists} finalists have {fits} steps, at {a_step:.2f} s each, wanted at least"
