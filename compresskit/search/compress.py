@@ -27,6 +27,7 @@ from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.short_trainings import SHORT_RATE, ShortTrainings
 from compresskit.search.finals.training import check_objective, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
+from compresskit.search.latency.stopwatch import NOISIEST
 from compresskit.search.options import SearchOptions, SearchSettings
 from compresskit.search.outcome import Search, Tried, nearest_budget
 from compresskit.search.proxy import Workshop, held_out
@@ -154,16 +155,20 @@ def _search_and_run(
         title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
         with atomic(out / SCRIPT) as file:
             file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
+    noise = max(stopwatch.noise, *(t.unsteadiness for t in tried))
     return Search(
         budget=budget,
         dense=dense,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise) + _slower(chosen, dense, ceilings) + _rate_too_high(chosen),
+        reason=_reason(chosen, tried, ceilings, minimise)
+        + _slower(chosen, dense, ceilings)
+        + _rate_too_high(chosen)
+        + _unsteady(chosen),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
-        noise=stopwatch.noise,
+        noise=noise,
         ceilings=ceilings,
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
@@ -249,6 +254,18 @@ def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
     if "latency" in ceilings or chosen.trained.latency <= dense.latency * (1 + NOTABLY_SLOWER):
         return ""
     return f". It is slower than the uncompressed file, {chosen.trained.latency:.3f} ms for {dense.latency:.3f}"
+
+
+def _unsteady(chosen: Tried) -> str:
+    """A remark on a latency that was another before."""
+    assert chosen.figures is not None
+    assert chosen.trained is not None
+    if chosen.unsteadiness <= NOISIEST:
+        return ""
+    return (
+        f". A file of the same operators took {chosen.figures.latency:.3f} ms before, and this one {chosen.trained.latency:.3f}:"
+        " measure it again when this machine is quiet"
+    )
 
 
 def _rate_too_high(chosen: Tried) -> str:

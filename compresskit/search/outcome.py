@@ -57,6 +57,17 @@ class Tried:
         return self.figures.drop if self.short is None else min(self.short, self.figures.drop)
 
     @property
+    def unsteadiness(self) -> float:
+        """Relative difference of the latencies before and after it was run, of files of the same operators; 0 without two.
+
+        Operators of a "balanced" one are placed by measurement each time, and may be others.
+        """
+        if self.figures is None or self.trained is None or self.candidate.effort != "fast":
+            return 0.0
+        two = self.figures.latency, self.trained.latency
+        return max(two) / min(two) - 1
+
+    @property
     def best(self) -> Figures | None:
         """Of the trained file where there is one, else of the untrained."""
         return self.trained or self.figures
@@ -81,7 +92,8 @@ class Search:
         reason: why it was.
         recipe: makes it; `code` is the same as Python that runs by itself.
         result: of the run of the recipe: its folder, report and rows.
-        noise: relative difference of two latencies of one file.
+        noise: relative difference of two latencies, the largest that was seen: of the uncompressed file, measured twice in turn,
+            and of finalists, measured before and after they were run.
         ceilings: the budget in milliseconds, bytes, MACs and the unit of the metric.
         seconds: of this call; what an earlier one did is not in it.
         latency_error: what latencies that were predicted are worth; None where none could be.

@@ -391,6 +391,22 @@ def test_a_file_slower_than_the_uncompressed_one_is_remarked_on(tmp_path, monkey
     assert "slower" not in found.reason
 
 
+def test_a_latency_that_was_another_before_is_remarked_on(tmp_path, monkeypatch) -> None:
+    """The uncompressed file measured against itself says nothing of it: both change together."""
+    model, task = regression()
+    factor = {"trained": 1.3}
+    monkeypatch.setattr(Stopwatch, "measure", lambda self, file: factor.get(file.parents[1].name, 1.0) * self.milliseconds / 2)
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
+    assert found.chosen.candidate.effort == "fast"
+    assert found.noise == pytest.approx(0.3)
+    assert "A file of the same operators took" in found.reason
+    assert "latencies are known to 30.0%" in str(found)
+    factor["trained"] = 1 / 1.1
+    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "t", **QUICK)
+    assert found.noise >= 0.0999
+    assert "same operators" not in found.reason
+
+
 def test_the_written_recipe_says_how_it_is_called(tmp_path, monkeypatch) -> None:
     model, task = regression()
     found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
