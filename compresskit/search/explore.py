@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from compresskit.base.progress import announce
-from compresskit.search.candidate import UNCOMPRESSED, Candidate, Removable
+from compresskit.search.candidate import UNCOMPRESSED, WITHOUT_EFFORT, Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MOST_BLOCKS, MOST_TRAINED = 0.5, 0.75  # fraction of the residual blocks that may go, and where candidates are trained
 REMOVED = ("blocks", "merged", "macs", "rank")  # settings of a candidate that say how much is removed
+NEARLY = 0.2  # fraction of a latency's ceiling over it, for which operators may make up that are placed by measurement
 ASKED = 3  # times as many trials as there may be candidates, since a sampler proposes some again
 
 
@@ -53,6 +54,7 @@ class Explorer:
     def explore(self) -> list[Tried]:
         """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
         trains = self.workshop.trains
+        efforts = ("fast",) if self.places_at_the_ceiling else ("fast", "balanced")
         most = {
             "blocks": math.floor((MOST_TRAINED if trains else MOST_BLOCKS) * len(self.order.blocks)),
             "merged": len(self.order.runs),
@@ -64,7 +66,12 @@ class Explorer:
             self.worker,
             objectives=len(objectives),
             most=most,
-            first=first_candidates(**most, dynamic=self.workshop.gains_by_dynamic, trains=trains),
+            first=[
+                candidate
+                for candidate in first_candidates(**most, dynamic=self.workshop.gains_by_dynamic, trains=trains)
+                if candidate.effort in efforts
+            ],
+            efforts=efforts,
             storages=("float", "int8", "int4", *(("dynamic",) if self.workshop.gains_by_dynamic else ())),
             seed=self.workshop.seed,
         )
@@ -79,8 +86,8 @@ class Explorer:
             skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
-            if study.told % 2 and (halfway := between(tried, {name: self.ceilings[name] for name in self.judged})) is not None:
-                study.propose(halfway)  # every other time, so that the sampler has its share
+            if study.told % 2 and (following := self._proposed(tried)) is not None:
+                study.propose(following)  # every other time, so that the sampler has its share
             if (asked := study.ask(self.trials)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
                 continue
@@ -102,6 +109,21 @@ class Explorer:
             over = [figures.excesses({quantity: self.ceilings[quantity]}).get(quantity, 0.0) for quantity in self.judged]
             study.tell(trial, [figures.get(quantity) for quantity in objectives], over)
         return [*tried.values(), *skipped.values()]
+
+    @property
+    def places_at_the_ceiling(self) -> bool:
+        """Whether candidates are "balanced" only where that may bring them below the ceiling on the latency.
+
+        Where a training follows, its effort is the placement of operators, which takes minutes to measure and changes only the
+        latency; that matters no further where the drop is minimised.
+        """
+        return self.workshop.trains and "drop" not in self.ceilings
+
+    def _proposed(self, tried: Mapping[Candidate, Tried]) -> Candidate | None:
+        """A candidate near the ceilings, which a sampler seldom meets; None where none is known."""
+        ceilings = {name: self.ceilings[name] for name in self.judged}
+        placed = nearly_within(tried, ceilings) if self.places_at_the_ceiling and self.workshop.target.runs_here else None
+        return placed or between(tried, ceilings)
 
     @staticmethod
     def _measured(tried: Mapping[Candidate, Tried]) -> int:
@@ -157,6 +179,25 @@ def between(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> 
             found = _halfway(below, min(above, key=lambda pair: pair[0])[1])
             return None if found in tried else found
     return None
+
+
+def nearly_within(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> Candidate | None:
+    """The "balanced" form of a candidate a little over the ceiling on the latency alone that loses less than all within.
+
+    Args:
+        tried: candidates with figures. ceilings: of what is measured of a file, by quantity.
+
+    Returns that of the one that loses least; None where there is none, or all such forms were tried.
+    """
+    measured = [(c, t.figures, t.figures.excesses(dict(ceilings))) for c, t in tried.items() if t.figures is not None]
+    least = min((figures.drop for _, figures, over in measured if not over), default=math.inf)
+    near = [
+        (figures.drop, c.name, replace(c, effort="balanced"))
+        for c, figures, over in measured
+        if figures.drop < least and c.effort == "fast" and c.bits not in WITHOUT_EFFORT
+        if set(over) == {"latency"} and over["latency"] <= NEARLY
+    ]
+    return next((placed for *_, placed in sorted(near, key=lambda entry: entry[:2]) if placed not in tried), None)
 
 
 def _halfway(one: Candidate, other: Candidate) -> Candidate:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from compresskit.base.errors import CheckpointError, SettingError
+from compresskit.quant.effort.improve import Effort
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
 JOURNAL, PREDICTED, PROPOSED, WORKER = "study.log", "predicted", "proposed", "worker"
 TURN = "study"  # lock of who looks at the trials and takes one
+EFFORTS: tuple[Effort, ...] = ("fast", "balanced")
 #: What is tried before the sampler decides: from little to much, first alone and then together.
 LADDER = (
     Candidate(),
@@ -78,7 +80,7 @@ class CandidateStudy:
         most: the largest value of the parameters of a candidate that count: residual blocks, and merged convolutions.
         first: candidates that are tried before the sampler decides.
         seed: of the sampler.
-        storages: what it chooses from.
+        storages, efforts: what it chooses from. What is proposed may have others.
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class CandidateStudy:
         first: Sequence[Candidate],
         seed: int,
         storages: Sequence[Storage] = ("float", "int8", "int4"),
+        efforts: Sequence[Effort] = EFFORTS,
     ) -> None:
-        self.storages = list(storages)
+        self.storages, self.efforts = list(storages), list(efforts)
         self.optuna, self.worker, self.most = import_optuna(), worker, {name: count for name, count in most.items() if count}
         self.states = self.optuna.trial.TrialState
         with worker.alone(TURN):
@@ -152,7 +155,8 @@ class CandidateStudy:
             trial.suggest_float("macs", 0.1, 1.0, step=STEP_OF_MACS)
             trial.suggest_float("rank", 0.4, 1.0, step=STEP_OF_RANK)
             trial.suggest_categorical("bits", self.storages)
-            trial.suggest_categorical("effort", ["fast", "balanced"])
+            if len(self.efforts) > 1 or PROPOSED in trial.user_attrs:
+                trial.suggest_categorical("effort", list(EFFORTS))
             return trial, candidate_of(trial.params)
 
     def propose(self, candidate: Candidate) -> None:

@@ -19,7 +19,7 @@ from compresskit.cli import main
 from compresskit.distill.losses import hint, soft_targets
 from compresskit.search.candidate import Candidate
 from compresskit.search.ceilings import Ceiling, parse_ceiling
-from compresskit.search.explore import asks_for_more, between
+from compresskit.search.explore import asks_for_more, between, nearly_within
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.training import with_objective
@@ -278,6 +278,31 @@ def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> 
     float_one = replace(next(iter(tried)), bits="float")
     other = {float_one: Tried(candidate=float_one, figures=tried[Candidate()].figures)}
     assert between(other | tried_of(m15=(0.4, 0.4)), {"latency": 1.0}) is None  # of another precision
+
+
+def test_operators_are_placed_by_measurement_where_that_may_keep_the_ceiling() -> None:
+    tried = tried_of(m100=(0.0, 1.3), m70=(0.1, 1.19), m50=(0.2, 1.05), m15=(0.4, 0.4))
+    assert nearly_within(tried, {"latency": 1.0}) == Candidate(macs=0.7, effort="balanced")  # loses least of those that are near
+    tried |= {replace(c, effort="balanced"): t for c, t in tried_of(m70=(0.1, 1.1)).items()}
+    assert nearly_within(tried, {"latency": 1.0}) == Candidate(macs=0.5, effort="balanced")
+    assert nearly_within(tried, {"latency": 1.0, "bytes": 8}) is None  # over the size, too
+    assert nearly_within(tried, {"latency": 1.06}) is None  # what loses less was placed already
+    tried |= {replace(c, effort="balanced"): t for c, t in tried_of(m50=(0.2, 0.99)).items()}
+    assert nearly_within(tried, {"latency": 1.0}) is None
+    float_one = {replace(c, bits="float"): t for c, t in tried_of(m50=(0.2, 1.05)).items()}
+    assert nearly_within(float_one, {"latency": 1.0}) is None  # it has no effort
+
+
+def test_candidates_that_are_to_be_trained_are_placed_only_near_the_ceiling(tmp_path) -> None:
+    model, task = regression()
+    train = ck.Train(steps=2, optimizer=torch.optim.SGD)
+    ladder = {**QUICK, "trials": 12}
+    plain = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "plain", **ladder)
+    assert {t.candidate.effort for t in plain.tried} == {"fast", "balanced"}
+    trained = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "trained", train=train, **ladder)
+    assert {t.candidate.effort for t in trained.tried} == {"fast"}
+    lost = ck.compress(model, task, ck.at_most(drop="100"), out=tmp_path / "drop", train=train, **ladder)
+    assert {t.candidate.effort for t in lost.tried} == {"fast", "balanced"}  # the latency is minimised
 
 
 def test_all_that_a_candidate_removes_is_halved() -> None:
