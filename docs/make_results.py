@@ -327,8 +327,28 @@ def every_placement() -> list[tuple[str, ...]]:
 
 def budgets() -> str:
     """`compress` at several budgets."""
-    found, rows = load("budgets"), []
+    found, without = load("budgets"), load("budgets_avx2")
+    head = ("network", "at most", "chosen", "float", "quality", "latency", "size", "time")
+    return f"""\
+## From a budget to a file
+
+`compress` called once for each budget, {found["about"]["trials"]} candidates, {found["about"]["finalists"]} finalist; quality is F1 or top-1 in %, latency and
+size are shares of the uncompressed file's, measured again after the call. The last column: seconds of the call by those of the training of what was
+chosen. {source("budgets")}
+
+{table(head, kept_budgets(found))}
+
+On a processor with AVX2 alone, where integers save little time, training in fp32, {without["about"]["trials"]} candidates:
+[all rows](../benchmarks/budgets_avx2.md).
+
+{table(head, kept_budgets(without))}
+"""
+
+
+def kept_budgets(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each budget."""
     labels = {"face": "face detector, no labels", "resnet20": "ResNet-20", "resnet56": "ResNet-56"}
+    rows: list[tuple[str, ...]] = []
     for name, parts in found["networks"].items():
         for row in parts:
             asked = ", ".join(f"{key} {value}" for key, value in row["budget"].items())
@@ -338,15 +358,7 @@ def budgets() -> str:
                 continue
             figures = [f"{row['float']:.2f}", f"{row['quality']:.2f}", f"{row['latency']:.2f}", f"{row['bytes']:.2f}"]
             rows.append((labels[name], asked, row["chosen"], *figures, f"{row['seconds'] / row['chosen_training']:.2f}"))
-    return f"""\
-## From a budget to a file
-
-`compress` called once for each budget, {found["about"]["trials"]} candidates, {found["about"]["finalists"]} finalist; quality is F1 or top-1 in %, latency and
-size are shares of the uncompressed file's, measured again after the call. The last column: seconds of the call by those of the training of what was
-chosen. {source("budgets")}
-
-{table(("network", "at most", "chosen", "float", "quality", "latency", "size", "time"), rows)}
-"""
+    return rows
 
 
 def few_bits() -> str:
