@@ -95,7 +95,7 @@ def _workshop(model: nn.Module, task: Task, budget: Ceilings, out: Path, setting
     return Workshop(
         model=copy_model(model).to(task.device).eval(),
         task=task,
-        held=held_out(task, settings.held_out_samples),
+        held=held_out(task, settings.held_out_samples, settings.dynamic),
         out=out,
         samples=settings.calibration_samples,
         batch=budget.batch,
@@ -155,7 +155,6 @@ def _search_and_run(
         title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
         with atomic(out / SCRIPT) as file:
             file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
-    noise = max(stopwatch.noise, *(t.unsteadiness for t in tried))
     return Search(
         budget=budget,
         dense=dense,
@@ -168,7 +167,7 @@ def _search_and_run(
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
-        noise=noise,
+        noise=max(stopwatch.noise, *(t.unsteadiness for t in tried)),
         ceilings=ceilings,
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),

@@ -15,7 +15,7 @@ from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import STEP_OF_MACS, STEP_OF_RANK, CandidateStudy, first_candidates
+from compresskit.search.study import EFFORTS, STEP_OF_MACS, STEP_OF_RANK, CandidateStudy, first_candidates
 from compresskit.search.workers import PAUSE, Worker
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Explorer:
     def explore(self) -> list[Tried]:
         """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
         trains = self.workshop.trains
-        efforts = ("fast",) if self.places_at_the_ceiling else ("fast", "balanced")
+        efforts = EFFORTS[:1] if self.places_at_the_ceiling else EFFORTS
         most = {
             "blocks": math.floor((MOST_TRAINED if trains else MOST_BLOCKS) * len(self.order.blocks)),
             "merged": len(self.order.runs),

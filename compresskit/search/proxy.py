@@ -9,12 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CheckpointError, CompressError, SettingError
 from compresskit.base.files import read_json, write_json
@@ -23,7 +24,7 @@ from compresskit.base.inputs import some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
-from compresskit.base.task import Inputs, Task, batch_size, repeated_rows
+from compresskit.base.task import Inputs, Task, batch_size, first_rows, repeated_rows
 from compresskit.export.check.environment import environment
 from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
@@ -57,6 +58,7 @@ CANDIDATES, DENSE = "candidates", "uncompressed"
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters}
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
+EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
@@ -331,9 +333,22 @@ def with_reference(task: Task, model: nn.Module) -> Task:
     return task if task.reference is not None else replace(task, reference=frozen_copy(model).to(task.device))
 
 
-def held_out(task: Task, samples: int) -> Task:
-    """The task with the first validation batches, up to so many samples."""
-    return replace(task, val=list(some_batches(task, "val", samples, "hold out")))
+class _HeldOut(Task):
+    """A task whose example has few rows: each stage runs it many times, to capture a model and to prove a cut."""
+
+    def example(self) -> Inputs:
+        inputs = super().example()
+        rows = {len(value) for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim}
+        return first_rows(inputs, EXAMPLE_ROWS) if len(rows) == 1 else inputs
+
+
+def held_out(task: Task, samples: int, dynamic: Dynamic) -> Task:
+    """The task with the first validation batches, up to so many samples. dynamic: dimensions that may vary in the files."""
+    val = list(some_batches(task, "val", samples, "hold out"))
+    any_batch = not isinstance(dynamic, Mapping) and 0 in dynamic
+    if not any_batch or type(task) is not Task:  # a class of the user's has its own methods
+        return replace(task, val=val)
+    return _HeldOut(**{each.name: getattr(task, each.name) for each in fields(task)} | {"val": val})
 
 
 def read_figures(path: Path) -> Figures:

@@ -18,7 +18,7 @@ from compresskit.search.workers import Worker
 
 JOURNAL, PREDICTED, PROPOSED, WORKER = "study.log", "predicted", "proposed", "worker"
 TURN = "study"  # lock of who looks at the trials and takes one
-EFFORTS: tuple[Effort, ...] = ("fast", "balanced")
+EFFORTS: tuple[Effort, ...] = ("fast", "balanced")  # the one that takes no measurement first
 #: What is tried before the sampler decides: from little to much, first alone and then together.
 LADDER = (
     Candidate(),

@@ -35,7 +35,7 @@ def workshop(task, tmp_path_factory):
     shop = Workshop(
         model=model,
         task=task,
-        held=held_out(task, 64),
+        held=held_out(task, 64, (0,)),
         out=out,
         samples=32,
         batch=1,
