@@ -160,10 +160,7 @@ def _search_and_run(
         dense=dense,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise)
-        + _slower(chosen, dense, ceilings)
-        + _rate_too_high(chosen)
-        + _unsteady(chosen),
+        reason=_reason(chosen, tried, ceilings, minimise) + _remarks(chosen, dense, ceilings),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
@@ -245,6 +242,11 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
         f"compress: none of {len(figures)} finalists meets {budget!r} on all validation data; the nearest that can is"
         f" {nearest_budget(figures, budget, ceilings)}; ask for that, train longer, or raise finalists=; all files are in {out}"
     )
+
+
+def _remarks(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
+    """What a user should know of the chosen one besides why it was chosen."""
+    return _slower(chosen, dense, ceilings) + _rate_too_high(chosen) + _unsteady(chosen)
 
 
 def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
