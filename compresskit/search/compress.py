@@ -160,7 +160,7 @@ def _search_and_run(
         dense=dense,
         tried=tuple(tried),
         chosen=chosen,
-        reason=_reason(chosen, tried, ceilings, minimise) + _remarks(chosen, dense, ceilings),
+        reason=_reason(chosen, tried, ceilings, minimise) + _caveats(chosen, dense, ceilings),
         recipe=recipe,
         code=out / SCRIPT,
         result=result,
@@ -244,7 +244,7 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
     )
 
 
-def _remarks(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
+def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
     """What a user should know of the chosen one besides why it was chosen."""
     return _slower(chosen, dense, ceilings) + _rate_too_high(chosen) + _unsteady(chosen)
 
