@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path, help="CIFAR-10: train/<class>/* and test/<class>/*")
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--networks", nargs="+", choices=list(BUDGETS), default=["face"])
+    parser.add_argument("--budgets", nargs="+", choices=["latency", "bytes", "drop"], default=["latency", "bytes", "drop"])
     parser.add_argument("--epochs", type=int, default=4, help="of resnet*")
     parser.add_argument("--steps", type=int, default=1500, help="of face")
     parser.add_argument("--trials", type=int, default=24)
@@ -203,7 +204,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = HERE / f"{args.name}.json"
     for name, network, parts in chosen(args):
-        for budget in BUDGETS[name]:
+        for budget in (each for each in BUDGETS[name] if each.keys() & {*args.budgets}):
             row = call(name, network, parts, budget, args)
             row |= {"epochs": args.epochs, "lr": args.lr} if name != "face" else {"steps": args.steps}
             found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"networks": {}}

@@ -120,8 +120,11 @@ def test_the_fastest_that_is_expected_to_keep_the_drop_becomes_a_finalist(with_c
     finals = with_ceiling.finals
     sure, faster, fastest = timed(4.0, 0.05), timed(2.0, 0.9, blocks=1), timed(1.0, 0.95, blocks=2)
     assert finals.next_finalist([sure, faster, fastest], None) is sure
-    faster.short, fastest.short = 0.15, 0.3
+    faster.short, fastest.short = 0.3, 0.4  # three tenths of which are expected to stay
     assert finals.next_finalist([sure, faster, fastest], None) is faster
+    cut = timed(1.5, 0.3, blocks=3)
+    cut.short = 0.5  # it was better without, and half of what it lost then is expected to stay
+    assert finals.next_finalist([sure, cut], None) is sure
 
 
 @pytest.fixture
