@@ -8,9 +8,9 @@ face      trained by the float network's outputs on 264 photographs (crops of an
 resnet*   128 images a step, crops and flips, SGD at `--lr` (rows that do not name it: 0.05), one cycle, in `--precision`;
           searched and measured on the test images, whose first 1,024 judge candidates
 
-Latency, one image and `--threads` threads, is measured again after the search, the file and the uncompressed one in turn. The
-last column: seconds of the call by those of the training of what was chosen; a later budget takes over what an earlier one
-measured.
+Short: points lost on the held-out images after the short training of what was chosen. Latency, one image and `--threads` threads,
+is measured again after the search, the file and the uncompressed one in turn. The last column: seconds of the call by those of
+the training of what was chosen; a later budget takes over what an earlier one measured.
 
 What is not called again stays in `budgets.json` and `budgets.md` beside this file, or those of `--name` for another machine.
 """
@@ -141,8 +141,6 @@ def call(name: str, network: Network, parts: tuple[nn.Module, ck.Task, ck.Train]
     print(search, flush=True)
     dense, mine = latency([args.out / name / "uncompressed" / "model.onnx", search.onnx], (network.example,),
                           threads=args.threads, seconds=3)  # fmt: skip
-    proxies, training = (sum(of) for of in zip(*((t.figures.seconds if t.figures else 0.0, t.training_seconds)
-                                                 for t in search.tried), strict=True))  # fmt: skip
     curve = [(t.candidate.name, t.best.latency / search.dense.latency, t.best.drop) for t in search.curve() if t.best is not None]
     return {
         "budget": budget,
@@ -153,10 +151,12 @@ def call(name: str, network: Network, parts: tuple[nn.Module, ck.Task, ck.Train]
         "latency": mine / dense,
         "bytes": search.onnx.stat().st_size / search.dense.bytes,
         "drop": search.figures.drop,
+        "short": search.chosen.short,
         "met": not search.figures.excesses(search.ceilings),
         "seconds": search.seconds,
-        "proxies": proxies,
-        "training": training,
+        "proxies": sum(t.figures.seconds for t in search.tried if t.figures),
+        "short_trainings": sum(t.short_seconds for t in search.tried),
+        "training": sum(t.training_seconds for t in search.tried),
         "chosen_training": search.chosen.training_seconds,
         "curve": [dict(zip(("candidate", "latency", "drop"), point, strict=True)) for point in curve],
     }
@@ -164,21 +164,23 @@ def call(name: str, network: Network, parts: tuple[nn.Module, ck.Task, ck.Train]
 
 def table(found: dict[str, Any]) -> str:
     lines = [
-        "| network | at most | chosen | quality, % | float, % | latency | size | kept | trained | minutes | total / training |",
-        "|---|---|---|--:|--:|--:|--:|---|---|--:|--:|",
+        "| network | at most | chosen | quality, % | float, % | short | latency | size | kept | trained | minutes"
+        " | total / training |",
+        "|---|---|---|--:|--:|--:|--:|--:|---|---|--:|--:|",
     ]
     for name, rows in found["networks"].items():
         for row in rows:
             asked = ", ".join(f"{key} {value}" for key, value in row["budget"].items())
             if "refused" in row:
-                lines.append(f"| {name} | {asked} | {row['refused']} {'| ' * 9}|")
+                lines.append(f"| {name} | {asked} | {row['refused']} {'| ' * 10}|")
                 continue
+            short = "" if row.get("short") is None else f"{100 * row['short']:.2f}"
             trained = f"{row['steps']} steps" if "steps" in row else f"{row['epochs']} epochs"
             trained += ", which made it worse: the file without" * row.get("untrained", False)
             lines.append(
-                f"| {name} | {asked} | {row['chosen']} | {row['quality']:.2f} | {row['float']:.2f} | {row['latency']:.3f}"
-                f" | {row['bytes']:.3f} | {'yes' if row['met'] else 'no'} | {trained} | {row['seconds'] / 60:.0f}"
-                f" | {row['seconds'] / row['chosen_training']:.2f} |"
+                f"| {name} | {asked} | {row['chosen']} | {row['quality']:.2f} | {row['float']:.2f} | {short}"
+                f" | {row['latency']:.3f} | {row['bytes']:.3f} | {'yes' if row['met'] else 'no'} | {trained}"
+                f" | {row['seconds'] / 60:.0f} | {row['seconds'] / row['chosen_training']:.2f} |"
             )
     about = ", ".join(f"{key} {value}" for key, value in found["about"].items())
     return "\n".join([*lines, "", f"Latency and size as shares of the uncompressed file's. {about}.", ""])
@@ -190,7 +192,8 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path, help="CIFAR-10: train/<class>/* and test/<class>/*")
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--networks", nargs="+", choices=list(BUDGETS), default=["face"])
-    parser.add_argument("--budgets", nargs="+", choices=["latency", "bytes", "drop"], default=["latency", "bytes", "drop"])
+    parser.add_argument("--budgets", nargs="+", choices=["latency", "bytes", "drop"], default=["latency", "bytes", "drop"],
+                        help="those with a ceiling on one of these (default: all)")  # fmt: skip
     parser.add_argument("--epochs", type=int, default=4, help="of resnet*")
     parser.add_argument("--steps", type=int, default=1500, help="of face")
     parser.add_argument("--trials", type=int, default=24)

@@ -339,7 +339,8 @@ chosen. {source("budgets")}
 {table(head, kept_budgets(found))}
 
 On a processor with AVX2 alone, where integers save little time, training in fp32, {without["about"]["trials"]} candidates:
-[all rows](../benchmarks/budgets_avx2.md).
+[all rows](../benchmarks/budgets_avx2.md). The row within half a point was chosen while half of what is lost after a short training was expected to stay, not
+three tenths as now.
 
 {table(head, kept_budgets(without))}
 """

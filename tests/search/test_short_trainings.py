@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -125,6 +125,20 @@ def test_the_fastest_that_is_expected_to_keep_the_drop_becomes_a_finalist(with_c
     cut = timed(1.5, 0.3, blocks=3)
     cut.short = 0.5  # it was better without, and half of what it lost then is expected to stay
     assert finals.next_finalist([sure, cut], None) is sure
+
+
+@pytest.mark.parametrize(("lost", "left"), [(0.03, 0.15), (-0.01, 0.1)])  # a tenth at least
+def test_what_the_last_training_left_is_expected_of_the_next(with_ceiling, lost, left) -> None:
+    finals = with_ceiling.finals
+    done, deeper, deepest = timed(4.0, 0.2), timed(2.0, 0.6, blocks=1), timed(1.0, 1.1, blocks=2)
+    trial = finals.study.ask()
+    trial.set_user_attr("folder", finals.folder(done.candidate).name)
+    trial.set_user_attr("figures", asdict(replace(done.figures, drop=lost)))
+    finals.study.tell(trial, 1 - lost)
+    assert not finals.expects_to_keep(deeper)
+    assert finals.run([done, deeper, deepest], most=1) is done
+    assert finals.remaining == pytest.approx(left)
+    assert finals.next_finalist([done, deeper, deepest], done) is deeper
 
 
 @pytest.fixture

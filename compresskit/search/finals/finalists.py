@@ -28,8 +28,9 @@ from compresskit.train.train import Train
 
 RUNGS = 4  # measurements of the metric in a training, after which it may be given up
 #: Of the drop before it, the part that a training is expected to leave before one was seen: after a short training, and without
-#: one. Two ResNet-56 lost 7.5 and 0.8 points after short ones, and 1.7 and 0.04 in the end.
+#: one. Two ResNet-56 lost 7.5 and 0.8 points after short ones, and 1.7 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
+LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
 TRAINED = "trained"
 
 
@@ -48,7 +49,7 @@ class Finals:
         ceilings: that a file must keep. minimise: quantity that is minimised among those that keep them.
         train: of each candidate, in all its stages; None trains nothing.
         worker: this process.
-        remaining: the part of the drop before it that the last training left; None before the first.
+        remaining: the part of the drop before it that the last training left, `LEAST_LEFT` at least; None before the first.
     """
 
     workshop: Workshop
@@ -122,7 +123,7 @@ class Finals:
                 found.trained, found.untrained = Figures(**about["figures"]), about.get("untrained", False)
                 found.training_seconds = found.trained.seconds
                 if found.figures is not None and found.promise > 0:
-                    self.remaining = max(found.trained.drop, 0.0) / found.promise
+                    self.remaining = max(found.trained.drop / found.promise, LEAST_LEFT)
         return at_work
 
     def _best(self, tried: Sequence[Tried]) -> Tried | None:
