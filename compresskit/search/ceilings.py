@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from compresskit.base.errors import SettingError
+from compresskit.base.settings import as_python
 from compresskit.search.figures import Figures
 
 #: Factor of each unit, by quantity; milliseconds, bytes, multiply-accumulates, the metric's own unit, minutes.
@@ -104,13 +105,14 @@ def at_most(
     Raises SettingError for values out of range, and where no quantity is given.
     """
     given = {"latency": latency, "bytes": bytes, "macs": macs, "drop": drop, "minutes": minutes}
-    parsed = {name: None if value is None else parse_ceiling(name, value) for name, value in given.items()}
+    parsed = {name: None if value is None else parse_ceiling(name, as_python(value)) for name, value in given.items()}
     if not any(parsed[name] for name in (*MEASURED, "drop")):
         raise SettingError("at_most(): wanted at least one of latency=, bytes=, macs= and drop=, got none; such as latency='5ms'")
-    for name, value in (("threads", threads), ("batch", batch)):
+    counts = {"threads": as_python(threads), "batch": as_python(batch)}
+    for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise SettingError(f"at_most({name}=...): wanted a whole number >= 1, got {value!r}")
-    return Ceilings(**parsed, threads=threads, batch=batch)
+    return Ceilings(**parsed, **counts)
 
 
 def parse_ceiling(name: str, value: Any) -> Ceiling:

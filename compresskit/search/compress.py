@@ -16,6 +16,7 @@ from compresskit.base.distributed import world_size
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.files import atomic
 from compresskit.base.fingerprint import describe
+from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy
 from compresskit.graph.surgery import copy_model
 from compresskit.recipe.preflight import preflight_check
@@ -176,7 +177,7 @@ def _settings(options: SearchOptions) -> SearchSettings:
     known = SearchOptions.__annotations__
     if unknown := sorted(set(options) - set(known)):
         raise SettingError(f"compress({unknown[0]}=...): there is no such setting; there are: {', '.join(known)}")
-    return SearchSettings(**options)
+    return SearchSettings(**{name: as_python(value) for name, value in options.items()})  # type: ignore[arg-type]
 
 
 def _check_request(model: nn.Module, task: Task, budget: Ceilings) -> None:

@@ -364,14 +364,23 @@ def test_taylor_without_gradients_says_so() -> None:
         plan_channels(build(networks.Chain), networks.image(2), budget=ck.keep(macs=0.5), criterion=taylor)
 
 
-@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: c.__name__)
-def test_stage(criterion) -> None:
+ADAM = partial(torch.optim.Adam, lr=3e-3)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A trained model and its task."""
+    torch.manual_seed(0)
     model, task = build(networks.Residual), images_task(ck, samples=128, classes=4)
-    adam = partial(torch.optim.Adam, lr=3e-3)
-    ck.Train(epochs=15, optimizer=adam)(model, task)
+    return ck.Train(epochs=15, optimizer=ADAM)(model, task), task
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda c: c.__name__)
+def test_stage(criterion, trained) -> None:
+    model, task = copy.deepcopy(trained[0]), trained[1]
     before = ck.count_macs(model, task.example())
     flags = [p.requires_grad for p in model.parameters()]
-    tune = ck.Train(epochs=5, optimizer=adam, objective=ck.imitate())
+    tune = ck.Train(epochs=5, optimizer=ADAM, objective=ck.imitate())
     pruned = Prune(budget=ck.keep(macs=0.6), criterion=criterion, round_to=4, finetune=tune)(model, task)
     assert ck.count_macs(pruned, task.example()) <= 0.6 * before
     assert ck.evaluate(pruned, task) > 0.8

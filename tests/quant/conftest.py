@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compresskit.quant.effort import improve
 from compresskit.quant.numerics.targets import Target
 
 
@@ -11,3 +12,9 @@ from compresskit.quant.numerics.targets import Target
 def no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Efforts time nothing, so that what a test finds does not depend on the machine."""
     monkeypatch.setattr(Target, "runs_here", property(lambda self: False))
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Efforts imitate the float model for one step, where a test is about something else that they do."""
+    monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 1, "best": 1})

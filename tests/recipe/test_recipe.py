@@ -45,7 +45,23 @@ def test_illegal_orders_name_a_legal_one(order) -> None:
     ck.Recipe(*(kinds[name] for name in str(e.value).rpartition("order is ")[2].split(", ")))  # the advice is right
 
 
-@pytest.mark.parametrize("order", [o for o in ORDERS if legal(o)], ids="-".join)
+def following(order):
+    """Each stage with the one before it."""
+    return {*itertools.pairwise(("begin", *order, "end"))}
+
+
+def by_need(orders):
+    """All of them; those are slow that bring no stage after one that it does not come after in the others."""
+    missing = set().union(*map(following, orders))
+    while missing:
+        best = max(orders, key=lambda order: len(following(order) & missing))
+        missing -= following(best)
+        yield best
+        orders = [order for order in orders if order != best]
+    yield from (pytest.param(order, marks=pytest.mark.slow) for order in orders)
+
+
+@pytest.mark.parametrize("order", list(by_need([o for o in ORDERS if legal(o)])), ids="-".join)
 def test_legal_orders_run(order, tmp_path) -> None:
     stages = [STAGES[name] for name in order]
     if order.index("distill") > order.index("qat") > order.index("prune"):

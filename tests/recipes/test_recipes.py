@@ -11,7 +11,11 @@ import sys
 import checkout
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+
+import compresskit as ck
 
 RECIPES = sorted(p.name for p in (checkout.ROOT / "recipes").glob("*.py") if p.name not in ("vision.py", "text.py"))
 
@@ -35,6 +39,37 @@ def start(monkeypatch, capsys):
         return output.out
 
     return run
+
+
+@pytest.fixture
+def planned(start, monkeypatch):
+    """`planned(NAME, *ARGUMENTS)` starts a recipe up to its run; returns what would run: the recipe, the model, the task."""
+
+    def plan(name, *arguments):
+        calls = []
+
+        def run(recipe, model, task, out):
+            calls.append((recipe, model, task))
+            raise SystemExit
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ck.Recipe, "run", run)
+            start(name, *arguments)
+        (call,) = calls
+        return call
+
+    return plan
+
+
+def kinds(recipe) -> list[str]:
+    return [type(stage).__name__ for stage in recipe.stages]
+
+
+def check_weights(model, file) -> None:
+    """A model has the weights of a file."""
+    there = load_file(file)
+    assert model.state_dict().keys() == there.keys()
+    assert all(torch.equal(value, there[name]) for name, value in model.state_dict().items())
 
 
 def check_run(output, out, stages):
@@ -87,38 +122,46 @@ def image_folder(folder):
     return folder
 
 
-def test_cifar10(tmp_path, start) -> None:
-    """On an image folder made here."""
+def test_cifar10(tmp_path, start, planned) -> None:
+    """On an image folder made here; then from the weights of that run."""
     data, out = image_folder(tmp_path / "data"), tmp_path / "run"
     small = ("--data", data, "--epochs", 1, "--depth", 8)
     check_run(start("cifar10_resnet.py", *small, "--out", out), out, 3)
     weights = out / "1-train" / "model.safetensors"
-    again = tmp_path / "again"
-    check_run(
-        start("cifar10_resnet.py", "--data", data, "--from", weights, "--epochs", 1, "--depth", 8, "--out", again), again, 3
-    )
+    recipe, model, task = planned("cifar10_resnet.py", *small, "--from", weights)
+    assert kinds(recipe) == ["Prune", "QAT"]
+    check_weights(model, weights)
+    assert ck.evaluate(model, task) == json.loads((out / "report.json").read_text())["rows"][0]["metric"]
 
 
-def test_cifar10_distill(tmp_path, start) -> None:
-    """With every term at once."""
+def test_cifar10_distill(tmp_path, start, planned) -> None:
+    """With every term at once; then from a trained teacher with one."""
     data, out = image_folder(tmp_path / "data"), tmp_path / "run"
     terms = re.findall(r'^    "(\w+)": \[kd', (checkout.ROOT / "recipes" / "cifar10_distill.py").read_text(), re.M)
     assert len(terms) >= 10
     small = ("--data", data, "--epochs", 1, "--depth", 8, "--teacher-depth", 8, "--limit", 64)
     check_run(start("cifar10_distill.py", *small, "--out", out, "--terms", *terms), out, 2)
-    again = tmp_path / "again"
     weights = out / "1-train" / "model.safetensors"
-    check_run(start("cifar10_distill.py", *small, "--out", again, "--teacher", weights, "--soft", 0, "--terms", "at"), again, 2)
+    recipe, teacher, _ = planned("cifar10_distill.py", *small, "--teacher", weights, "--soft", 0, "--terms", "at")
+    assert kinds(recipe) == ["Distill"]
+    assert (recipe.stages[0].weight, len(recipe.stages[0].terms)) == (0, 1)
+    check_weights(teacher, weights)
 
 
 @pytest.mark.parametrize("name", ["super_resolution.py", "face_detector.py"])
-def test_small_networks(name, tmp_path, start) -> None:
+def test_small_networks(name, tmp_path, start, planned) -> None:
     """On drawn pictures; then from the weights of that run, on the pictures of a folder."""
     small = ("--epochs", 1, "--pictures", 32, "--batch-size", 8)
     check_run(start(name, *small, "--out", tmp_path / "run"), tmp_path / "run", 2)
-    folder = image_folder(tmp_path / "data")
-    again = ("--data", folder, "--from", tmp_path / "run" / "1-train" / "model.safetensors", "--effort", "fast")
-    check_run(start(name, *small, *again, "--out", tmp_path / "again"), tmp_path / "again", 2)
+    weights = tmp_path / "run" / "1-train" / "model.safetensors"
+    again = ("--data", image_folder(tmp_path / "data"), "--from", weights, "--effort", "fast")
+    recipe, model, task = planned(name, *small, *again)
+    assert kinds(recipe) == ["StaticQuant"]
+    assert recipe.stages[0].effort == "fast"
+    check_weights(model, weights)
+    assert np.isfinite(ck.evaluate(model, task))
+    drawn = planned(name, *small)[2]
+    assert not torch.equal(next(iter(task.val))[0], next(iter(drawn.val))[0])
 
 
 def test_a_folder_without_pictures_is_one_message(tmp_path, monkeypatch) -> None:
@@ -150,16 +193,23 @@ def test_text(name, tmp_path, start) -> None:
     check_run(start(name, "--data", tmp_path, "--epochs", 1, "--batch-size", 16, "--out", out), out, 3)
 
 
-def test_sparse_digits(tmp_path, start) -> None:
+def test_sparse_digits(tmp_path, start, planned) -> None:
     out = tmp_path / "run"
     output = start("sparse_digits.py", "--epochs", 1, "--out", out)
     check_run(output, out, 4)
     rows = json.loads((out / "report.json").read_text())["rows"]
     assert [row["removed"] for row in rows] == [None, *[round(0.9 * rows[1]["masked"])] * 3]
     assert output.endswith(f"zeros held by masks: {rows[3]['removed']}\n")
-    other = tmp_path / "other"
-    output = start("sparse_digits.py", "--epochs", 1, "--ratio", 0.5, "--dense-sparse-dense", "--out", other)
-    check_run(output, other, 4)
+    recipe, *_ = planned("sparse_digits.py", "--ratio", 0.5, "--dense-sparse-dense")
+    assert kinds(recipe) == ["Train", "Sparsify", "Densify", "Train"]
+    assert recipe.stages[1].budget == ck.remove(weights=0.5)
+
+
+@pytest.mark.slow
+def test_dense_sparse_dense_digits(tmp_path, start) -> None:
+    out = tmp_path / "run"
+    output = start("sparse_digits.py", "--epochs", 1, "--ratio", 0.5, "--dense-sparse-dense", "--out", out)
+    check_run(output, out, 4)
     assert output.endswith("zeros held by masks: 0\n")
 
 
@@ -258,15 +308,17 @@ def test_pretrained_distillation(tmp_path, start) -> None:
     check_run("\n".join(rows[2:]), out, 3)
 
 
-def test_paraphrase(tmp_path, start) -> None:
+def test_paraphrase(tmp_path, start, planned) -> None:
     """On made pairs; then on those of files."""
     small = ("--pairs", 64, "--epochs", 1, "--width", 16, "--layers", 1)
-    check_run(start("paraphrase.py", *small, "--out", tmp_path / "made"), tmp_path / "made", 2)
+    made = tmp_path / "made"
+    check_run(start("paraphrase.py", *small, "--out", made), made, 2)
+    assert json.loads((made / "report.json").read_text())["metric"]["name"] == "f1"
     for name in ("train.tsv", "dev.tsv"):
         (tmp_path / name).write_text("".join(f"it is {i % 7}\tit was {i % 5}\t{i % 2}\n" for i in range(64)))
-    out = tmp_path / "read"
-    check_run(start("paraphrase.py", *small, "--data", tmp_path, "--out", out), out, 2)
-    assert json.loads((out / "report.json").read_text())["metric"]["name"] == "f1"
+    _, model, task = planned("paraphrase.py", *small, "--data", tmp_path)
+    assert 0 <= ck.evaluate(model, task) <= 1
+    assert sum(len(targets) for *_, targets in task.batches("val")) == 64
 
 
 def test_made_pairs_are_not_told_by_their_common_words(monkeypatch) -> None:

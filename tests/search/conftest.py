@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import networks
 import pytest
 import torch
+from formula import figures_by_formula
 
 import compresskit as ck
 from compresskit.search.proxy import Workshop
@@ -30,3 +31,9 @@ def task() -> ck.Task:
 @pytest.fixture(scope="module")
 def model(task: ck.Task) -> torch.nn.Module:
     return ck.Train(epochs=3)(networks.build(networks.WideChain), task)
+
+
+@pytest.fixture
+def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are not made: their figures come from a formula. What is chosen of them is run."""
+    monkeypatch.setattr(Workshop, "_measured", figures_by_formula)

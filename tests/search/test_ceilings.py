@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 import compresskit as ck
 from compresskit.search.ceilings import parse_ceiling
-from compresskit.search.compress import free_quantity
+from compresskit.search.compress import _settings, free_quantity
 from compresskit.search.figures import Figures, pareto
 from compresskit.search.latency.stopwatch import start_stopwatch
 from compresskit.search.outcome import nearest_budget
@@ -31,6 +33,15 @@ DENSE = Figures(metric=0.9, drop=0.0, latency=10.0, bytes=1000, macs=500)
 )
 def test_units(name, given, value) -> None:
     assert parse_ceiling(name, given).value == pytest.approx(value)
+
+
+def test_numbers_may_be_of_numpy_or_torch() -> None:
+    found = ck.at_most(drop=torch.tensor(0.25), bytes=np.array(9), latency=np.float32(2), threads=np.int64(2), batch=torch.tensor(7))
+    assert found == ck.at_most(drop=0.25, bytes=9, latency=2, threads=2, batch=7)
+    assert repr(found) == "at_most(latency=2.0, bytes=9.0, drop=0.25, threads=2, batch=7)"  # which a run records
+    assert _settings({"trials": np.int64(3), "seconds": torch.tensor(0.5)}) == _settings({"trials": 3, "seconds": 0.5})
+    with pytest.raises(ck.SettingError, match=r"at_most\(drop=...\): wanted 0.005"):
+        ck.at_most(drop=torch.zeros(2))
 
 
 def test_fractions_are_of_the_uncompressed_file() -> None:

@@ -293,6 +293,7 @@ def test_operators_are_placed_by_measurement_where_that_may_keep_the_ceiling() -
     assert nearly_within(float_one, {"latency": 1.0}) is None  # it has no effort
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_candidates_that_are_to_be_trained_are_placed_only_near_the_ceiling(tmp_path) -> None:
     model, task = regression()
     train = ck.Train(steps=2, optimizer=torch.optim.SGD)
@@ -312,6 +313,7 @@ def test_all_that_a_candidate_removes_is_halved() -> None:
     assert between(tried, {"latency": 1.0}) == Candidate(blocks=2, macs=0.65, rank=0.6)
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_a_search_goes_on_between_what_keeps_a_ceiling_and_what_does_not(tmp_path, monkeypatch) -> None:
     model, inputs = networks.build(networks.WideChain), [networks.image(16)[0] for _ in range(2)]
     task = ck.Task(

@@ -240,6 +240,7 @@ def test_what_differs_by_effort_alone_does_not_take_the_place_of_another_network
     assert finals.next_finalist([first, twin, other], None, at_work={finals.folder(first.candidate).name}) is other
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_the_search_follows_the_short_trainings(model, task, tmp_path, monkeypatch) -> None:
     best = Candidate(macs=0.5)
     told = {True: {"drop": -0.5, "seconds": 1.0}, False: {"drop": 0.9, "seconds": 2.0}}

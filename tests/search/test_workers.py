@@ -10,9 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import checkout
 import networks
 import pytest
 import torch
+from formula import figures_by_formula
+from quick import make_quick
 
 import compresskit as ck
 from compresskit.recipe.locks import is_locked
@@ -27,9 +30,12 @@ SPAWN = multiprocessing.get_context("spawn")
 QUICK = {"trials": 4, "finalists": 2, "seconds": 0.02}
 
 
-def log_makers(out: Path, stuck: bool) -> None:
-    """Write which process makes which candidate; one that is to be stuck says so and waits to be killed."""
-    measured = Workshop._measured
+def log_makers(out: Path, stuck: bool, formula: bool) -> None:
+    """Write which process makes which candidate; one that is to be stuck says so and waits to be killed.
+
+    formula: whether the figures come from one, and nothing is made.
+    """
+    measured = figures_by_formula if formula else Workshop._measured
 
     def logged(self, candidate, *rest):
         with (out.parent / "made.log").open("a") as file:
@@ -43,20 +49,21 @@ def log_makers(out: Path, stuck: bool) -> None:
     Workshop._ranked_runs = lambda self, least: ()
 
 
-def search(out: Path, answer: Path, stuck: bool = False) -> None:
-    """One process of a search."""
+def search(out: Path, answer: Path, stuck: bool = False, formula: bool = False) -> None:
+    """One process of a search, see `log_makers`."""
+    make_quick()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = networks.build(networks.WideChain)
     task = networks.images_task(ck)
-    log_makers(out, stuck)
+    log_makers(out, stuck, formula)
     found = ck.compress(model, task, ck.at_most(bytes="0.5x"), out=out, train=ck.Train(steps=4), **QUICK)
     tried = {t.candidate.name: [t.figures and t.figures.bytes, t.trained and t.trained.bytes] for t in found.tried}
     answer.write_text(json.dumps([found.chosen.candidate.name, tried, str(found)]))
 
 
 def start(out: Path, name: str, **settings) -> multiprocessing.process.BaseProcess:
-    process = SPAWN.Process(target=search, args=(out, out.parent / name), kwargs=settings)
+    process = checkout.forkserver().Process(target=search, args=(out, out.parent / name), kwargs=settings)
     process.start()
     return process
 
@@ -88,13 +95,13 @@ def test_processes_share_a_search_and_hand_over_the_same(tmp_path) -> None:
 
 def test_the_work_of_a_killed_process_is_taken_up(tmp_path) -> None:
     out = tmp_path / "s"
-    killed = start(out, "a", stuck=True)
+    killed = start(out, "a", stuck=True, formula=True)
     deadline = time.monotonic() + 200
     while not (tmp_path / "stuck").exists():
         assert time.monotonic() < deadline
         assert killed.is_alive()
         time.sleep(0.05)
-    other = start(out, "b")
+    other = start(out, "b", formula=True)
     os.kill(killed.pid, signal.SIGKILL)
     killed.join(60)
     other.join(300)
@@ -181,6 +188,7 @@ def test_processes_that_train_together_are_refused(tmp_path, monkeypatch) -> Non
         ck.compress(model, task, ck.at_most(bytes=10), out=tmp_path / "s")
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_a_machine_of_another_kind_is_refused(tmp_path, monkeypatch) -> None:
     model, task = networks.build(networks.WideChain), networks.images_task(ck)
     settings = {"out": tmp_path / "s", "trials": 1, "finalists": 1, "seconds": 0.02}

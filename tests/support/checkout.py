@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +31,10 @@ def python(*arguments: object, check: bool = True, **options) -> subprocess.Comp
     done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True, check=False, **options)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def forkserver() -> BaseContext:
+    """Starts processes as forks of one that has imported what takes them longest, and done nothing else; it serves all tests."""
+    heavy = ["torch.distributed.fsdp", "compresskit.quant", "compresskit.prune", "compresskit.search"]
+    multiprocessing.set_forkserver_preload(heavy)
+    return multiprocessing.get_context("forkserver")

@@ -11,34 +11,42 @@ import runpy
 import sys
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch.onnx._internal._lazy_import import onnxscript_apis
 
+from compresskit import measure
 from compresskit.export.check import layer_profile
-from compresskit.measure import latency
 from compresskit.recipe import engine
 from compresskit.recipe.details import layer_times
 
+BRIEF = 0.05  # seconds that a file is timed, unless a test asks for more than `LONG`: a thousand runs of the small networks here
+LONG = 1.0
+
 
 def make_quick() -> None:
-    """Shorten what this process does: recipes measure the latency of a file for 0.05 s instead of a second, its layers for
-    0.01 s, and once what the profiler costs; torch's exporter parses the source of its 469 operators once instead of once per
-    file, and registers 5,000 kernels per file without evaluating the annotations of a function for each.
+    """Shorten what this process does: files are timed for `BRIEF` seconds instead of up to one, their layers too, and once what
+    the profiler costs; torch's exporter parses the source of its 469 operators once instead of once per file, and registers
+    5,000 kernels per file without evaluating the annotations of a function for each.
     """
-    engine.latency = functools.partial(latency, seconds=0.05)
-    engine.layer_times = _layer_times
+    measure.time_in_turn = _time_in_turn
+    layer_profile.run_in_turn = _run_in_turn
+    layer_profile.profiler_cost = lambda folder: _profiler_cost()
+    engine.layer_times = functools.partial(layer_times, seconds=0.01)
     onnxscript_apis.get_torchlib_ops = _operators
     torch._ops.OpOverload.py_impl = _py_impl
 
 
-def _layer_times(path, inputs):
-    with mock.patch.object(layer_profile, "profiler_cost", return_value=_profiler_cost()):
-        return layer_times(path, inputs, seconds=0.01)
-
-
+_timed_in_turn, _profiled_in_turn = measure.time_in_turn, layer_profile.run_in_turn
 _measured_cost = layer_profile.profiler_cost
+
+
+def _time_in_turn(runs, *, seconds, rounds=15):
+    return _timed_in_turn(runs, seconds=seconds if seconds > LONG else min(seconds, BRIEF), rounds=rounds)
+
+
+def _run_in_turn(files, seconds, runs):
+    _profiled_in_turn(files, min(seconds, 2 * BRIEF), runs)
 
 
 @functools.cache

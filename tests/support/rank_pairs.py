@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 
+import checkout
 import torch
 import torch.distributed as dist
 
 
 def start(main, folder) -> None:
-    """Run `main(rank, folder)` on each of two ranks; a mistake shows here with its process's traceback.
-
-    Both are forked from a process that has imported what takes them longest, and done nothing else; it serves later tests too.
-    """
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "compresskit.quant", "compresskit.prune"])
+    """Run `main(rank, folder)` on each of two ranks; a mistake shows here with its process's traceback."""
+    checkout.forkserver()
     torch.multiprocessing.start_processes(main, args=(str(folder),), nprocs=2, start_method="forkserver")
 
 

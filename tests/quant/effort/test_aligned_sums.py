@@ -123,6 +123,7 @@ def test_many_ranges_are_narrowed_by_one_factor_and_inputs_stay() -> None:
     assert exact_sums(quantized.body) == exact
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_an_effort_level_tries_both_and_says_what_they_bought() -> None:
     model, x = build(Blocks), image(64)
     quantized = quantize_static(model, [x], effort="balanced", float_macs=0.0, choose="rules")
