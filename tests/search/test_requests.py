@@ -65,6 +65,7 @@ def images():
     return networks.images_task(ck)
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_latencies_are_of_the_batch_of_the_budget(tmp_path, monkeypatch) -> None:
     model, task = regression()
     timed = []
@@ -76,6 +77,7 @@ def test_latencies_are_of_the_batch_of_the_budget(tmp_path, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.usefixtures("by_formula")
 def test_a_regression_imitates_what_it_predicts(outputs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Workshop, "gains_by_dynamic", False)  # which trains nothing
     model, task = regression(outputs)
@@ -85,6 +87,7 @@ def test_a_regression_imitates_what_it_predicts(outputs, tmp_path, monkeypatch) 
     assert "hint" in found.code.read_text()
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_minutes_train_what_has_to_imitate(tmp_path) -> None:
     model, task = regression()
     train = ck.Train(epochs=1, objective=ck.imitate(loss=hint))
@@ -145,6 +148,7 @@ def test_lengths_may_vary(tmp_path) -> None:
         ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "t", length=3)
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_other_settings_in_a_folder_are_named(tmp_path, monkeypatch) -> None:
     model, task = regression()
     ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, held_out_samples=32, **QUICK)
@@ -221,6 +225,7 @@ def test_blocks_that_cannot_be_timed_in_integers_are_timed_in_float(images, tmp_
     assert "blocks are compared by their time in float: Sequential cannot be measured alone (nothing runs in" in caplog.text
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_candidates_that_cannot_be_made_do_not_count(tmp_path, monkeypatch) -> None:
     model, task = regression()
     measured = Workshop._measured
@@ -345,6 +350,7 @@ def test_text_needs_no_unit() -> None:
         parse_ceiling("bytes", True)
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_the_command_line_prints_json(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, task = regression()
@@ -375,6 +381,7 @@ def test_what_cannot_be_searched_is_said_first(tmp_path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_a_journal_may_end_in_half_a_line_and_a_damaged_one_is_named(tmp_path, monkeypatch) -> None:
     model, task = regression()
     budget = ck.at_most(bytes="2x")
@@ -392,6 +399,7 @@ def test_a_journal_may_end_in_half_a_line_and_a_damaged_one_is_named(tmp_path, m
     assert ck.compress(model, task, budget, out=tmp_path, **QUICK).chosen.candidate == first.chosen.candidate
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_what_removes_more_than_could_be_removed_is_not_made(tmp_path, monkeypatch) -> None:
     model, task = regression()
     monkeypatch.setattr(Workshop, "gains_by_dynamic", False)
@@ -408,6 +416,7 @@ def test_what_removes_more_than_could_be_removed_is_not_made(tmp_path, monkeypat
     assert [candidate.macs for candidate in made if candidate.macs < 1] == [0.5, 0.7]  # not 0.25, 0.35 and 0.15
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_a_file_slower_than_the_uncompressed_one_is_remarked_on(tmp_path, monkeypatch) -> None:
     model, task = regression()
     monkeypatch.setattr(Stopwatch, "measure", lambda self, file: 2 * self.milliseconds)
@@ -434,6 +443,7 @@ def test_a_latency_that_was_another_before_is_remarked_on(tmp_path, monkeypatch)
     assert "same operators" not in found.reason
 
 
+@pytest.mark.usefixtures("by_formula")
 def test_the_written_recipe_says_how_it_is_called(tmp_path, monkeypatch) -> None:
     model, task = regression()
     found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch._logging._internal import trace_log
 from torch.onnx._internal._lazy_import import onnxscript_apis
 
 from compresskit import measure
@@ -27,12 +28,15 @@ LONG = 1.0
 def make_quick() -> None:
     """Shorten what this process does: files are timed for `BRIEF` seconds instead of up to one, their layers too, and once what
     the profiler costs; torch's exporter parses the source of its 469 operators once instead of once per file, and registers
-    5,000 kernels per file without evaluating the annotations of a function for each.
+    5,000 kernels per file without evaluating the annotations of a function for each. pytest gives its handlers also to the log
+    in which torch writes, for tools of its own, what each symbol of a trace is, and where from: without one it writes nothing.
     """
     measure.time_in_turn = _time_in_turn
     layer_profile.run_in_turn = _run_in_turn
     layer_profile.profiler_cost = lambda folder: _profiler_cost()
     engine.layer_times = functools.partial(layer_times, seconds=0.01)
+    trace_log.handlers.clear()
+    trace_log.addHandler = lambda handler: None
     onnxscript_apis.get_torchlib_ops = _operators
     torch._ops.OpOverload.py_impl = _py_impl
 
