@@ -36,7 +36,8 @@ def test_units(name, given, value) -> None:
 
 
 def test_numbers_may_be_of_numpy_or_torch() -> None:
-    found = ck.at_most(drop=torch.tensor(0.25), bytes=np.array(9), latency=np.float32(2), threads=np.int64(2), batch=torch.tensor(7))
+    of_torch = {"drop": torch.tensor(0.25), "batch": torch.tensor(7)}
+    found = ck.at_most(bytes=np.array(9), latency=np.float32(2), threads=np.int64(2), **of_torch)
     assert found == ck.at_most(drop=0.25, bytes=9, latency=2, threads=2, batch=7)
     assert repr(found) == "at_most(latency=2.0, bytes=9.0, drop=0.25, threads=2, batch=7)"  # which a run records
     assert _settings({"trials": np.int64(3), "seconds": torch.tensor(0.5)}) == _settings({"trials": 3, "seconds": 0.5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import oracles
+import pytest
 import torch
 from networks import build, image
 from torch import nn
