@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import mark_slow
 from quick import make_quick
 
 make_quick()
@@ -22,11 +23,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one threa
 
 
 #: Files with tests of 20 s and more: the last of them must not keep one worker busy while the others have nothing left to do.
-LONG = ("test_recipes.py", "test_kills.py", "test_user_types.py", "test_processes.py", "test_pages.py")
+LONG = ("test_recipes.py", "test_kills.py", "test_pages.py", "test_workers.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before those are left out that are slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first."""
+    mark_slow(items)
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -7,6 +7,7 @@ entered anywhere.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import checkout
 import oracles
 import pytest
+from matrix import cover
 
 import compresskit as ck
 from compresskit.distill.losses import LOSSES, TARGET_LOSSES
@@ -271,3 +273,12 @@ def test_files_that_contributing_names_are_there() -> None:
     assert len(named) > 15
     missing = [name for name in sorted(named) if not (checkout.ROOT / name).exists() and not (PACKAGE / name).exists()]
     assert not missing, f"CONTRIBUTING.md names files that are not there: {missing}"
+
+
+def test_the_gate_has_each_value_of_a_matrix() -> None:
+    """And no more cases than the parameter with most values has, where all go with all."""
+    cases = [{"one": one, "two": two, "with it": -two} for one, two in itertools.product("abc", (1, 2))]
+    chosen = [cases[number] for number in cover(cases)]
+    assert len(chosen) == 3
+    assert {value for case in chosen for value in case.values()} == {*"abc", 1, 2, -1, -2}
+    assert list(cover(cases[2:3])) == [0]  # a case that is asked for alone runs

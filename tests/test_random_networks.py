@@ -65,7 +65,7 @@ def assert_mostly(outcomes: Counter[tuple[str, str]], name: str, least: float) -
 SAMPLES = {"captured": 6, "pruned": 40, "exported": 2, "static": 2, "dynamic": 2, "weights": 2}
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in checks.HOW else []) for n in CHECKS])
 def test_a_sample_works_or_is_refused(name: str) -> None:
     assert_mostly(sample((name,), SAMPLES[name], 0, specs()), name, 0.95)
 

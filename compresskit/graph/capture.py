@@ -29,14 +29,7 @@ from compresskit.base.errors import CompressError, ModelError, SettingError, nam
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
 from compresskit.base.task import Inputs, first_rows, shapes_of, surplus_inputs
 from compresskit.graph.constant_dimensions import constant_dimensions
-from compresskit.graph.exportable import (
-    inline_blocks_,
-    replace_adaptive_max_pools_,
-    replace_attention_ranks_,
-    replace_bounds_,
-    replace_chunks_,
-    replace_divisors_,
-)
+from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
 from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
@@ -215,12 +208,7 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
             f"{type(model).__name__} cannot be captured as a graph: {named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
         ) from error
     rename_reserved_(program, reserved_names(model))
-    inline_blocks_(program.graph_module)
-    replace_chunks_(program.graph_module)
-    replace_divisors_(program.graph_module)
-    replace_bounds_(program.graph_module)
-    replace_adaptive_max_pools_(program.graph_module)
-    replace_attention_ranks_(program.graph_module)
+    make_exportable_(program.graph_module)
     return program, example
 
 

@@ -16,10 +16,28 @@ from torch.utils import _pytree as pytree
 from compresskit.base.errors import ModelError
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
 
+
+def make_exportable_(module: fx.GraphModule) -> None:
+    """Replace what the exporter cannot write, or writes wrongly, in the graph of an exported program.
+
+    Raises ModelError for an operator that no other takes the place of.
+    """
+    for replace_ in (
+        _inline_blocks_,
+        _replace_chunks_,
+        _replace_divisors_,
+        _replace_bounds_,
+        _replace_adaptive_max_pools_,
+        _replace_attention_ranks_,
+    ):
+        replace_(module)
+    module.recompile()
+
+
 _POOLS = frozenset({aten.avg_pool2d.default, aten.avg_pool3d.default})
 
 
-def replace_divisors_(module: fx.GraphModule) -> None:
+def _replace_divisors_(module: fx.GraphModule) -> None:
     """Replace `divisor_override` of average pooling by a factor: ONNX's exporter would drop it.
 
     Raises ModelError with `ceil_mode=True`, where the windows at the border are of another size.
@@ -41,7 +59,6 @@ def replace_divisors_(module: fx.GraphModule) -> None:
             scaled = module.graph.call_function(aten.mul.Tensor, (node, count / divisor))
         scaled.meta = dict(node.meta)
         node.replace_all_uses_with(scaled, delete_user_cb=lambda user, scaled=scaled: user is not scaled)
-    module.recompile()
 
 
 def drop_constant_outputs_(program: ExportedProgram) -> list[str]:
@@ -61,12 +78,11 @@ def drop_constant_outputs_(program: ExportedProgram) -> list[str]:
     return [f"{pytree.keystr(path)} is {value!r}" for path, value in constants]
 
 
-def replace_chunks_(module: fx.GraphModule) -> None:
+def _replace_chunks_(module: fx.GraphModule) -> None:
     """Replace `chunk` along a dynamic dimension by slices: ONNX's exporter would write a sequence, on which it fails."""
     for node in list(module.graph.nodes):
         if node.target is aten.chunk.default:
             _replace_by_slices(module.graph, node)
-    module.recompile()
 
 
 def _replace_by_slices(graph: fx.Graph, node: Node) -> None:
@@ -99,7 +115,7 @@ def _replace_by_slices(graph: fx.Graph, node: Node) -> None:
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp_.default, aten.clip.default, aten.clip_.default})
 
 
-def replace_bounds_(module: fx.GraphModule) -> None:
+def _replace_bounds_(module: fx.GraphModule) -> None:
     """Give `clamp` two bounds of one type where one is an int and the other a float: the exporter knows no such operator."""
     for node in module.graph.nodes:
         if node.target not in _CLAMPS:
@@ -108,10 +124,9 @@ def replace_bounds_(module: fx.GraphModule) -> None:
         if {type(bound) for bound in bounds if bound is not None} == {int, float}:
             node.args = (node.args[0], *(float(b) if isinstance(b, int) else b for b in node.args[1:]))
             node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
-    module.recompile()
 
 
-def inline_blocks_(module: fx.GraphModule) -> None:
+def _inline_blocks_(module: fx.GraphModule) -> None:
     """Put operators of `with torch.autocast(..., enabled=False)` into the graph itself: they do what they do outside."""
     blocks: list[Node] = [
         n for n in module.graph.nodes if n.target is torch.ops.higher_order.wrap_with_autocast and not n.args[2]
@@ -130,13 +145,12 @@ def inline_blocks_(module: fx.GraphModule) -> None:
         if not stored.users:
             module.graph.erase_node(stored)
             module.delete_submodule(stored.target)
-    module.recompile()
 
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 
 
-def replace_attention_ranks_(module: fx.GraphModule) -> None:
+def _replace_attention_ranks_(module: fx.GraphModule) -> None:
     """Give attention of three or of more than four dimensions exactly four: the exporter writes no other.
 
     Of more than four, the dimensions between the batch and the last three are joined with the batch. Left as it is where leading
@@ -161,7 +175,6 @@ def replace_attention_ranks_(module: fx.GraphModule) -> None:
             parted = insert_call(node, part[0], mixed, *part[1:])
         node.replace_all_uses_with(parted)
         module.graph.erase_node(node)
-    module.recompile()
 
 
 def _joined_rank(rank: int, inner: list[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -177,7 +190,7 @@ _ADAPTIVE_MAX_POOLS = {
 }
 
 
-def replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
+def _replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
     """Replace adaptive max pooling: by pooling where all windows have one size, else by the largest value of each window.
 
     Raises ModelError where the positions of the largest values are read, or a size is not known.
@@ -208,7 +221,6 @@ def replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
                 user.replace_all_uses_with(pooled)
             module.graph.erase_node(user)
         module.graph.erase_node(node)
-    module.recompile()
 
 
 def _largest_of_windows(graph: fx.Graph, x: Node, shape: list[int], sizes: list[int]) -> Node:

@@ -108,11 +108,11 @@ def at_most(
     parsed = {name: None if value is None else parse_ceiling(name, as_python(value)) for name, value in given.items()}
     if not any(parsed[name] for name in (*MEASURED, "drop")):
         raise SettingError("at_most(): wanted at least one of latency=, bytes=, macs= and drop=, got none; such as latency='5ms'")
-    counts = {"threads": as_python(threads), "batch": as_python(batch)}
-    for name, value in counts.items():
+    threads, batch = as_python(threads), as_python(batch)
+    for name, value in (("threads", threads), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise SettingError(f"at_most({name}=...): wanted a whole number >= 1, got {value!r}")
-    return Ceilings(**parsed, **counts)
+    return Ceilings(**parsed, threads=threads, batch=batch)
 
 
 def parse_ceiling(name: str, value: Any) -> Ceiling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compresskit.quant.effort import improve
+from compresskit.quant.effort import improve, least_noise
 from compresskit.quant.numerics.targets import Target
 
 
@@ -16,5 +16,6 @@ def no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Efforts imitate the float model for one step, where a test is about something else that they do."""
+    """Efforts train nothing for more than a few steps, where a test is about something else that they do."""
     monkeypatch.setattr(improve, "TUNING_STEPS", {"balanced": 1, "best": 1})
+    monkeypatch.setattr(least_noise, "STEPS", 20)

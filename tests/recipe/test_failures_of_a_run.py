@@ -44,6 +44,7 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole") / "run").model.state_dict()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "said"),
     [(errno.ENOSPC, "the disk is full; make room and run the same command again"), (errno.EROFS, "cannot be written"),
@@ -67,6 +68,7 @@ def test_a_run_resumes_after_a_full_or_read_only_disk(number, said, at, whole, t
     goes_on(tmp_path / "run", whole)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 GB")])
 @pytest.mark.parametrize("where", ["__call__", "backward", "step"])
 def test_a_run_resumes_after_running_out_of_memory(error, where, whole, tmp_path, monkeypatch) -> None:

@@ -95,6 +95,7 @@ def test_digits_in_its_own_process(tmp_path) -> None:
     assert "%|" not in process.stderr  # no progress bars where there is no terminal
 
 
+@pytest.mark.slow
 def test_mnist(tmp_path, start) -> None:
     """On files in MNIST's own format, made here."""
     raw = tmp_path / "MNIST" / "raw"
@@ -148,7 +149,7 @@ def test_cifar10_distill(tmp_path, start, planned) -> None:
     check_weights(teacher, weights)
 
 
-@pytest.mark.parametrize("name", ["super_resolution.py", "face_detector.py"])
+@pytest.mark.parametrize("name", ["super_resolution.py", pytest.param("face_detector.py", marks=pytest.mark.slow)])
 def test_small_networks(name, tmp_path, start, planned) -> None:
     """On drawn pictures; then from the weights of that run, on the pictures of a folder."""
     small = ("--epochs", 1, "--pictures", 32, "--batch-size", 8)
@@ -186,7 +187,7 @@ def test_sst2(tmp_path, start) -> None:
     check_run(start("sst2_text.py", "--data", tmp_path, "--epochs", 2, "--batch-size", 8, "--out", out), out, 2)
 
 
-@pytest.mark.parametrize("name", ["text_transformer.py", "text_lstm.py"])
+@pytest.mark.parametrize("name", ["text_lstm.py", pytest.param("text_transformer.py", marks=pytest.mark.slow)])
 def test_text(name, tmp_path, start) -> None:
     sentences(tmp_path)
     out = tmp_path / "run"
@@ -236,6 +237,7 @@ def test_semi_supervised(start) -> None:
     assert all(0 <= float(row.split()[-1]) <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_distillation_token(tmp_path, start) -> None:
     output = start("distillation_token.py", "--epochs", 1, "--out", tmp_path / "run")
     rows = output.splitlines()
@@ -308,6 +310,7 @@ def test_pretrained_distillation(tmp_path, start) -> None:
     check_run("\n".join(rows[2:]), out, 3)
 
 
+@pytest.mark.slow
 def test_paraphrase(tmp_path, start, planned) -> None:
     """On made pairs; then on those of files."""
     small = ("--pairs", 64, "--epochs", 1, "--width", 16, "--layers", 1)

@@ -329,6 +329,7 @@ def test_runs_of_blocks_that_go_are_not_merged() -> None:
         Candidate(blocks=1, merged=3).stages(order=order, samples=7, train=None)
 
 
+@pytest.mark.slow
 def test_convolutions_that_are_faster_as_one_are_ranked_and_merged(task, monkeypatch) -> None:
     monkeypatch.setattr(plan_merges, "saved_milliseconds", saved_macs)  # which no other work on the machine changes
     model = networks.build(Narrow)

@@ -36,6 +36,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (checkout.ROOT / "compresskit" / "py.typed").is_file()
 
 
+@pytest.mark.slow
 def test_a_users_script_passes_mypy_strict() -> None:
     """As a user runs it: against the installed package, of which mypy reads `py.typed`, with no settings of this project."""
     done = checkout.python(

@@ -44,6 +44,7 @@ def test_a_student_learns_from_unlabelled_data() -> None:
     assert ck.evaluate(student, task) > before + 0.3
 
 
+@pytest.mark.slow
 def test_unlabelled_data_helps() -> None:
     task = images_task(ck, classes=4, samples=256)
     teacher = ck.Train(epochs=12, optimizer=ADAM)(build(networks.Residual), task)

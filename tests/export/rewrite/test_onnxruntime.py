@@ -36,6 +36,7 @@ def outputs(path: Path, x: torch.Tensor) -> np.ndarray:
     return np.asarray(runtime.run(None, numpy_inputs(runtime, (x,)))[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("channels", [1, 2, 3, 6])
 @pytest.mark.parametrize("conv", [{"kernel_size": 3, "stride": 2, "padding": 1}, {"kernel_size": 5, "padding": (2, 0)}])
 def test_input_channels_are_padded_to_fours(channels: int, conv: dict, tmp_path: Path) -> None:
@@ -123,6 +124,7 @@ class Branches(nn.Module):
 SMALL_WEIGHTS = ck.quant.targets.X86_NO_VNNI.weights
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "target", [ck.quant.targets.X86_NO_VNNI, replace(ck.quant.ARM, weights=SMALL_WEIGHTS)], ids=lambda t: t.name
 )

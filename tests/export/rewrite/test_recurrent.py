@@ -68,6 +68,7 @@ def runs(file, model, inputs) -> float:
 CASES = [(kind, how) for kind in KINDS for how in SHAPES] + [("LSTM", how) for how in PROJECTED]
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:LSTM with projections")  # oneDNN has no kernel for them
 @pytest.mark.parametrize(("kind", "how"), CASES, ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["zeros", "given"])

@@ -98,6 +98,7 @@ def operators(path: str | Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("slopes", SLOPES.values(), ids=SLOPES)
 @pytest.mark.parametrize("conv", [nn.Conv2d, nn.Conv1d])
 def test_a_convolution_computes_the_slopes_behind_it(slopes, conv, tmp_path: Path) -> None:

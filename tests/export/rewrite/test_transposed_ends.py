@@ -21,6 +21,7 @@ SETTINGS = {  # rank, kernel, stride, padding, output padding, dilation; whether
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_file_runs_and_agrees(name: str, bias: bool, tmp_path) -> None:

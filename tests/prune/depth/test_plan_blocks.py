@@ -125,6 +125,7 @@ def test_what_training_brings_back() -> None:
     assert len(one.paths) == 1
 
 
+@pytest.mark.slow
 def test_times_are_those_of_the_form_that_will_run() -> None:
     """Each kind of block, the whole model and the candidates are measured as `form` makes them, and bytes are of that form."""
     model, seen = build(ResNet), []

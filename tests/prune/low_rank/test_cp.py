@@ -125,6 +125,7 @@ def test_each_layer_gets_the_form_that_loses_less() -> None:
     torch.testing.assert_close(small(x), plan.apply_(copy.deepcopy(model))(x), rtol=0, atol=0)  # always the same
 
 
+@pytest.mark.slow
 def test_a_model_with_cp_is_trained_pruned_saved_and_exported(tmp_path) -> None:
     torch.manual_seed(0)
     task, model = networks.images_task(ck, samples=64, classes=4), build(networks.WideChain)

@@ -31,6 +31,7 @@ ADAM = partial(torch.optim.Adam, lr=3e-3)
 ONE, FOUR = Train(epochs=1, optimizer=ADAM), Train(epochs=4, optimizer=ADAM)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", [ck.mixed.SPLIT_BF16, ck.mixed.MASTER_FP16], ids=lambda p: p.name)
 @pytest.mark.parametrize("criterion", [ck.prune.criteria.l2, movement])
 def test_schedules_see_the_fp32_weights(precision, criterion) -> None:

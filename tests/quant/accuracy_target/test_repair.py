@@ -243,6 +243,7 @@ def test_a_part_of_a_model_is_repaired_in_its_place() -> None:
     assert whole[0].origin.remedies == report.remedies
 
 
+@pytest.mark.slow
 def test_the_stage_repairs_by_outputs_or_by_the_metric(caplog) -> None:
     task = images_task(ck, samples=96)
     model = scaled(build(networks.Residual))

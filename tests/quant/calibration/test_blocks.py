@@ -6,6 +6,7 @@ import networks
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import some
 from networks import build, conv, image
 from torch import nn
 
@@ -86,7 +87,7 @@ def assert_divides(quantized: Quantized, blocks: list[GraphBlock]) -> None:
     assert sum(layers(blocks)) == len(quantized.rounded_weights())
 
 
-@pytest.mark.parametrize("kind", [*networks.NETWORKS, Detector, UNet], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*some(networks.NETWORKS), Detector, UNet], ids=lambda kind: kind.__name__)
 def test_blocks_divide_the_graph(kind) -> None:
     quantized = quantized_of(build(kind))
     assert_divides(quantized, find_graph_blocks(quantized))

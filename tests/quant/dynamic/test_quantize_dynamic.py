@@ -136,6 +136,7 @@ def test_the_runtime_fuses_products_and_rounds_a_value_once(tmp_path) -> None:
     assert set(stored) == {"INT8"}
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(
     "how",

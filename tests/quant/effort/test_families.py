@@ -133,6 +133,7 @@ def test_outputs_without_rows_are_imitated_by_those_of_the_same_samples() -> Non
         torch.testing.assert_close(wanted[0], model(*inputs))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("network", "batch", "count"), [(Shortcut, 4, 8), (OneSample, 1, 20)])
 @pytest.mark.parametrize("effort", ["balanced", "best"])
 def test_batches_of_a_fixed_size_are_neither_cut_nor_joined(network, batch, count, effort) -> None:

@@ -52,6 +52,7 @@ def narrow() -> nn.Module:
     return Narrow().eval()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [networks.Chain, networks.Residual, networks.Depthwise])
 @pytest.mark.parametrize("by_time", [False, True])
 @pytest.mark.parametrize("ratio", [LEAST_RATIO, LEAST_RATIO / 8])

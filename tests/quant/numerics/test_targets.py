@@ -22,6 +22,7 @@ from compresskit.quant.numerics.targets import TENSORRT, X86_NO_VNNI, Support, c
 TARGETS = [X86, X86_NO_VNNI, ARM, TENSORRT, OPENVINO]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [networks.Residual, networks.Concat], ids=lambda k: k.__name__)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_every_target_exports_and_agrees(target, kind, tmp_path) -> None:

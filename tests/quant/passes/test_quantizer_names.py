@@ -32,6 +32,7 @@ def test_weights_whose_names_differ_by_a_dot_are_two_weights(way, width, tmp_pat
     assert agrees(WAYS[way](nn.Sequential(parts).eval(), x), x, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["quantizers", "graph", "code", "meta"])
 def test_a_module_may_have_any_name(way, name, tmp_path):

@@ -297,6 +297,7 @@ def test_ordinary_rates_do_not_diverge(rate) -> None:
     assert ck.evaluate(trained, task) > ck.evaluate(model, task) - 0.05
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.05, momentum=0.9), partial(torch.optim.AdamW, lr=1e-2)])
 @pytest.mark.parametrize("policy", [ck.mixed.FP32, ck.mixed.MASTER_BF16], ids=lambda p: p.name)
 def test_zeros_stay_zeros(optimizer, policy) -> None:

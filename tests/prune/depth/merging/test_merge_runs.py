@@ -77,6 +77,7 @@ def without_activations(model, x):
     return torch.relu(x)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_one_convolution_equals_several(sizes, bias) -> None:
@@ -103,6 +104,7 @@ def test_of_other_dimensions(rank) -> None:
     torch.testing.assert_close(again(x), small(x))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("shared", "inplace"), [(False, False), (True, False), (True, True)])
 def test_an_activation_in_code_stays_where_it_changes_nothing(shared, inplace, tmp_path) -> None:
     """Only one place of a shared ReLU goes: there it reads what the block reads, which another ReLU gave; the file has none."""
@@ -133,6 +135,7 @@ def test_an_activation_in_code_stays_where_it_changes_nothing(shared, inplace, t
     torch.testing.assert_close(again.train()(*inputs), small.train()(*inputs))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("sizes", ["basic", "strides", "dilations"])
 def test_a_shrunk_layer_keeps_the_kernel_small(sizes, which) -> None:
