@@ -28,7 +28,7 @@ from compresskit.train.train import Train
 
 RUNGS = 4  # measurements of the metric in a training, after which it may be given up
 #: Of the drop before it, the part that a training is expected to leave before one was seen: after a short training, and without
-#: one. Two ResNet-56 lost 7.5 and 0.8 points after short ones, and 1.7 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
+#: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
 TRAINED = "trained"
