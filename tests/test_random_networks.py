@@ -61,7 +61,7 @@ def assert_mostly(outcomes: Counter[tuple[str, str]], name: str, least: float) -
     assert outcomes[name, WORKED] >= least * total, outcomes
 
 
-#: Of each check, how many networks are in the gate: together about 45 seconds of a busy core.
+#: Of each check, how many networks; those that are exported or quantized, seconds each, are slow.
 SAMPLES = {"captured": 6, "pruned": 40, "exported": 2, "static": 2, "dynamic": 2, "weights": 2}
 
 

@@ -20,6 +20,8 @@ from compresskit.graph.normalize import Node, aten, insert_call, source_line
 def make_exportable_(module: fx.GraphModule) -> None:
     """Replace what the exporter cannot write, or writes wrongly, in the graph of an exported program.
 
+    A new replacement is a function of this file, entered below; the graph is compiled once, after all of them.
+
     Raises ModelError for an operator that no other takes the place of.
     """
     for replace_ in (

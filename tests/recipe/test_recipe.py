@@ -8,6 +8,7 @@ from dataclasses import replace
 import networks
 import pytest
 import short_run
+from matrix import cover
 from networks import image, images_task
 from torch import nn
 
@@ -45,23 +46,16 @@ def test_illegal_orders_name_a_legal_one(order) -> None:
     ck.Recipe(*(kinds[name] for name in str(e.value).rpartition("order is ")[2].split(", ")))  # the advice is right
 
 
-def following(order):
-    """Each stage with the one before it."""
-    return {*itertools.pairwise(("begin", *order, "end"))}
+LEGAL = [order for order in ORDERS if legal(order)]
+#: So many of them that each stage begins, ends and follows each that it ever does; the others are slow.
+IN_THE_GATE = set(cover([dict(itertools.pairwise(("begin", *order, "end"))) for order in LEGAL]))
 
 
-def by_need(orders):
-    """All of them; those are slow that bring no stage after one that it does not come after in the others."""
-    missing = set().union(*map(following, orders))
-    while missing:
-        best = max(orders, key=lambda order: len(following(order) & missing))
-        missing -= following(best)
-        yield best
-        orders = [order for order in orders if order != best]
-    yield from (pytest.param(order, marks=pytest.mark.slow) for order in orders)
-
-
-@pytest.mark.parametrize("order", list(by_need([o for o in ORDERS if legal(o)])), ids="-".join)
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(o, marks=[] if number in IN_THE_GATE else [pytest.mark.slow]) for number, o in enumerate(LEGAL)],
+    ids="-".join,
+)
 def test_legal_orders_run(order, tmp_path) -> None:
     stages = [STAGES[name] for name in order]
     if order.index("distill") > order.index("qat") > order.index("prune"):

@@ -165,6 +165,26 @@ def test_small_networks(name, tmp_path, start, planned) -> None:
     assert not torch.equal(next(iter(task.val))[0], next(iter(drawn.val))[0])
 
 
+@pytest.mark.slow
+def test_runs_from_saved_weights(tmp_path, start) -> None:
+    """What the tests above plan, run to its end."""
+    data = image_folder(tmp_path / "data")
+    small, pictures = ("--data", data, "--epochs", 1, "--depth", 8), ("--epochs", 1, "--pictures", 32, "--batch-size", 8)
+
+    def run(name, *arguments, stages):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        check_run(start(name, *arguments, "--out", out), out, stages)
+        return out / "1-train" / "model.safetensors"
+
+    weights = run("cifar10_resnet.py", *small, stages=3)
+    run("cifar10_resnet.py", *small, "--from", weights, stages=3)
+    taught = (*small, "--teacher-depth", 8, "--limit", 64, "--teacher", weights)
+    run("cifar10_distill.py", *taught, "--soft", 0, "--terms", "at", stages=2)
+    for name in ("super_resolution.py", "face_detector.py"):
+        weights = run(name, *pictures, stages=2)
+        run(name, *pictures, "--data", data, "--from", weights, "--effort", "fast", stages=2)
+
+
 def test_a_folder_without_pictures_is_one_message(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(checkout.ROOT / "recipes"))
     from vision import pictures
@@ -319,6 +339,9 @@ def test_paraphrase(tmp_path, start, planned) -> None:
     assert json.loads((made / "report.json").read_text())["metric"]["name"] == "f1"
     for name in ("train.tsv", "dev.tsv"):
         (tmp_path / name).write_text("".join(f"it is {i % 7}\tit was {i % 5}\t{i % 2}\n" for i in range(64)))
+    out = tmp_path / "read"
+    check_run(start("paraphrase.py", *small, "--data", tmp_path, "--out", out), out, 2)
+    assert json.loads((out / "report.json").read_text())["metric"]["name"] == "f1"
     _, model, task = planned("paraphrase.py", *small, "--data", tmp_path)
     assert 0 <= ck.evaluate(model, task) <= 1
     assert sum(len(targets) for *_, targets in task.batches("val")) == 64

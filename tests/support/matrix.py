@@ -10,7 +10,7 @@ import pytest
 
 
 def some(values: Iterable[Any], every: int = 2) -> list[Any]:
-    """The values of one parameter; all but every second, or so, are slow."""
+    """The values of one parameter; all but the first of each `every` are slow."""
     return [value if number % every == 0 else pytest.param(value, marks=pytest.mark.slow) for number, value in enumerate(values)]
 
 
