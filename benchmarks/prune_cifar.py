@@ -3,14 +3,14 @@
 Both start from the same trained checkpoints, use the same images, and are fine-tuned by the same loop. Torch-Pruning is measured
 where it is installed (`pip install torch-pruning`). Each row is written to `prune_cifar.json` beside this file when it is done,
 so that a run can be stopped and continued; `prune_cifar.md` is made from it. Accuracies are on all test images, after the last
-step; everything runs under bf16 autocast.
+step; everything runs under bf16 autocast, or with `--fp32` in fp32, for processors without bf16.
 
     raw     right after the cut
     +BN     after label-free re-estimation of BatchNorm from 3072 shuffled training images
     tuned   after 2 short epochs of 39 batches of 128, one cycle to a learning rate of 0.02
 
-ResNet-56 is also trained for whole epochs, one cycle to 0.05 as for its checkpoint: dense; pruned; and pruned with the dense
-network of as many epochs as teacher.
+ResNet-56 is also trained for whole epochs, one cycle to 0.05 as for its checkpoint: dense; pruned; pruned with the dense network
+of as many epochs as teacher; and with blocks removed instead of channels, its teacher the checkpoint.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Setup:
     start: Path
     folder: Path
     data: dict[str, tuple[Tensor, Tensor]]
+    autocast: bool = True
 
     def model(self) -> nn.Module:
         model = CifarResNet(self.depth)
@@ -95,10 +96,10 @@ def load(folder: str | None, cache: Path | None) -> dict[str, tuple[Tensor, Tens
 
 
 def accuracy(setup: Setup, model: nn.Module) -> float:
-    """Top-1 in percent on the test images, under bf16 autocast for everybody."""
+    """Top-1 in percent on the test images, under the same autocast for everybody."""
 
     def run(x: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=setup.autocast):
             return model.eval()(x)
 
     return 100 * ck.evaluate(run, setup.task(None))
@@ -112,13 +113,15 @@ TAUGHT: dict[str, dict[str, Any]] = {
     "taught": {},
     "taught by DKD and hints": {"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS},
     "taught on mixtures, and hints": {"weight": 1.0, "task_weight": 0.0, "mixup": 0.4, "terms": HINTS},
+    (BLOCKS := "blocks removed, taught by the checkpoint"): {},
 }
 
 
 def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
-    """Fine-tune in place, under bf16 autocast, for whole epochs (0: the 78 steps); the accuracy after the last step."""
+    """Fine-tune in place for whole epochs (0: the 78 steps); the accuracy after the last step."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"schedule": ck.lr.OneCycle(), "precision": ck.mixed.AMP_BF16}
+    precision = ck.mixed.AMP_BF16 if setup.autocast else ck.mixed.FP32
+    settings: dict[str, Any] = {"schedule": ck.lr.OneCycle(), "precision": precision}
     settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
     how = ck.Distill(**settings, **distill) if distill else ck.Train(**settings)
     how(model, setup.task(None if epochs else 39))
@@ -205,9 +208,16 @@ def our_cut(setup: Setup, share: float, seed: int) -> nn.Module:
     return cut
 
 
+def blocks_cut(setup: Setup, share: float, seed: int) -> nn.Module:
+    """Residual blocks removed, those first that matter least once the rest is trained."""
+    torch.manual_seed(seed)
+    stage = ck.prune.depth.Depth(budget=ck.keep(macs=share), importance=ck.prune.depth.importance.after_training)
+    return stage(setup.model(), setup.task(None))
+
+
 def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dict[str, Any]:
-    """ResNet-56: dense, pruned, or pruned and then taught by the dense one, which is kept beside the decoded images."""
-    model = setup.model() if kind == "dense" else our_cut(setup, share, seed)
+    """ResNet-56: dense, or cut, or cut and then taught by the dense one, which is kept beside the decoded images."""
+    model = setup.model() if kind == "dense" else (blocks_cut if kind == BLOCKS else our_cut)(setup, share, seed)
     row: dict[str, Any] = {"macs": ck.count_macs(model, EXAMPLE)}
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     row["raw"] = accuracy(setup, model)
@@ -218,7 +228,8 @@ def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dic
     distill: dict[str, Any] = {}
     if kind in TAUGHT:
         teacher = setup.model()
-        teacher.load_state_dict(load_file(kept))
+        if kind != BLOCKS:
+            teacher.load_state_dict(load_file(kept))
         distill = {"teacher": teacher.to(memory_format=torch.channels_last), **TAUGHT[kind]}  # type: ignore[call-overload]
     row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, **distill)}
     if kind == "dense":
@@ -281,7 +292,7 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str,
     data = load(args.data, args.cache) if args.resnet20 or args.resnet56 else {}
     folder = args.cache.parent if args.cache else Path(tempfile.gettempdir())
     if args.resnet20:
-        small = Setup(20, args.resnet20, folder, data)
+        small = Setup(20, args.resnet20, folder, data, not args.fp32)
         yield "resnet20 | dense | all channels", lambda: {"macs": ck.count_macs(small.model(), EXAMPLE),
                                                           "raw": accuracy(small, small.model())}  # fmt: skip
         for seed in range(args.seeds):
@@ -294,7 +305,7 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str,
         for name in ("resnet18", "mobilenet_v2"):
             yield f"speed | {name}", partial(zoo_speed, name, args.seconds)
     if args.resnet56:
-        large = Setup(56, args.resnet56, folder, data)
+        large = Setup(56, args.resnet56, folder, data, not args.fp32)
         for epochs in (0, *args.epochs):
             for kind in ("dense", "pruned", *TAUGHT):
                 name = f"resnet56 | compresskit | {kind}, {f'{epochs} epochs' if epochs else '78 steps'} | 0"

@@ -40,6 +40,9 @@ def quantize_dynamic(
     RNNs store integers and compute in float. `print(quantized.placement)` lists every operator, with the reason where it stays
     float.
 
+    Ranges are those of the whole batch. On several threads, ONNX Runtime's LSTM takes those of the part that each thread has: its
+    outputs for more than one sample depend on how many threads there are, within the quantization error.
+
     Args:
         model: any float module; it is not changed.
         batches: an iterable of inputs, or one batch; the first captures the model. Give real inputs: layers of an LSTM

@@ -305,8 +305,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("weights", [None, Scheme(signed=True), Scheme(signed=True, per_channel=True)])
-def test_dynamic_files_have_no_pair_that_overflows(weights, tmp_path) -> None:
-    torch.manual_seed(0)
+def test_dynamic_files_have_no_pair_that_overflows(weights, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # each thread of an LSTM finds ranges of its own
     model, ids = Tied().eval(), (torch.randint(0, 40, (3, 5)),)
     quantized = quantize_dynamic(model, ids, weights=weights)
     path = ck.export_onnx(quantized, tmp_path / "q.onnx", ids)
