@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,6 +12,7 @@ import pytest
 import short_run
 import torch
 from networks import image, images_task
+from terminal import show_terminal
 from torch import nn
 
 import compresskit as ck
@@ -149,10 +148,6 @@ def test_a_changed_stage_that_fails_loses_nothing(finished_run, tmp_path) -> Non
 
 
 def test_progress_bars_show_on_a_terminal_only(tmp_path, monkeypatch, capsys) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     recipe = ck.Recipe(
         ck.Train(epochs=1),
         ck.Prune(budget=ck.remove(channels=0.3), criterion=ck.prune.criteria.taylor),
@@ -161,10 +156,9 @@ def test_progress_bars_show_on_a_terminal_only(tmp_path, monkeypatch, capsys) ->
     )
     recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "quiet")
     assert capsys.readouterr().err == ""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    terminal = show_terminal(monkeypatch)
     recipe.run(networks.build(networks.Chain), images_task(ck, samples=64), tmp_path / "seen")
-    bars = {line.partition(":")[0].strip(): line for line in re.split("[\r\n]", terminal.getvalue()) if "%|" in line}
+    bars = terminal.bars
     assert {"train", "score", "calibrate", "export", "verify", "evaluate"} <= set(bars), set(bars)
     assert all(re.search(r"\d/\d+ \[\d\d:\d\d<", line) for line in bars.values())  # how far, how long, how long yet
 

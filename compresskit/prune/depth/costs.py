@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.export import export_onnx
 from compresskit.graph.surgery import copy_model, frozen_copy
@@ -75,7 +76,8 @@ def times_alone(
         shapes = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, Tensor) else v, received[path])
         alike.setdefault(f"{model.get_submodule(path)} {shapes}", []).append(path)
     try:
-        times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]], form) for paths in alike.values()]
+        bar = progress_bar(alike.values(), desc="time blocks", unit="block")
+        times = [_milliseconds(model, blocks[paths[0]], *received[paths[0]], form) for paths in bar]
     except Exception as error:  # whatever the exporter or the runtime raises
         log.warning("blocks are compared by %s: %s cannot be measured alone (%s)", instead, type(model).__name__, error)
         return None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import DataError, SettingError
 from compresskit.base.inputs import some_batches
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import mode
@@ -114,7 +115,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 def _growth(scoring: BlockScoring) -> dict[str, float]:
     """What each block's absence adds to the error of the predictions."""
     before, errors = scoring.error(), {}
-    for block in scoring.blocks:
+    for block in progress_bar(scoring.blocks, desc="score blocks", unit="block"):
         with bypassed(scoring.model, [block]):
             errors[block.path] = scoring.error() - before
     return errors

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compresskit.base.budget import Budget, check_budget, takes_budget
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.inputs import AnyInputs, as_inputs, calibration_inputs
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, call_checked, first_rows, first_tensor
 from compresskit.graph.surgery import frozen_copy
 from compresskit.measure import count_macs, count_parameters
@@ -218,11 +219,13 @@ class _Planner:
     def chosen(self, budget: Budget | None, count: int) -> tuple[str, ...]:
         """Blocks in the order of their removal, until the budget is met by counting, or until `count` are removed."""
         removed: tuple[str, ...] = ()
-        while len(removed) < count if budget is None else self._kept(removed, budget) > budget.kept * (1 + 1e-9):
-            step = self._next(removed)
-            if step is None:
-                raise ModelError(self._refusal(budget, count, removed))
-            removed = _outermost((*removed, step))
+        with progress_bar(total=count or None, desc="choose blocks", unit="block") as bar:
+            while len(removed) < count if budget is None else self._kept(removed, budget) > budget.kept * (1 + 1e-9):
+                step = self._next(removed)
+                if step is None:
+                    raise ModelError(self._refusal(budget, count, removed))
+                removed = _outermost((*removed, step))
+                bar.update()
         return removed
 
     def _next(self, removed: tuple[str, ...]) -> str | None:
@@ -238,8 +241,10 @@ class _Planner:
         """All blocks, none of which is inside of another, in the order in which they go."""
         removed: tuple[str, ...] = ()
         at_once = math.ceil(len(self.found.removable) / ORDER_ROUNDS)
-        while left := [path for path in self.found.removable if path not in removed]:
-            removed += tuple(path for path, _ in self._ranked(removed, left)[:at_once])
+        with progress_bar(total=len(self.found.removable), desc="order blocks", unit="block") as bar:
+            while left := [path for path in self.found.removable if path not in removed]:
+                removed += tuple(path for path, _ in self._ranked(removed, left)[:at_once])
+                bar.update(len(removed) - bar.n)
         return removed
 
     def _ranked(self, removed: tuple[str, ...], paths: list[str]) -> list[tuple[str, float]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from networks import build, image, images_task
 from residual import Basic, Mobile, ResNet, Transformer
+from terminal import show_terminal
 from torch import nn
 
 import compresskit as ck
@@ -235,3 +236,18 @@ def test_many_blocks_are_ordered_several_at_a_time() -> None:
     found = order_blocks(model, image(4), importance=constant, **MACS)
     assert len(calls) == 6  # two at a time
     assert len(set(found)) == len(found) == calls[0] > ORDER_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("plan", "bars"),
+    [
+        (lambda model: plan_blocks(model, image(4), blocks=2, **MACS), {"choose blocks", "score blocks"}),
+        (lambda model: order_blocks(model, image(4), **MACS), {"order blocks", "score blocks"}),
+        (lambda model: plan_blocks(model, image(4), blocks=1), {"time blocks"}),
+    ],
+)
+def test_progress_is_shown(plan, bars, monkeypatch) -> None:
+    """Choosing 14 of the 27 blocks of a ResNet-56 runs it 280 times on the samples: minutes."""
+    terminal = show_terminal(monkeypatch)
+    plan(build(ResNet))
+    assert bars <= set(terminal.bars)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs
 from compresskit.export import export_onnx
 from compresskit.graph.replacements import Unmerged
@@ -49,7 +50,8 @@ def saved_milliseconds(model: nn.Module, example: Inputs, runs: Mapping[str, Con
         shrunk = [path in run.shrunk for path in run.layers]
         alike.setdefault(f"{_apart(model, run)} {shapes[run.layers[0]]} {shrunk}", []).append(name)
     try:
-        times = [_saved(model, runs[names[0]], shapes[runs[names[0]].layers[0]]) for names in alike.values()]
+        bar = progress_bar(alike.values(), desc="time convolutions", unit="run")
+        times = [_saved(model, runs[names[0]], shapes[runs[names[0]].layers[0]]) for names in bar]
     except Exception as error:  # whatever the exporter or the runtime raises
         log.warning("runs are compared by MACs: layers of %s cannot be measured alone (%s)", type(model).__name__, error)
         return saved_macs(model, example, runs)

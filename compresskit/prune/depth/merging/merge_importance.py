@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compresskit.base.errors import SettingError
+from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, Task, batch_size, call_checked, first_tensor
 from compresskit.distill.losses.logits import match_predictions
 from compresskit.graph.surgery import frozen_copy
@@ -61,7 +62,7 @@ def merged_error(scoring: MergeScoring) -> dict[str, float]:
     The error is `distill.losses.match_predictions`: KL divergence for two or more classes, else a relative squared error.
     """
     errors = {}
-    for run in scoring.runs:
+    for run in progress_bar(scoring.runs, desc="score runs", unit="run"):
         got = predictions_of(scoring.without(run), scoring.batches, scoring.task)
         pairs = zip(got, scoring.predictions, strict=True)
         errors[run.name] = sum(float(match_predictions(a, b)) * len(b) for a, b in pairs) / sum(map(len, scoring.predictions))

@@ -12,6 +12,7 @@ import torch
 from convolution_runs import InCode, Narrow
 from networks import Chain, build, image, images_task
 from residual import ResNet
+from terminal import show_terminal
 from torch import nn
 
 import compresskit as ck
@@ -206,3 +207,9 @@ def test_a_layer_whose_attributes_the_code_reads_stays() -> None:
     plan = plan_merges(build(Reads), image(2), runs=1, cost=lambda m, x, runs: dict.fromkeys(runs, 1.0))
     assert plan.names == ("blocks.1.conv1 + blocks.1.conv2",)
     assert plan.locked["blocks.0.conv1 + blocks.0.conv2"].startswith("the model does not run without it: AttributeError")
+
+
+def test_progress_is_shown(monkeypatch) -> None:
+    terminal = show_terminal(monkeypatch)
+    plan_merges(build(Narrow), image(2), runs=(WHOLE,))
+    assert {"time convolutions", "score runs"} <= set(terminal.bars)
