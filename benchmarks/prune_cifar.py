@@ -308,7 +308,8 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str,
         large = Setup(56, args.resnet56, folder, data, not args.fp32)
         for epochs in (0, *args.epochs):
             for kind in ("dense", "pruned", *TAUGHT):
-                name = f"resnet56 | compresskit | {kind}, {f'{epochs} epochs' if epochs else '78 steps'} | 0"
+                length = f"{epochs} epochs" if epochs else "78 steps"
+                name = f"resnet56 | compresskit | {kind}, {length}{', fp32' if args.fp32 else ''} | 0"
                 yield name, partial(longer, large, kind, 1 / 2.1, epochs, 0)
 
 
@@ -355,6 +356,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def page(versions: dict[str, str], rows: dict[str, dict[str, Any]]) -> str:
+    """The Markdown file. versions: of the first rows."""
+    later = sorted({row["torch"] for row in rows.values() if "torch" in row} - {versions["torch"]})
+    return (
+        f"{table(rows)}\n\n{(__doc__ or '').strip()}\n\n{versions}{'; later rows: torch ' if later else ''}{', '.join(later)}\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="torchvision's CIFAR-10, or train/ and test/ folders of images")
@@ -363,6 +372,7 @@ def main() -> None:
     parser.add_argument("--resnet56", type=Path, help="safetensors file of a trained ResNet-56")
     parser.add_argument("--seeds", type=int, default=3, help="runs of every ResNet-20 row")
     parser.add_argument("--epochs", type=int, nargs="*", default=(), help="further training of ResNet-56, dense and pruned")
+    parser.add_argument("--fp32", action="store_true", help="train and measure in fp32")
     parser.add_argument("--speed", action="store_true", help="also measure latencies; let the machine be quiet")
     parser.add_argument("--seconds", type=float, default=3.0, help="measuring time of each latency")
     parser.add_argument("--only", nargs="*", default=(), help="only rows whose key contains all of these")
@@ -373,12 +383,15 @@ def main() -> None:
     for key, make in jobs(args):
         if key in rows or not all(part in key for part in args.only):
             continue
-        row = make()
+        row = make() | {"torch": torch.__version__}
         print(key, row, flush=True)
-        rows = (json.loads(file.read_text())["rows"] if file.exists() else {}) | {key: row}  # another run may have added rows
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-        file.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
-        (HERE / "prune_cifar.md").write_text(f"{table(rows)}\n\n{(__doc__ or '').strip()}\n\n{versions}\n")
+        about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+        kept = (
+            json.loads(file.read_text()) if file.exists() else {"versions": about, "rows": {}}
+        )  # another run may have added rows
+        rows = kept["rows"] | {key: row}
+        file.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+        (HERE / "prune_cifar.md").write_text(page(kept["versions"], rows))
     print(table(rows))
 
 

@@ -125,6 +125,7 @@ def teachers() -> str:
         "taught, 10 epochs": "soft targets of the dense network",
         "taught by DKD and hints, 10 epochs": "DKD, and hints (features)",
         "taught on mixtures, and hints, 10 epochs": "soft targets on mixtures, and hints",
+        "blocks removed, taught by the checkpoint, 10 epochs, fp32": "blocks removed instead of channels, soft targets of the network before it",
     }
     pruned = [(text, f"{rows[f'resnet56 | compresskit | {name} | 0']['tuned']:.2f}") for name, text in labels.items()]
     return f"""\
