@@ -205,25 +205,34 @@ def call_checked(model: Callable[..., Any], inputs: Inputs, where: str) -> Any:
         if isinstance(error, CompressError):
             raise
         forward = model.forward if isinstance(model, nn.Module) else model
-        first = surplus_inputs(forward, inputs) or first_line(error)
+        first = misfit(forward, inputs) or first_line(error)
         raise DataError(f"{where}: the model does not run on inputs of shape {shapes_of(inputs)}: {first}") from error
 
 
-def surplus_inputs(forward: Callable[..., Any], inputs: Inputs) -> str:
-    """Say that more inputs were given than a function takes, the labels of a loader most often; "" where that is not so."""
+def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:
+    """Say why inputs are not those that a function takes; "" where that is not seen.
+
+    There are more, the labels of a loader most often, or they are inside of one another.
+    """
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):  # builtins without a signature
         return ""
     rest = inspect.Parameter.VAR_KEYWORD if isinstance(inputs, dict) else inspect.Parameter.VAR_POSITIONAL
     alone = inspect.Parameter.POSITIONAL_ONLY if isinstance(inputs, dict) else inspect.Parameter.KEYWORD_ONLY
-    taken = [p.name for p in parameters if p.kind not in (alone, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)]
+    named = [p for p in parameters if p.kind not in (alone, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)]
+    taken, needed = [p.name for p in named], [p.name for p in named if p.default is p.empty]
+    if not isinstance(inputs, dict) and len(inputs) == 1 < len(needed) and isinstance(inputs[0], tuple | list):
+        return (
+            f"wanted {len(needed)} inputs ({', '.join(needed)}), got one, a {type(inputs[0]).__name__} of {len(inputs[0])}; give"
+            f" them side by side, in batches with a target ({', '.join(needed)}, target)"
+        )
     surplus = [name for name in inputs if name not in taken] if isinstance(inputs, dict) else list(inputs[len(taken) :])
     if not surplus or any(p.kind is rest for p in parameters):
         return ""
-    named = f" ({', '.join(map(repr, surplus))} too many)" if isinstance(inputs, dict) else ""
+    which = f" ({', '.join(map(repr, surplus))} too many)" if isinstance(inputs, dict) else ""
     return (
-        f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}{named}; batches must be"
+        f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}{which}; batches must be"
         " inputs alone, without labels, such as [(x,) for x, y in loader]"
     )
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
-from compresskit.base.task import Inputs, first_rows, shapes_of, surplus_inputs
+from compresskit.base.task import Inputs, first_rows, misfit, shapes_of
 from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
@@ -155,11 +155,11 @@ def check_runs(model: nn.Module, example: Inputs) -> list[str]:
                     return call_unmoved(model, first_rows(example, 2))[1]
             return call_unmoved(model, example)[1]
     except Exception as error:
-        surplus = surplus_inputs(model.forward, example)
-        dtypes = "" if surplus else _other_dtypes(example)
+        why = misfit(model.forward, example)
+        dtypes = "" if why else _other_dtypes(example)
         raise ModelError(
             f"{type(model).__name__} does not run on the example (inputs of shape {shapes_of(example)}{dtypes}):"
-            f" {surplus or named_first_line(error)}"
+            f" {why or named_first_line(error)}"
         ) from error
 
 

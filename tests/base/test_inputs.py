@@ -51,6 +51,34 @@ def test_labels_among_the_inputs_are_named() -> None:
         call_checked(model, (x[:, :2],), "data")
 
 
+class Two(nn.Module):
+    """Compares two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, a, b, scale=1.0):
+        return (self.layer(a) - self.layer(b)) * scale
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_inputs_inside_of_one_another_are_named(kind, tmp_path) -> None:
+    """As a dataset of pairs gives them: `((a, b), label)`."""
+    pair, labels = kind([torch.randn(8, 4), torch.randn(8, 4)]), torch.arange(8) % 3
+    message = (
+        rf"wanted 2 inputs \(a, b\), got one, a {kind.__name__} of 2; give them side by side.* \(a, b, target\)"
+    )
+    task = ck.Task(train=[(pair, labels)], val=[(pair, labels)])
+    with pytest.raises(ModelError, match=message):
+        ck.Recipe(ck.Train(epochs=1)).run(Two(), task, tmp_path / "run")
+    with pytest.raises(DataError, match=message):
+        call_checked(Two(), (pair,), "data")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(DataError, match="data: the model does not run .*: .*mat1 and mat2"):
+        call_checked(Two(), (pair[0][:, :2], pair[1]), "data")
+
+
 def test_a_first_batch_without_rows_is_refused() -> None:
     model, x = build(networks.Chain).eval(), torch.randn(8, 3, 16, 16)
     with pytest.raises(
