@@ -386,11 +386,9 @@ def main() -> None:
         row = make() | {"torch": torch.__version__}
         print(key, row, flush=True)
         about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-        kept = (
-            json.loads(file.read_text()) if file.exists() else {"versions": about, "rows": {}}
-        )  # another run may have added rows
-        rows = kept["rows"] | {key: row}
-        file.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+        kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"versions": about, "rows": {}}
+        rows = kept["rows"] = kept["rows"] | {key: row}  # another run may have added rows
+        file.write_text(json.dumps(kept, indent=1) + "\n")
         (HERE / "prune_cifar.md").write_text(page(kept["versions"], rows))
     print(table(rows))
 

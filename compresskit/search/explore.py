@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from compresskit.base.progress import announce
@@ -15,7 +15,7 @@ from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import EFFORTS, STEP_OF_MACS, STEP_OF_RANK, CandidateStudy, first_candidates
+from compresskit.search.study import EFFORTS, LEAST_MACS, STEP_OF_MACS, STEP_OF_RANK, CandidateStudy, first_candidates
 from compresskit.search.workers import PAUSE, Worker
 
 log = logging.getLogger(__name__)
@@ -69,11 +69,12 @@ class Explorer:
             first=[
                 candidate
                 for candidate in first_candidates(**most, dynamic=self.workshop.gains_by_dynamic, trains=trains)
-                if candidate.effort in efforts
+                if candidate.effort in efforts and (candidate.rank == 1 or self.workshop.factors)
             ],
             efforts=efforts,
             storages=("float", "int8", "int4", *(("dynamic",) if self.workshop.gains_by_dynamic else ())),
             seed=self.workshop.seed,
+            factors=self.workshop.factors,
         )
         tried: dict[Candidate, Tried] = {}
         skipped: dict[Candidate, Tried] = {}
@@ -86,7 +87,7 @@ class Explorer:
             skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
-            if study.told % 2 and (following := self._proposed(tried)) is not None:
+            if study.told % 2 and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
                 study.propose(following)  # every other time, so that the sampler has its share
             if (asked := study.ask(self.trials)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
@@ -119,11 +120,13 @@ class Explorer:
         """
         return self.workshop.trains and "drop" not in self.ceilings
 
-    def _proposed(self, tried: Mapping[Candidate, Tried]) -> Candidate | None:
+    def _proposed(
+        self, tried: Mapping[Candidate, Tried], skipped: Mapping[Candidate, Tried], most_blocks: int
+    ) -> Candidate | None:
         """A candidate near the ceilings, which a sampler seldom meets; None where none is known."""
         ceilings = {name: self.ceilings[name] for name in self.judged}
         placed = nearly_within(tried, ceilings) if self.places_at_the_ceiling and self.workshop.target.runs_here else None
-        return placed or between(tried, ceilings)
+        return placed or between(tried, ceilings) or further({**skipped, **tried}, ceilings, most_blocks)
 
     @staticmethod
     def _measured(tried: Mapping[Candidate, Tried]) -> int:
@@ -198,6 +201,46 @@ def nearly_within(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float
         if set(over) == {"latency"} and over["latency"] <= NEARLY
     ]
     return next((placed for *_, placed in sorted(near, key=lambda entry: entry[:2]) if placed not in tried), None)
+
+
+def further(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], most_blocks: int) -> Candidate | None:
+    """A candidate that removes more than the one nearest to the ceilings, where none is within them.
+
+    Fewer MACs stay, in proportion to what the nearest is over; where that was tried, still fewer, and at last fewer blocks. A
+    candidate that loses more than a ceiling allows is not gone on from.
+
+    Args:
+        entries: candidates that were tried, or skipped for the latency that was predicted.
+        ceilings: of what is measured of a file, by quantity. most_blocks: how many blocks may go.
+
+    Returns None where one is within, or nothing is left to remove.
+    """
+    tried = {c: t for c, t in entries.items() if t.predicted is None}
+    near: list[tuple[float, str, Candidate]] = []
+    for candidate, entry in entries.items():
+        if entry.figures is not None:
+            over = entry.figures.excesses(dict(ceilings))
+            if not over:
+                return None
+            if "drop" not in over:
+                near.append((max(over.values()), candidate.name, candidate))
+        elif entry.predicted is not None:
+            near.append((entry.predicted / ceilings["latency"] - 1, candidate.name, candidate))
+    for over_by, _, candidate in sorted(near):
+        for more in _removing_more(candidate, over_by, most_blocks):
+            if more not in entries and not asks_for_more(more, tried):
+                return more
+    return None
+
+
+def _removing_more(candidate: Candidate, over: float, most_blocks: int) -> Iterator[Candidate]:
+    """Candidates that remove more than one that is over a ceiling by a fraction, those first that remove least."""
+    steps = min(math.floor(candidate.macs / (1 + over) / STEP_OF_MACS), round(candidate.macs / STEP_OF_MACS) - 1)
+    shares = [round(step * STEP_OF_MACS, 2) for step in range(steps, round(LEAST_MACS / STEP_OF_MACS) - 1, -1)]
+    for macs in shares:
+        yield replace(candidate, macs=macs, effort="fast")
+    for blocks in range(candidate.blocks + 1, most_blocks + 1):
+        yield replace(candidate, blocks=blocks, macs=min(shares, default=candidate.macs), effort="fast")
 
 
 def _halfway(one: Candidate, other: Candidate) -> Candidate:

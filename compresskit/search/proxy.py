@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from compresskit.base.budget import keep
 from compresskit.base.errors import CheckpointError, CompressError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
@@ -36,6 +37,7 @@ from compresskit.prune.depth.find_blocks import ResidualBlock
 from compresskit.prune.depth.importance import after_training, influence, output_error
 from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.plan_blocks import order_blocks
+from compresskit.prune.low_rank.plan_ranks import plan_ranks
 from compresskit.quant import quantize_static
 from compresskit.quant.numerics.targets import Deployment, Target
 from compresskit.recipe.dependencies import describe_model, describe_task, versions
@@ -61,6 +63,7 @@ LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is no
 EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
+LARGEST_RANK = 0.9  # fraction of the MACs that stays in candidates of which layers are factored
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
 
 Read = TypeVar("Read")
@@ -172,6 +175,15 @@ class Workshop:
         layers = [m for m in self.model.modules() if isinstance(m, nn.RNNBase | nn.Linear | nn.MultiheadAttention)]
         inside = {id(p): p.numel() for layer in layers for p in layer.parameters()}
         return sum(inside.values()) >= DYNAMIC_SHARE * sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def factors(self) -> bool:
+        """Whether low rank saves a tenth of the MACs, the least that candidates ask for; of recurrent layers it saves nothing."""
+        try:
+            plan_ranks(self.model, first_rows(self.task.example(), 2), keep(macs=LARGEST_RANK))
+        except CompressError:
+            return False
+        return True
 
     def removable(self, milliseconds: float) -> Removable:
         """The residual blocks that can go and the convolutions that can become one, what is worth least for what it saves first.

@@ -39,6 +39,7 @@ DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
 #: Fractions that are tried in the place of the first of these where candidates are trained, which can bring back deeper cuts.
 DEPTHS_TRAINED: tuple[tuple[float, Storage], ...] = ((0.6, "int4"), (0.6, "int8"), (0.85, "int4"))
 STEP_OF_MACS, STEP_OF_RANK = 0.05, 0.1  # of the fractions that stay
+LEAST_MACS, LEAST_RANK = 0.1, 0.4  # the smallest of these fractions
 MERGED_FRACTIONS = (0.5, 1.0)  # fractions of the runs of convolutions that become one each
 
 
@@ -81,6 +82,7 @@ class CandidateStudy:
         first: candidates that are tried before the sampler decides.
         seed: of the sampler.
         storages, efforts: what it chooses from. What is proposed may have others.
+        factors: whether layers may be factored.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ class CandidateStudy:
         seed: int,
         storages: Sequence[Storage] = ("float", "int8", "int4"),
         efforts: Sequence[Effort] = EFFORTS,
+        factors: bool = True,
     ) -> None:
-        self.storages, self.efforts = list(storages), list(efforts)
+        self.storages, self.efforts, self.factors = list(storages), list(efforts), factors
         self.optuna, self.worker, self.most = import_optuna(), worker, {name: count for name, count in most.items() if count}
         self.states = self.optuna.trial.TrialState
         with worker.alone(TURN):
@@ -114,7 +117,8 @@ class CandidateStudy:
                     self.study.enqueue_trial(self._parameters(candidate))
 
     def _parameters(self, candidate: Candidate) -> dict[str, Any]:
-        return {name: vars(candidate)[name] for name in (*self.most, "macs", "rank", "bits", "effort")}
+        names = (*self.most, "macs", *(("rank",) if self.factors else ()), "bits", "effort")
+        return {name: vars(candidate)[name] for name in names}
 
     def _told(self) -> list[Any]:
         """Trials with a result; those that a process left behind have none."""
@@ -152,8 +156,9 @@ class CandidateStudy:
             trial.set_user_attr(WORKER, self.worker.name)
             for name, count in self.most.items():
                 trial.suggest_int(name, 0, count)
-            trial.suggest_float("macs", 0.1, 1.0, step=STEP_OF_MACS)
-            trial.suggest_float("rank", 0.4, 1.0, step=STEP_OF_RANK)
+            trial.suggest_float("macs", LEAST_MACS, 1.0, step=STEP_OF_MACS)
+            if self.factors:
+                trial.suggest_float("rank", LEAST_RANK, 1.0, step=STEP_OF_RANK)
             trial.suggest_categorical("bits", self.storages)
             if len(self.efforts) > 1 or PROPOSED in trial.user_attrs:
                 trial.suggest_categorical("effort", list(EFFORTS))
@@ -190,7 +195,7 @@ def candidate_of(parameters: dict[str, Any]) -> Candidate:
         blocks=int(parameters.get("blocks", 0)),
         merged=int(parameters.get("merged", 0)),
         macs=round(parameters["macs"], 2),
-        rank=round(parameters["rank"], 2),
+        rank=round(parameters.get("rank", 1.0), 2),
         bits=parameters["bits"],
         effort="fast" if parameters["bits"] in WITHOUT_EFFORT else parameters.get("effort", "fast"),
     )

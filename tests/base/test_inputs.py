@@ -66,9 +66,7 @@ class Two(nn.Module):
 def test_inputs_inside_of_one_another_are_named(kind, tmp_path) -> None:
     """As a dataset of pairs gives them: `((a, b), label)`."""
     pair, labels = kind([torch.randn(8, 4), torch.randn(8, 4)]), torch.arange(8) % 3
-    message = (
-        rf"wanted 2 inputs \(a, b\), got one, a {kind.__name__} of 2; give them side by side.* \(a, b, target\)"
-    )
+    message = rf"wanted 2 inputs \(a, b\), got one, a {kind.__name__} of 2; give them side by side.* \(a, b, target\)"
     task = ck.Task(train=[(pair, labels)], val=[(pair, labels)])
     with pytest.raises(ModelError, match=message):
         ck.Recipe(ck.Train(epochs=1)).run(Two(), task, tmp_path / "run")

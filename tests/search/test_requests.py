@@ -12,6 +12,7 @@ import networks
 import pytest
 import torch
 import torch.nn.functional as F
+from formula import figures_by_formula
 from torch import nn
 
 import compresskit as ck
@@ -19,7 +20,7 @@ from compresskit.cli import main
 from compresskit.distill.losses import hint, soft_targets
 from compresskit.search.candidate import Candidate
 from compresskit.search.ceilings import Ceiling, parse_ceiling
-from compresskit.search.explore import asks_for_more, between, nearly_within
+from compresskit.search.explore import asks_for_more, between, further, nearly_within
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.training import with_objective
@@ -283,6 +284,32 @@ def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> 
     float_one = replace(next(iter(tried)), bits="float")
     other = {float_one: Tried(candidate=float_one, figures=tried[Candidate()].figures)}
     assert between(other | tried_of(m15=(0.4, 0.4)), {"latency": 1.0}) is None  # of another precision
+
+
+def test_more_is_removed_than_ever_where_nothing_keeps_the_ceilings() -> None:
+    ceilings = {"latency": 0.5}
+    assert further(tried_of(m100=(0.0, 4.0), m50=(0.1, 0.4)), ceilings, 2) is None  # one keeps them
+    tried = tried_of(m100=(0.0, 4.0), m50=(0.1, 0.8), m70=(0.1, 1.4))
+    assert further(tried, ceilings, 2) == Candidate(macs=0.3)  # 0.5 * 0.5 / 0.8, in steps
+    tried |= {(slow := Candidate(macs=0.3)): Tried(candidate=slow, predicted=0.65)}
+    assert further(tried, ceilings, 2) == Candidate(macs=0.2)
+    tried |= tried_of(m20=(0.4, 0.55), m15=(0.5, 0.53), m10=(0.6, 0.51))
+    assert further(tried, ceilings, 2) == Candidate(blocks=1, macs=0.1)
+    tried |= {(deep := Candidate(blocks=n, macs=0.1)): Tried(candidate=deep, failure="it has no blocks") for n in (1, 2)}
+    assert further({**tried, **tried_of(m25=(0.3, 0.6))}, ceilings, 2) is None
+    assert further(tried_of(m50=(0.1, 0.8)), ceilings | {"drop": 0.05}, 2) is None  # it loses too much already
+    balanced = replace(next(iter(tried_of(m30=(0.1, 0.6)))), effort="balanced")
+    only = {balanced: Tried(candidate=balanced, figures=Figures(metric=1.0, drop=0.0, latency=0.6, bytes=9, macs=9))}
+    assert further(only, ceilings, 0) == Candidate(macs=0.25)
+
+
+def test_layers_are_factored_only_where_that_saves(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Workshop, "_measured", figures_by_formula)
+    for model, factors in ((Reader(), False), (networks.build(networks.WideChain), True)):
+        task = sequences(7) if isinstance(model, Reader) else networks.images_task(ck, samples=64)
+        out = tmp_path / type(model).__name__
+        search = ck.compress(model, task, ck.at_most(bytes="0.9x"), out=out, trials=12, finalists=1, seconds=0.02)
+        assert any(t.candidate.rank < 1 for t in search.tried) == factors
 
 
 def test_operators_are_placed_by_measurement_where_that_may_keep_the_ceiling() -> None:
