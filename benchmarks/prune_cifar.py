@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,18 +103,6 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
             return model.eval()(x)
 
     return 100 * ck.evaluate(run, setup.task(None))
-
-
-#: Distillation from the dense network to the pruned one: soft targets; decoupled ones with the features of the residual stream,
-#: whose width pruning did not change; soft targets of mixed images with these features.
-HINTS = tuple(ck.distill.Term(ck.distill.losses.hint, f"layer{i}") for i in (1, 2, 3))
-DKD = partial(ck.distill.losses.dkd, alpha=1.0, beta=2.0, temperature=4.0)
-TAUGHT: dict[str, dict[str, Any]] = {
-    "taught": {},
-    "taught by DKD and hints": {"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS},
-    "taught on mixtures, and hints": {"weight": 1.0, "task_weight": 0.0, "mixup": 0.4, "terms": HINTS},
-    (BLOCKS := "blocks removed, taught by the checkpoint"): {},
-}
 
 
 def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
@@ -215,24 +203,53 @@ def blocks_cut(setup: Setup, share: float, seed: int) -> nn.Module:
     return stage(setup.model(), setup.task(None))
 
 
+#: Features of the residual stream, whose width pruning does not change.
+HINTS = tuple(ck.distill.Term(ck.distill.losses.hint, f"layer{i}") for i in (1, 2, 3))
+DKD = partial(ck.distill.losses.dkd, alpha=1.0, beta=2.0, temperature=4.0)
+
+
+@dataclass(frozen=True)
+class Longer:
+    """How ResNet-56 is trained for whole epochs.
+
+    cut: makes the network that is trained; None trains the dense one, and keeps it. teacher: "dense" after as many epochs, or the
+    "checkpoint"; None trains by labels. distill: settings of `ck.Distill`, by default soft targets.
+    """
+
+    cut: Callable[[Setup, float, int], nn.Module] | None = our_cut
+    teacher: str | None = "dense"
+    distill: dict[str, Any] = field(default_factory=dict)
+
+
+LONGER = {
+    "dense": Longer(cut=None, teacher=None),
+    "pruned": Longer(teacher=None),
+    "taught": Longer(),
+    "taught by DKD and hints": Longer(distill={"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS}),
+    "taught on mixtures, and hints": Longer(distill={"weight": 1.0, "task_weight": 0.0, "mixup": 0.4, "terms": HINTS}),
+    "blocks removed, taught by the checkpoint": Longer(cut=blocks_cut, teacher="checkpoint"),
+}
+
+
 def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dict[str, Any]:
-    """ResNet-56: dense, or cut, or cut and then taught by the dense one, which is kept beside the decoded images."""
-    model = setup.model() if kind == "dense" else (blocks_cut if kind == BLOCKS else our_cut)(setup, share, seed)
+    """A row of `LONGER`. The dense network is kept beside the decoded images."""
+    how = LONGER[kind]
+    model = setup.model() if how.cut is None else how.cut(setup, share, seed)
     row: dict[str, Any] = {"macs": ck.count_macs(model, EXAMPLE)}
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     row["raw"] = accuracy(setup, model)
-    if kind != "dense":
+    if how.cut is not None:
         rebatched(setup, model, seed)
         row["bn"] = accuracy(setup, model)
     kept = setup.folder / f"resnet{setup.depth}-dense-{epochs}-epochs-{seed}.safetensors"
     distill: dict[str, Any] = {}
-    if kind in TAUGHT:
+    if how.teacher is not None:
         teacher = setup.model()
-        if kind != BLOCKS:
+        if how.teacher == "dense":
             teacher.load_state_dict(load_file(kept))
-        distill = {"teacher": teacher.to(memory_format=torch.channels_last), **TAUGHT[kind]}  # type: ignore[call-overload]
+        distill = {"teacher": teacher.to(memory_format=torch.channels_last), **how.distill}  # type: ignore[call-overload]
     row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, **distill)}
-    if kind == "dense":
+    if how.cut is None:
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, kept)
     return row
 
@@ -307,7 +324,7 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[str,
     if args.resnet56:
         large = Setup(56, args.resnet56, folder, data, not args.fp32)
         for epochs in (0, *args.epochs):
-            for kind in ("dense", "pruned", *TAUGHT):
+            for kind in LONGER:
                 length = f"{epochs} epochs" if epochs else "78 steps"
                 name = f"resnet56 | compresskit | {kind}, {length}{', fp32' if args.fp32 else ''} | 0"
                 yield name, partial(longer, large, kind, 1 / 2.1, epochs, 0)

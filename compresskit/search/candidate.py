@@ -39,10 +39,12 @@ class Removable:
     Attributes:
         blocks: residual blocks.
         runs: runs of convolutions that can become one, as `prune.depth.Merge` names them, no two of the same layers.
+        factors: whether factored layers save as much as candidates ask for at least.
     """
 
     blocks: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    factors: bool = True
 
     def runs_without(self, blocks: Sequence[str]) -> tuple[str, ...]:
         """The runs none of whose layers is in one of these blocks."""

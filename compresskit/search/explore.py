@@ -69,12 +69,12 @@ class Explorer:
             first=[
                 candidate
                 for candidate in first_candidates(**most, dynamic=self.workshop.gains_by_dynamic, trains=trains)
-                if candidate.effort in efforts and (candidate.rank == 1 or self.workshop.factors)
+                if candidate.effort in efforts and (candidate.rank == 1 or self.order.factors)
             ],
             efforts=efforts,
             storages=("float", "int8", "int4", *(("dynamic",) if self.workshop.gains_by_dynamic else ())),
             seed=self.workshop.seed,
-            factors=self.workshop.factors,
+            factors=self.order.factors,
         )
         tried: dict[Candidate, Tried] = {}
         skipped: dict[Candidate, Tried] = {}
@@ -235,8 +235,9 @@ def further(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], m
 
 def _removing_more(candidate: Candidate, over: float, most_blocks: int) -> Iterator[Candidate]:
     """Candidates that remove more than one that is over a ceiling by a fraction, those first that remove least."""
-    steps = min(math.floor(candidate.macs / (1 + over) / STEP_OF_MACS), round(candidate.macs / STEP_OF_MACS) - 1)
-    shares = [round(step * STEP_OF_MACS, 2) for step in range(steps, round(LEAST_MACS / STEP_OF_MACS) - 1, -1)]
+    least, now = round(LEAST_MACS / STEP_OF_MACS), round(candidate.macs / STEP_OF_MACS)
+    first = min(max(least, math.floor(now / (1 + over))), now - 1)
+    shares = [round(step * STEP_OF_MACS, 2) for step in range(first, least - 1, -1)]
     for macs in shares:
         yield replace(candidate, macs=macs, effort="fast")
     for blocks in range(candidate.blocks + 1, most_blocks + 1):

@@ -48,6 +48,7 @@ from compresskit.recipe.measure_stage import measure_stage
 from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
+from compresskit.search.study import STEP_OF_RANK
 from compresskit.search.workers import LOCKS, timing_alone
 from compresskit.train.train import Train
 
@@ -63,7 +64,6 @@ LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is no
 EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
-LARGEST_RANK = 0.9  # fraction of the MACs that stays in candidates of which layers are factored
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
 
 Read = TypeVar("Read")
@@ -176,15 +176,6 @@ class Workshop:
         inside = {id(p): p.numel() for layer in layers for p in layer.parameters()}
         return sum(inside.values()) >= DYNAMIC_SHARE * sum(p.numel() for p in self.model.parameters())
 
-    @cached_property
-    def factors(self) -> bool:
-        """Whether low rank saves a tenth of the MACs, the least that candidates ask for; of recurrent layers it saves nothing."""
-        try:
-            plan_ranks(self.model, first_rows(self.task.example(), 2), keep(macs=LARGEST_RANK))
-        except CompressError:
-            return False
-        return True
-
     def removable(self, milliseconds: float) -> Removable:
         """The residual blocks that can go and the convolutions that can become one, what is worth least for what it saves first.
 
@@ -195,11 +186,16 @@ class Workshop:
         record = read_json(path, "the order in which blocks and activations go") if path.exists() else {"blocks": {}}
         if "runs" not in record:
             record["runs"] = self._ranked_runs(LEAST_SAVED_TIME * milliseconds)
+        if "factors" not in record:
+            record["factors"] = self._can_factor()
+            write_json(path, record)
         if self.ranking not in record["blocks"]:
             announce(log, "compress: ordering residual blocks")
             record["blocks"][self.ranking] = self._ranked_blocks()
             write_json(path, record)
-        return Removable(blocks=tuple(record["blocks"][self.ranking]), runs=tuple(record["runs"]))
+        return Removable(
+            blocks=tuple(record["blocks"][self.ranking]), runs=tuple(record["runs"]), factors=bool(record["factors"])
+        )
 
     @property
     def ranking(self) -> str:
@@ -223,6 +219,14 @@ class Workshop:
         except CompressError as error:
             log.info("compress: no convolutions are merged: %s", error)
             return ()
+
+    def _can_factor(self) -> bool:
+        """Whether low rank saves as much as candidates ask for at least; recurrent layers, for example, stay whole."""
+        try:
+            plan_ranks(self.model, first_rows(self.task.example(), 2), keep(macs=1 - STEP_OF_RANK))
+        except CompressError:
+            return False
+        return True
 
     def _ranked_blocks(self) -> tuple[str, ...]:
         try:

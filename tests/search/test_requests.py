@@ -301,6 +301,8 @@ def test_more_is_removed_than_ever_where_nothing_keeps_the_ceilings() -> None:
     balanced = replace(next(iter(tried_of(m30=(0.1, 0.6)))), effort="balanced")
     only = {balanced: Tried(candidate=balanced, figures=Figures(metric=1.0, drop=0.0, latency=0.6, bytes=9, macs=9))}
     assert further(only, ceilings, 0) == Candidate(macs=0.25)
+    assert further(tried_of(m15=(0.1, 5.0)), ceilings, 1) == Candidate(macs=0.1)  # however far it is over
+    assert further(tried_of(m10=(0.1, 5.0)), ceilings, 1) == Candidate(blocks=1, macs=0.1)
 
 
 def test_layers_are_factored_only_where_that_saves(tmp_path, monkeypatch) -> None:

@@ -247,7 +247,7 @@ def test_many_blocks_are_ordered_several_at_a_time() -> None:
     ],
 )
 def test_progress_is_shown(plan, bars, monkeypatch) -> None:
-    """Choosing 14 of the 27 blocks of a ResNet-56 runs it 280 times on the samples: minutes."""
+    """Choosing half of the blocks of a ResNet-56 runs it hundreds of times on the samples: minutes."""
     terminal = show_terminal(monkeypatch)
     plan(build(ResNet))
     assert bars <= set(terminal.bars)
