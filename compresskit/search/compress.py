@@ -20,13 +20,14 @@ from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy
 from compresskit.graph.surgery import copy_model
 from compresskit.recipe.preflight import preflight_check
+from compresskit.recipe.recipe import Recipe
 from compresskit.search.candidate import UNCOMPRESSED
 from compresskit.search.ceilings import MEASURED, Ceilings
 from compresskit.search.explore import Explorer
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.short_trainings import SHORT_RATE, ShortTrainings
-from compresskit.search.finals.training import check_objective, training_within, with_objective
+from compresskit.search.finals.training import check_objective, check_objective_of_candidates, training_within, with_objective
 from compresskit.search.latency.latency_filter import LatencyFilter
 from compresskit.search.latency.stopwatch import NOISIEST
 from compresskit.search.options import SearchOptions, SearchSettings
@@ -122,6 +123,7 @@ def _search_and_run(
         dense = replace(dense, latency=stopwatch.milliseconds)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
+        check_objective_of_candidates(train, workshop, order)
         train = training_within(workshop, train, budget.minutes, finalists=settings.finalists, fills=settings.train is None)
     name = _study_name(budget, train)
     slow = LatencyFilter(workshop=workshop, order=order, ceiling=ceilings["latency"]) if "latency" in ceilings else None
@@ -153,9 +155,7 @@ def _search_and_run(
         raise _none_within(tried, budget, ceilings, out)
     with worker.alone("result"):
         recipe, result = finals.finished_run(chosen)
-        title = f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}."
-        with atomic(out / SCRIPT) as file:
-            file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
+        _write_script(recipe, out, f"{type(workshop.model).__name__} within {budget!r}: {chosen.candidate.name}.")
     return Search(
         budget=budget,
         dense=dense,
@@ -170,6 +170,11 @@ def _search_and_run(
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
     )
+
+
+def _write_script(recipe: Recipe, out: Path, title: str) -> None:
+    with atomic(out / SCRIPT) as file:
+        file.write_text(as_script(recipe, title=title, name=SCRIPT, out=str(out / "again")))
 
 
 def _settings(options: SearchOptions) -> SearchSettings:

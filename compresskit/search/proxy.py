@@ -31,6 +31,7 @@ from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.prune import Prune
 from compresskit.prune.depth import Depth
 from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
 from compresskit.prune.depth.find_blocks import ResidualBlock
@@ -58,7 +59,7 @@ IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json",
 FOLDER_VERSION = 4  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
-BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters}
+BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters, "samples": 1}
 SCORED_SAMPLES = 64  # that the importance of blocks and of activations reads
 LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is not worth while to merge some convolutions
 EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
@@ -274,15 +275,17 @@ class Workshop:
         return replace(figures, latency=milliseconds_now, seconds=time.perf_counter() - begin)
 
     def compressed(
-        self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None
+        self, candidate: Candidate, order: Removable, samples: int, train: Train | None = None, *, refit: bool = True
     ) -> tuple[nn.Module, tuple[Stage, ...]]:
         """The model of a candidate, and the stages that made it.
 
         train: of its stages, all in all, which looks at the held-out data if at any; None trains nothing. What is to be trained
             later is placed as it will be then, and gets no other effort before.
+        refit: whether layers that lost channels are fitted again, which changes values alone.
         """
         stages = self.stages(candidate, order, samples=samples, train=train, to_train=self.trains)
         stages = tuple(replace(s, **BRIEFLY) if isinstance(s, Depth) else s for s in stages)
+        stages = stages if refit else tuple(replace(s, reconstruct=False) if isinstance(s, Prune) else s for s in stages)
         model, task = copy_model(self.model), with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages):
@@ -319,7 +322,7 @@ class Workshop:
 
         Raises the errors of its stages.
         """
-        model, _ = self.compressed(candidate, order, min(self.samples, SKETCH_SAMPLES))
+        model, _ = self.compressed(candidate, order, min(self.samples, SKETCH_SAMPLES), refit=False)
         with tempfile.TemporaryDirectory() as folder:
             dynamic = None if quantized_parts(model) else self.dynamic
             return read(export_onnx(model.eval(), Path(folder) / "model.onnx", self.task.example(), dynamic=dynamic))

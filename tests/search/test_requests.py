@@ -127,6 +127,21 @@ def test_an_objective_that_does_not_fit_is_refused_before_candidates_are_made(tm
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.usefixtures("by_formula")
+def test_features_that_a_candidate_has_no_longer_are_refused_before_candidates_are_made(tmp_path, model, task) -> None:
+    def imitating(tap: str, **settings) -> ck.Train:
+        return ck.Train(epochs=1, objective=ck.imitate(terms=[ck.distill.Term(hint, tap, **settings)]))
+
+    with pytest.raises(ck.SettingError, match=r"cannot train the candidate macs0.5-float.*hint:b.*need an adapter"):
+        ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "s", train=imitating("b"), **QUICK)
+    assert not (tmp_path / "s" / "candidates").exists()
+    adapted = imitating("b", adapt=ck.distill.project)
+    found = ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "s", train=adapted, **QUICK)
+    assert found.chosen.training_seconds > 0
+    same_width = imitating("head")
+    ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "t", train=same_width, **QUICK)
+
+
 def test_recurrent_networks_are_quantized_dynamically(tmp_path) -> None:
     task = sequences(10, 10)
     model = ck.Train(epochs=10)(Reader(), task)

@@ -90,14 +90,21 @@ def check_blocks(model: nn.Module, paths: Collection[str], example: Inputs) -> s
 
 def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock], example: Inputs) -> dict[str, str]:
     """Blocks without which the model does not run, each with the error: code that reads an attribute of its first layer."""
-    failures = {}
-    for path, block in blocks.items():
+    some = first_rows(example, 2)
+
+    def error_without(paths: Collection[str]) -> Exception | None:
         try:
-            _run_skipping(remove_blocks_(frozen_copy(model), [block]), first_rows(example, 2), {})
+            _run_skipping(remove_blocks_(frozen_copy(model), [blocks[path] for path in paths]), some, {})
         except Exception as error:
-            if runs_here(model, first_rows(example, 2)):
-                failures[path] = f"the model does not run without it: {named_first_line(error)}"
-    return failures
+            return error
+        return None
+
+    outer = [path for path in blocks if not any(path.startswith(f"{other}.") for other in blocks)]
+    alone = [path for path in blocks if path not in outer] if error_without(outer) is None else list(blocks)
+    errors = {path: error for path in alone if (error := error_without([path])) is not None}
+    if not errors or not runs_here(model, some):
+        return {}
+    return {path: f"the model does not run without it: {named_first_line(error)}" for path, error in errors.items()}
 
 
 def failing_alone(model: nn.Module, paths: Collection[str], example: Inputs) -> dict[str, str]:

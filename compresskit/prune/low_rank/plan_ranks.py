@@ -252,15 +252,13 @@ def _factorable(
 
     with watched_calls(model, list(layers), visit), torch.no_grad(), mode(model, training=False):
         call(model, inputs)
-    called = {}
-    for name, layer in layers.items():
-        if name not in positions:
-            locked[name] = "its weights are read without calling it, or not at all"
-        elif (failure := _trial(model, inputs, name)) is not None:
-            locked[name] = failure
-        else:
-            called[name] = (layer, positions[name])
-    return called
+    locked |= dict.fromkeys(layers.keys() - positions.keys(), "its weights are read without calling it, or not at all")
+    called = {name: (layer, positions[name]) for name, layer in layers.items() if name in positions}
+    if _trial(model, inputs, list(called)) is None:
+        return called
+    failures = {name: _trial(model, inputs, [name]) for name in called}
+    locked |= {name: failure for name, failure in failures.items() if failure is not None}
+    return {name: found for name, found in called.items() if failures[name] is None}
 
 
 def _why_whole(name: str, module: FactorableLayer, ignore: tuple[str, ...]) -> str | None:
@@ -274,11 +272,12 @@ def _why_whole(name: str, module: FactorableLayer, ignore: tuple[str, ...]) -> s
     return f"{module.groups} groups" if isinstance(module, nn.Conv2d) and module.groups > 1 else None
 
 
-def _trial(model: nn.Module, inputs: Inputs, name: str) -> str | None:
-    """Run a copy with one layer factored; what the code says where it needs the layer itself."""
+def _trial(model: nn.Module, inputs: Inputs, names: list[str]) -> str | None:
+    """Run a copy with some layers factored; what the code says where it needs the layers themselves."""
     small = frozen_copy(model)
-    layer = _layer(small, name)
-    replace_module_(small, name, Factored.like(layer, (1, 1) if is_tucker(layer) else (1,)))
+    for name in names:
+        layer = _layer(small, name)
+        replace_module_(small, name, Factored.like(layer, (1, 1) if is_tucker(layer) else (1,)))
     try:
         with torch.no_grad():
             call(small, first_rows(inputs, 2))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compresskit.base.errors import SettingError
+from compresskit.base.errors import CompressError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
 from compresskit.base.objective import Objective
@@ -22,12 +22,15 @@ from compresskit.base.progress import announce
 from compresskit.base.task import Task, accuracy, call
 from compresskit.distill import imitate
 from compresskit.distill.losses import hint
+from compresskit.distill.objectives.imitate import Imitate
 from compresskit.graph.surgery import copy_model, frozen_copy
 from compresskit.recipe.preflight import missing_target
+from compresskit.search.candidate import Candidate, Removable
 from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
 from compresskit.search.finals.short_trainings import most_steps
 from compresskit.search.proxy import Workshop, with_reference
+from compresskit.search.study import STEP_OF_RANK
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -69,6 +72,30 @@ def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:
     if train is not None and isinstance(train.objective, Objective):
         probe = copy_model(model).to(task.device).eval()
         train.objective.bind(probe, with_reference(task, model)).close()
+
+
+def check_objective_of_candidates(train: Train | None, workshop: Workshop, order: Removable) -> None:
+    """Raise the error of an objective that compares features which a candidate has no longer, before candidates are measured.
+
+    Each kind of removal is tried once. Kinds that this model does not have are left out.
+    """
+    if train is None or not (isinstance(train.objective, Imitate) and train.objective.terms):
+        return
+    kinds = [Candidate(macs=0.5, bits="float"), Candidate(rank=1 - STEP_OF_RANK, bits="float")]
+    kinds += [Candidate(blocks=1, bits="float")] if order.blocks else []
+    kinds += [Candidate(merged=1, bits="float")] if order.runs else []
+    for candidate in kinds:
+        try:
+            model, _ = workshop.compressed(candidate, order, workshop.samples)
+        except CompressError:
+            continue
+        try:
+            train.objective.bind(model, with_reference(workshop.task, workshop.model)).close()
+        except CompressError as error:
+            raise SettingError(
+                f"compress(train=...): its objective cannot train the candidate {candidate.name}, and would end the search there:"
+                f" {error}"
+            ) from error
 
 
 def training_within(

@@ -67,6 +67,33 @@ def test_a_block_that_the_code_reads_stays() -> None:
     assert "with 2 norms on its way" in str(plan)
 
 
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.a(x).relu()
+
+
+class Outer(nn.Module):
+    """A residual block that reads a layer of the one inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.b = Inner(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.b(self.inner(x) * self.inner.a.weight.mean())
+
+
+def test_a_block_inside_of_another_is_tried_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Outer(), Inner(), nn.Linear(8, 3))
+    plan = plan_blocks(model.eval(), torch.randn(4, 8), blocks=2, importance=importance.influence, **MACS)
+    assert set(plan.paths) == {"1", "2"}
+    assert plan.locked["1.inner"].startswith("the model does not run without it: AttributeError")
+
+
 @pytest.mark.parametrize(("quantity", "kept"), [("macs", 0.6), ("parameters", 0.5), ("bytes", 0.6)])
 def test_budgets_are_met(quantity, kept) -> None:
     model = build(ResNet)
