@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from formula import figures_by_formula
+from residual import ResNet
 from torch import nn
 
 import compresskit as ck
@@ -140,6 +141,13 @@ def test_features_that_a_candidate_has_no_longer_are_refused_before_candidates_a
     assert found.chosen.training_seconds > 0
     same_width = imitating("head")
     ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "t", train=same_width, **QUICK)
+
+
+def test_features_of_blocks_that_go_are_refused_before_candidates_are_made(tmp_path, task) -> None:
+    train = ck.Train(epochs=1, objective=ck.imitate(terms=[ck.distill.Term(hint, "layer1.?", adapt=ck.distill.project)]))
+    with pytest.raises(ck.SettingError, match=r"cannot train the candidate \dblocks-int\d, .*layer1"):
+        ck.compress(networks.build(ResNet), task, ck.at_most(macs="0.5x"), out=tmp_path / "s", train=train, **QUICK)
+    assert not (tmp_path / "s" / "candidates").exists()
 
 
 def test_recurrent_networks_are_quantized_dynamically(tmp_path) -> None:

@@ -30,7 +30,7 @@ from compresskit.search.ceilings import Ceiling
 from compresskit.search.finals.finalists import RUNGS
 from compresskit.search.finals.short_trainings import most_steps
 from compresskit.search.proxy import Workshop, with_reference
-from compresskit.search.study import STEP_OF_RANK
+from compresskit.search.study import STEP_OF_RANK, first_candidates
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -77,12 +77,13 @@ def check_objective(train: Train | None, model: nn.Module, task: Task) -> None:
 def check_objective_of_candidates(train: Train | None, workshop: Workshop, order: Removable) -> None:
     """Raise the error of an objective that compares features which a candidate has no longer, before candidates are measured.
 
-    Each kind of removal is tried once. Kinds that this model does not have are left out.
+    Each kind of removal is tried once, that of blocks as deep as the search begins with, and in integers: there, a module that
+    is removed has no value to compare. Kinds that this model does not have are left out.
     """
     if train is None or not (isinstance(train.objective, Imitate) and train.objective.terms):
         return
     kinds = [Candidate(macs=0.5, bits="float"), Candidate(rank=1 - STEP_OF_RANK, bits="float")]
-    kinds += [Candidate(blocks=1, bits="float")] if order.blocks else []
+    kinds += [max(deep, key=lambda each: each.blocks)] if (deep := _of_blocks_alone(order)) else []
     kinds += [Candidate(merged=1, bits="float")] if order.runs else []
     for candidate in kinds:
         try:
@@ -96,6 +97,11 @@ def check_objective_of_candidates(train: Train | None, workshop: Workshop, order
                 f"compress(train=...): its objective cannot train the candidate {candidate.name}, and would end the search there:"
                 f" {error}"
             ) from error
+
+
+def _of_blocks_alone(order: Removable) -> list[Candidate]:
+    first = first_candidates(len(order.blocks), 0, trains=True)
+    return [each for each in first if each.blocks and each.macs == each.rank == 1]
 
 
 def training_within(
