@@ -21,14 +21,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnxruntime
 import torch
-from prune_cifar import MEAN, STD, Setup, load, peer_cut, peer_settings
+from prune_cifar import HINTS, MEAN, STD, Setup, load, peer_cut, peer_settings
 from quantize_cifar import DEPTHS, draw, executed, theirs
 from torch import Tensor, nn
 from vision import Images
@@ -61,11 +61,11 @@ def qat(epochs: int, lr: float, **settings: Any) -> ck.QAT:
 IN_INTEGERS = partial(ck.quant.quantize_static, bits=FOUR)
 #: Weights of 4 bits in the two later stages, which hold nearly all of them.
 BITS = {"": FOUR, "conv1": EIGHT, "layer1": EIGHT, "linear": EIGHT}
-#: What blocks were removed from has the same widths: features behind each of the three stages are compared as they are.
-HINTS = [ck.distill.Term(ck.distill.losses.hint, "layer?", weight=3)]
+WEIGHTED_HINTS = [replace(term, weight=3) for term in HINTS]
 
 
 def to_four_bits(latency: float, **settings: Any) -> list[ck.Stage]:
+    """Blocks removed until so much of the latency in integers stays, then a quantization-aware training with these settings."""
     return [
         Depth(budget=ck.keep(latency=latency), importance=after_training, form=IN_INTEGERS),
         qat(4, 0.02, schedule=ck.lr.OneCycle(), bits=BITS, **settings),
@@ -77,7 +77,7 @@ RECIPES: dict[str, list[ck.Stage]] = {
     "Depth(latency=0.36), QAT": [Depth(budget=ck.keep(latency=0.36), finetune=tune(3, 0.05)), qat(1, 0.01)],
     "Depth(latency=0.42), QAT to 4 bits": to_four_bits(0.42),
     "Depth(latency=0.45), QAT to 4 bits": to_four_bits(0.45),
-    "Depth(latency=0.40), QAT to 4 bits, hints": to_four_bits(0.40, objective=ck.imitate(terms=HINTS)),
+    "Depth(latency=0.40), QAT to 4 bits, hints": to_four_bits(0.40, objective=ck.imitate(terms=WEIGHTED_HINTS)),
 }
 BY_HAND = "by hand"
 

@@ -317,12 +317,16 @@ class Workshop:
             dynamic=self.dynamic,
         )
 
+    def sketched(self, candidate: Candidate, order: Removable) -> nn.Module:
+        """A model with the candidate's layers, whose values come from a few samples. Raises the errors of its stages."""
+        return self.compressed(candidate, order, min(self.samples, SKETCH_SAMPLES), refit=False)[0]
+
     def sketch(self, candidate: Candidate, order: Removable, read: Callable[[Path], Read]) -> Read:
-        """What `read` says of a file with the candidate's layers, whose values come from a few samples and are not checked.
+        """What `read` says of a file with the candidate's layers, as `sketched` makes them; it is not checked.
 
         Raises the errors of its stages.
         """
-        model, _ = self.compressed(candidate, order, min(self.samples, SKETCH_SAMPLES), refit=False)
+        model = self.sketched(candidate, order)
         with tempfile.TemporaryDirectory() as folder:
             dynamic = None if quantized_parts(model) else self.dynamic
             return read(export_onnx(model.eval(), Path(folder) / "model.onnx", self.task.example(), dynamic=dynamic))

@@ -140,7 +140,8 @@ def test_features_that_a_candidate_has_no_longer_are_refused_before_candidates_a
     found = ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "s", train=adapted, **QUICK)
     assert found.chosen.training_seconds > 0
     same_width = imitating("head")
-    ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "t", train=same_width, **QUICK)
+    found = ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "t", train=same_width, **QUICK)
+    assert found.chosen.candidate.changes_structure
 
 
 def test_features_of_blocks_that_go_are_refused_before_candidates_are_made(tmp_path, task) -> None:

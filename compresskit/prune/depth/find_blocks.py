@@ -8,7 +8,7 @@ input of the module. Where it does, and shape and dtype are the same, the block 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -282,3 +282,13 @@ def _siblings(model: nn.Module, removable: dict[str, ResidualBlock], reasons: di
             locked[path] = reason
     outer = [path for path in locked if not any(path.startswith(f"{other}.") for other in locked)]
     return {path: locked[path] for path in outer}
+
+
+def inside(path: str, others: Collection[str]) -> bool:
+    """Whether a module is a part of one of the others."""
+    return any(path.startswith(f"{other}.") for other in others)
+
+
+def outermost(paths: Collection[str]) -> tuple[str, ...]:
+    """The paths that are not inside of another one."""
+    return tuple(path for path in paths if not inside(path, paths))

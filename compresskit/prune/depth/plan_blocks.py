@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,7 +21,7 @@ from compresskit.prune.channels.plan_channels import check_prunable
 from compresskit.prune.channels.resources import measured_quantity
 from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
 from compresskit.prune.depth.costs import Cost, macs, milliseconds, times_alone, whole_milliseconds
-from compresskit.prune.depth.find_blocks import Blocks, find_blocks
+from compresskit.prune.depth.find_blocks import Blocks, find_blocks, inside, outermost
 from compresskit.prune.depth.importance import BlockScoring, Importance, output_error
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
 
@@ -107,10 +106,10 @@ def order_blocks(
     check_prunable(model, inputs, "order_blocks")
     found = find_blocks(model, inputs)
     found = found.without(blocks_that_cannot_go(model, found.removable, inputs))
-    outer = list(_outermost(tuple(found.removable)))
+    outer = list(outermost(tuple(found.removable)))
     if outer and check_blocks(model, outer, inputs) is not None:
         found = found.without(failing_alone(model, found.removable, inputs))
-        outer = list(_outermost(tuple(found.removable)))
+        outer = list(outermost(tuple(found.removable)))
     if not outer:
         return ()
     found = replace(found, removable={path: found.removable[path] for path in outer})
@@ -214,7 +213,7 @@ class _Planner:
                 raise SettingError(f"blocks=({name!r}, ...): it cannot be removed: {why}; there are: {have}")
         scores = self._scores((), list(dict.fromkeys(names)))
         self.lines = {n: BlockLine(path=n, importance=scores[n], cost=self.costs[n]) for n in scores}
-        return _outermost(tuple(scores))
+        return outermost(tuple(scores))
 
     def chosen(self, budget: Budget | None, count: int) -> tuple[str, ...]:
         """Blocks in the order of their removal, until the budget is met by counting, or until `count` are removed."""
@@ -224,7 +223,7 @@ class _Planner:
                 step = self._next(removed)
                 if step is None:
                     raise ModelError(self._refusal(budget, count, removed))
-                removed = _outermost((*removed, step))
+                removed = outermost((*removed, step))
                 bar.update()
         return removed
 
@@ -305,7 +304,7 @@ class _Planner:
             sizes=sizes,
             macs=self._macs(self.without(paths)),
             macs_before=self._macs(self.model),
-            kept=len(_outermost(tuple(p for p in self.found.removable if p not in paths and not _inside(p, paths)))),
+            kept=len(outermost(tuple(p for p in self.found.removable if p not in paths and not inside(p, paths)))),
             locked=self.found.locked,
         )
 
@@ -325,7 +324,7 @@ class _Planner:
                     continue
                 if best is not None or (step := self._next(order)) is None:
                     break
-                order, grew = _outermost((*order, step)), True
+                order, grew = outermost((*order, step)), True
         failure = None if best is None else check_blocks(self.model, best.paths, self.inputs)
         if best is None or failure is not None:
             raise ModelError(
@@ -333,12 +332,3 @@ class _Planner:
                 f" {reached:.1%}, without {', '.join(order)}{'' if failure is None else f' ({failure})'}; ask for less"
             )
         return best
-
-
-def _inside(path: str, others: Mapping[str, object] | tuple[str, ...]) -> bool:
-    return any(path.startswith(f"{other}.") for other in others)
-
-
-def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths that are not inside of another one."""
-    return tuple(path for path in paths if not _inside(path, paths))

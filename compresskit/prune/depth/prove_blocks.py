@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compresskit.base.errors import named_first_line
 from compresskit.base.task import Inputs, call, first_rows
 from compresskit.graph.surgery import copy_model, frozen_copy, mode
-from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks
+from compresskit.prune.depth.find_blocks import ResidualBlock, find_blocks, outermost
 from compresskit.prune.structure.repeatable import buffers_restored, repeatable, varied_inputs
 from compresskit.prune.structure.trace import no_attention_fastpath, repeat_rows
 
@@ -99,7 +99,7 @@ def blocks_that_cannot_go(model: nn.Module, blocks: Mapping[str, ResidualBlock],
             return error
         return None
 
-    outer = [path for path in blocks if not any(path.startswith(f"{other}.") for other in blocks)]
+    outer = outermost(blocks)
     alone = [path for path in blocks if path not in outer] if error_without(outer) is None else list(blocks)
     errors = {path: error for path in alone if (error := error_without([path])) is not None}
     if not errors or not runs_here(model, some):

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -82,12 +83,9 @@ def check_objective_of_candidates(train: Train | None, workshop: Workshop, order
     """
     if train is None or not (isinstance(train.objective, Imitate) and train.objective.terms):
         return
-    kinds = [Candidate(macs=0.5, bits="float"), Candidate(rank=1 - STEP_OF_RANK, bits="float")]
-    kinds += [max(deep, key=lambda each: each.blocks)] if (deep := _of_blocks_alone(order)) else []
-    kinds += [Candidate(merged=1, bits="float")] if order.runs else []
-    for candidate in kinds:
+    for candidate in _one_of_each_kind(order):
         try:
-            model, _ = workshop.compressed(candidate, order, workshop.samples)
+            model = workshop.sketched(candidate, order)
         except CompressError:
             continue
         try:
@@ -99,9 +97,16 @@ def check_objective_of_candidates(train: Train | None, workshop: Workshop, order
             ) from error
 
 
-def _of_blocks_alone(order: Removable) -> list[Candidate]:
-    first = first_candidates(len(order.blocks), 0, trains=True)
-    return [each for each in first if each.blocks and each.macs == each.rank == 1]
+def _one_of_each_kind(order: Removable) -> Iterator[Candidate]:
+    """Candidates that remove one kind of thing each: channels, ranks, blocks, activations."""
+    yield Candidate(macs=0.5, bits="float")
+    if order.factors:
+        yield Candidate(rank=1 - STEP_OF_RANK, bits="float")
+    if order.blocks:
+        first = first_candidates(len(order.blocks), 0, trains=True)
+        yield max((each for each in first if each.macs == each.rank == 1), key=lambda each: each.blocks)
+    if order.runs:
+        yield Candidate(merged=1, bits="float")
 
 
 def training_within(
