@@ -281,11 +281,11 @@ class Workshop:
 
         train: of its stages, all in all, which looks at the held-out data if at any; None trains nothing. What is to be trained
             later is placed as it will be then, and gets no other effort before.
-        refit: whether layers that lost channels are fitted again, which changes values alone.
+        refit: whether layers that lost channels or blocks are fitted again, which changes values alone.
         """
         stages = self.stages(candidate, order, samples=samples, train=train, to_train=self.trains)
         stages = tuple(replace(s, **BRIEFLY) if isinstance(s, Depth) else s for s in stages)
-        stages = stages if refit else tuple(replace(s, reconstruct=False) if isinstance(s, Prune) else s for s in stages)
+        stages = stages if refit else tuple(replace(s, reconstruct=False) if isinstance(s, Prune | Depth) else s for s in stages)
         model, task = copy_model(self.model), with_reference(self.held, self.model)
         with timing_alone() if candidate.effort != "fast" else nullcontext():  # it may time placements
             for i, stage in enumerate(stages):

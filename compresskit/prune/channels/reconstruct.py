@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -64,10 +65,10 @@ def reconstruct_(
     if first is None:
         raise DataError("reconstructing layers: no batch of calibration data was given")
     statistics = input_statistics(dense, names, itertools.chain([first], stream))
-    before, wanted = copy.deepcopy(model.state_dict()), _outputs(dense, first)
-    distance = _distance(_outputs(model, first), wanted)
+    before, wanted = copy.deepcopy(model.state_dict()), output_leaves(dense, first)
+    distance = squared_distance(output_leaves(model, first), wanted)
     lost = refit_(model, dense, plan, statistics, damping=damping)
-    if not _distance(_outputs(model, first), wanted) <= distance:
+    if not squared_distance(output_leaves(model, first), wanted) <= distance:
         # Each layer is nearer to its old output and yet the model is not, for instance because a norm over channels sees others.
         log.warning("refitting layers brought the outputs of %s no nearer; they stay as they were cut", type(model).__name__)
         model.load_state_dict(before)
@@ -88,13 +89,13 @@ def refit_(
     return {n.removesuffix(".weight"): _refit_(model, dense, plan, n, inputs, damping) for n, inputs in changed.items()}
 
 
-def _outputs(model: nn.Module, inputs: Inputs) -> list[Any]:
+def output_leaves(model: nn.Module, inputs: Inputs) -> list[Any]:
     """What a model gives in eval mode."""
     with torch.no_grad(), mode(model, training=False):
         return pytree.tree_leaves(call_checked(model, inputs, "calibration data"))
 
 
-def _distance(outputs: list[Any], wanted: list[Any]) -> float:
+def squared_distance(outputs: list[Any], wanted: list[Any]) -> float:
     """Sum of squared differences."""
     pairs = zip(outputs, wanted, strict=True)
     # Outputs of different shapes, such as lists of boxes, cannot be compared.
@@ -144,7 +145,8 @@ def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Input
     def visit(path: str, module: Any, x: Tensor, out: Any) -> None:
         if path in statistics:
             rows = max(SAMPLED_ROWS, module.weight[0].numel() // 2)
-            statistics[path].add(_sampled_rows(module, x.detach(), rows, generator))
+            chosen = _sampled_positions(module, x, rows, generator)
+            statistics[path].add(rows_at(module, x.detach(), chosen))
             outputs[id(out)] = (path, out)
         elif id(x) in outputs:
             statistics[outputs[id(x)][0]].norms.add(path)
@@ -156,17 +158,19 @@ def input_statistics(dense: nn.Module, names: list[str], batches: Iterable[Input
     return {f"{path}.weight": inputs for path, inputs in statistics.items() if inputs.rows}
 
 
-def _sampled_rows(layer: Any, x: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(rows, inputs x kernel positions) that a layer multiplies its weights with, at random positions of its output."""
+def _sampled_positions(layer: Any, x: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(rows,) random positions of a layer's output for the input x, counted over all but its channels."""
+    total = x.numel() // x.shape[-1] if isinstance(layer, nn.Linear) else len(x) * math.prod(_output_sizes(layer, x))
+    return torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
+
+
+def rows_at(layer: Any, x: Tensor, chosen: Tensor) -> Tensor:
+    """(rows, inputs x kernel positions) that a layer multiplies its weights with at these positions of its output."""
     if isinstance(layer, nn.Linear):
-        flat = x.reshape(-1, x.shape[-1])
-        return flat[_random_indices(len(flat), count, generator).to(x.device)].float()
+        return x.reshape(-1, x.shape[-1])[chosen.to(x.device)].float()
+    image, *corner = torch.unravel_index(chosen, (len(x), *_output_sizes(layer, x)))
     sides = layer._reversed_padding_repeated_twice
     x = F.pad(x, sides, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
-    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-    sizes = [(n - r - 1) // s + 1 for n, r, s in zip(x.shape[2:], reach, layer.stride, strict=True)]
-    chosen = _random_indices(len(x) * int(torch.tensor(sizes).prod()), count, generator)
-    image, *corner = torch.unravel_index(chosen, (len(x), *sizes))
     starts = [(c * s).to(x.device) for c, s in zip(corner, layer.stride, strict=True)]
     image, channels_last = image.to(x.device), x.movedim(1, -1)
     patches = [
@@ -176,8 +180,12 @@ def _sampled_rows(layer: Any, x: Tensor, count: int, generator: torch.Generator)
     return torch.stack(patches, 2).flatten(1).float()
 
 
-def _random_indices(total: int, count: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(total, (count,), generator=generator) if count < total else torch.arange(total)
+def _output_sizes(layer: Any, x: Tensor) -> list[int]:
+    """Height and width, or how many there are, of a convolution's output."""
+    sides = layer._reversed_padding_repeated_twice[::-1]
+    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    padded = [n + a + b for n, a, b in zip(x.shape[2:], sides[::2], sides[1::2], strict=True)]
+    return [(n - r - 1) // s + 1 for n, r, s in zip(padded, reach, layer.stride, strict=True)]
 
 
 def _refit_(model: nn.Module, dense: nn.Module, plan: Plan, name: str, inputs: InputStatistics, damping: float) -> float:

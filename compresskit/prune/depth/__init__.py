@@ -16,6 +16,7 @@ from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.merging import Merge, MergePlan, merge_, plan_merges
 from compresskit.prune.depth.narrow import narrow
 from compresskit.prune.depth.plan_blocks import plan_blocks
+from compresskit.prune.depth.refit_stream import refit_stream_
 
 __all__ = [
     "BlockPlan",
@@ -30,4 +31,5 @@ __all__ = [
     "narrow",
     "plan_blocks",
     "plan_merges",
+    "refit_stream_",
 ]

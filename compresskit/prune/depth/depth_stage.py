@@ -1,4 +1,4 @@
-"""`Depth`: the stage that removes residual blocks: plan, remove, re-estimate BatchNorm, fine-tune."""
+"""`Depth`: the stage that removes residual blocks: plan, remove, fit the layers that are left, re-estimate norms, fine-tune."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ from compresskit.prune.depth.block_plan import BlockPlan
 from compresskit.prune.depth.costs import Cost, milliseconds
 from compresskit.prune.depth.importance import Importance, output_error
 from compresskit.prune.depth.plan_blocks import check_depth, check_measures, plan_blocks
+from compresskit.prune.depth.refit_stream import refit_stream_
 from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
+FITTED_SAMPLES = 512  # held in memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class Depth(Budgeted, Stage):
-    """Remove residual blocks, whole layers of a transformer among them, re-estimate BatchNorm, and fine-tune.
+    """Remove residual blocks, whole layers of a transformer among them, fit the layers that are left, and fine-tune.
 
     Args:
         budget: how much stays, such as `ck.keep(latency=0.7)`; also macs, parameters or bytes.
         blocks: in the place of a budget, how many blocks to remove, or their dotted names.
         importance, cost, form, ignore: which block is removed next, see `plan_blocks`.
+        reconstruct: fit the layers that write into the stream again by least squares, on calibration inputs without labels, see
+            `refit_stream_`; right after the removal this is worth more than any importance.
         finetune: training afterwards, with a learning-rate schedule of its own; None trains nothing.
-        samples: samples that the importance reads. repair: samples for BatchNorm statistics.
+        samples: samples that the importance reads.
+        repair: samples for BatchNorm statistics; the fit reads the first 512 of them.
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES
@@ -46,6 +52,7 @@ class Depth(Budgeted, Stage):
     importance: Importance = output_error
     cost: Cost = milliseconds
     form: Form | None = None
+    reconstruct: bool = True
     finetune: Train | None = None
     samples: int = 256
     repair: int = 3072
@@ -60,10 +67,13 @@ class Depth(Budgeted, Stage):
 
     def __call__(self, model: nn.Module, task: Task) -> nn.Module:
         model = model.to(task.device)
-        guided = task if task.reference is not None else replace(task, reference=frozen_copy(model))
+        dense = frozen_copy(model)
+        guided = task if task.reference is not None else replace(task, reference=dense)
         plan = self._plan(model, task)
         log.info("%s", plan)
         plan.apply_(model)
+        if self.reconstruct:
+            refit_stream_(model, dense, plan.paths, calibration_inputs(task, min(self.repair, FITTED_SAMPLES), "refit"))
         reestimate_batchnorm_(model, calibration_inputs(task, self.repair, "re-estimate BatchNorm"))
         if self.finetune is not None:
             fit_(model, guided, self.finetune, label="fine-tune")

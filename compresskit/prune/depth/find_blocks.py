@@ -207,7 +207,7 @@ def _block(one: _Call, module: nn.Module, shapes: dict[str, tuple[int, ...]], nu
         first = shapes[next(iter(one.arguments.values()))[0].name]
         return f"its output is {shape[1:]} where its input is {first[1:]}"
     for key, source in same.items():
-        way = _way(output, source, shapes)
+        way = way_back(output, source, shapes)
         if way is None or not any(node.target in ADDITIONS for node, _ in way):
             continue
         if any(other is not source and _depends(other, source) for other, _ in one.arguments.values()):
@@ -226,7 +226,7 @@ def _block(one: _Call, module: nn.Module, shapes: dict[str, tuple[int, ...]], nu
     return "no addition leads from its input to its output"
 
 
-def _way(output: Node, source: Node, shapes: dict[str, tuple[int, ...]]) -> list[tuple[Node, int]] | None:
+def way_back(output: Node, source: Node, shapes: dict[str, tuple[int, ...]]) -> list[tuple[Node, int]] | None:
     """Operators from an output back to the source, with the position of the argument that the way takes; None without one."""
     stack: list[tuple[Node, list[tuple[Node, int]]]] = [(output, [])]
     seen = set()

@@ -1,0 +1,226 @@
+"""Fitting the layers of the residual stream again after blocks are removed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from networks import build, image, images_task
+from quick import make_quick
+from residual import Mobile, ResNet, Transformer
+from torch import nn
+
+import compresskit as ck
+from compresskit.base.errors import DataError
+from compresskit.prune.depth import Depth, importance, plan_blocks, refit_stream_
+from compresskit.prune.depth.find_blocks import find_blocks
+from compresskit.prune.depth.stream_layers import cut_graph
+from compresskit.train.batchnorm import reestimate_batchnorm_
+
+
+def data(count=512, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, 4, 4, generator=generator).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    x = x + 0.3 * torch.randn(count, 3, 16, 16, generator=generator)
+    return [(x[i : i + 64],) for i in range(0, count, 64)]
+
+
+def cut(model, *paths):
+    """The model without these blocks, the names of all that are gone, and BatchNorm as it was."""
+    plan = plan_blocks(model, image(2), blocks=paths)
+    return plan.apply_(copy.deepcopy(model)), plan.paths
+
+
+def normal(model):
+    """Norms and factors that are none of 1 and 0, and statistics of the data."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+                module.weight.copy_(1 + 0.3 * torch.randn(module.weight.shape, generator=generator))
+                module.bias.copy_(0.3 * torch.randn(module.bias.shape, generator=generator))
+    reestimate_batchnorm_(model, data())
+    return model.eval()
+
+
+def error(model, dense):
+    ((x,),) = data(64, seed=7)
+    with torch.no_grad():
+        return float((model(x) - dense(x)).square().mean() / dense(x).var())
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (ResNet, ("layer1.1", "layer2.2")),  # ReLU behind the sum
+        (ResNet, ("layer1.0", "layer1.1")),  # the stem is fitted, too
+        (ResNet, ("layer2.1", "layer2.2")),  # a layer beside a projection
+        (Mobile, ("blocks.1",)),
+        (Transformer, ("layers.1",)),
+        (lambda: Transformer(before=False), ("layers.1", "layers.2")),  # a norm behind the sum
+    ],
+)
+def test_outputs_come_nearer_than_with_batchnorm_alone(make, paths) -> None:
+    dense = normal(build(make))
+    before = copy.deepcopy(dense.state_dict())
+    small, gone = cut(dense, *paths)
+    shapes = {name: value.shape for name, value in small.state_dict().items()}
+    alone = copy.deepcopy(small)
+    reestimate_batchnorm_(alone, data())
+    lost = refit_stream_(small, dense, gone, data())
+    reestimate_batchnorm_(small, data())  # which hardly changes what was fitted to re-estimated statistics
+    assert error(small, dense) < 0.8 * error(alone, dense)
+    assert lost
+    assert all(0 <= share <= 1 for share in lost.values())
+    assert {name: value.shape for name, value in small.state_dict().items()} == shapes
+    assert all(torch.equal(value, before[name]) for name, value in dense.state_dict().items())
+
+
+class Constant(nn.Module):
+    """A block whose branch is the same for all inputs."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Conv2d(width, width, 1)
+        with torch.no_grad():
+            self.layer.weight.zero_()
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+class Plain(nn.Module):
+    """A convolution, with or without a norm, before blocks that can be made up for exactly."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=not norm), nn.BatchNorm2d(8) if norm else nn.Identity())
+        self.blocks, self.head = nn.Sequential(Constant(8), Constant(8)), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.blocks(self.stem(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_a_constant_can_make_up_for_costs_nothing(norm) -> None:
+    """The constants of two blocks go into the bias of the layer before them, or into its norm."""
+    dense = build(lambda: Plain(norm)).eval()
+    small, gone = cut(dense, "blocks.0", "blocks.1")
+    assert error(small, dense) > 0.01
+    lost = refit_stream_(small, dense, gone, data())
+    assert list(lost) == ["stem.0"]
+    assert error(small, dense) < (1e-3 if norm else 1e-6)  # the means over batches of a variance are not that of all rows
+    if norm:  # the statistics are those of the data: in train mode it computes the same
+        ((x,),) = data(64, seed=7)
+        wanted = small(x)
+        assert (small.train()(x) - wanted).abs().max() < 0.1 * wanted.std()
+
+
+def test_layers_are_fitted_from_the_first_cut_on() -> None:
+    dense = normal(build(ResNet))
+    graphs = cut_graph(dense, ["layer1.1"], image(2))
+    assert [layer.weight for layer in graphs.layers] == [
+        "layer1.0.b.0.weight", "layer1.2.b.0.weight", "layer2.1.b.0.weight", "layer2.2.b.0.weight",
+    ]  # fmt: skip
+    names = {layer.weight: (layer.value.name, layer.target.name) for layer in graphs.layers}
+    first, *others = names.values()
+    assert first[0] != first[1]  # what the removed block gave
+    assert all(mine == theirs for mine, theirs in others)
+
+
+def test_the_cut_graph_computes_what_the_model_without_the_blocks_does() -> None:
+    for make in (ResNet, Mobile, Transformer, lambda: Transformer(before=False)):
+        dense = normal(build(make))
+        paths = tuple(find_blocks(dense, image(2)).removable)[1:]
+        small, gone = cut(dense, *paths)
+        graphs = cut_graph(dense, gone, image(2))
+        x = image(3)
+        torch.testing.assert_close(graphs.cut(*x), small(*x))
+        torch.testing.assert_close(graphs.whole.module(*x), dense(*x))
+
+
+def test_tied_layers_are_left_as_they_are() -> None:
+    dense = normal(build(ResNet))
+    dense.layer1[2].b[0].weight = dense.layer1[0].b[0].weight
+    assert "layer1.0.b.0.weight" not in [layer.weight for layer in cut_graph(dense, ["layer1.1"], image(2)).layers]
+
+
+def test_nothing_is_changed_where_outputs_come_no_nearer(caplog) -> None:
+    """The layers are fitted on next to nothing: rows of noise around another mean than the last batch has."""
+    dense = normal(build(Transformer))
+    small, gone = cut(dense, "layers.1")
+    before = copy.deepcopy(small.state_dict())
+    *seen, (last,) = data(128)
+    with caplog.at_level(logging.WARNING):
+        assert refit_stream_(small, dense, gone, [*[(x[:2] * 1e-3 + 100,) for (x,) in seen], (last,)]) == {}
+    assert "no nearer" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+
+
+class Choosing(ResNet):
+    def forward(self, x):
+        return super().forward(x if float(x.mean()) > -100 else -x)
+
+
+def test_a_model_that_cannot_be_captured_stays_as_it_was(caplog) -> None:
+    dense = normal(build(Choosing))
+    small, gone = cut(dense, "layer1.1")
+    before = copy.deepcopy(small.state_dict())
+    with caplog.at_level(logging.WARNING):
+        assert refit_stream_(small, dense, gone, data()) == {}
+    assert "are not fitted again" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+    with pytest.raises(DataError, match="no batch of calibration data"):
+        refit_stream_(small, dense, gone, [])
+
+
+class Words(nn.Module):
+    """A transformer that takes sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Transformer()
+        self.body.patches = nn.Embedding(20, 16)
+
+    def forward(self, tokens):
+        hidden = self.body.patches(tokens)
+        for layer in self.body.layers:
+            hidden = layer(1.0, hidden=hidden)[0]
+        return self.body.head(hidden.mean(1))
+
+
+def test_sequences_of_other_lengths_and_a_short_last_batch_are_no_error() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randint(20, (rows, length), generator=generator),) for rows, length in [(64, 9)] * 6 + [(64, 5), (3, 9)]]
+    torch.manual_seed(0)
+    dense = Words().eval()
+    plan = plan_blocks(dense, batches[0], blocks=("body.layers.1",))
+    small = plan.apply_(copy.deepcopy(dense))
+    with torch.no_grad():
+        wanted, before = dense(*batches[0]), small(*batches[0])
+        assert refit_stream_(small, dense, plan.paths, batches)
+        assert (small(*batches[0]) - wanted).square().mean() < 0.7 * (before - wanted).square().mean()
+
+
+def test_one_batch_of_one_row_is_enough_to_run() -> None:
+    dense = normal(build(ResNet))
+    small, gone = cut(dense, "layer1.1")
+    refit_stream_(small, dense, gone, [(data()[0][0][:1],)])
+    assert torch.isfinite(small(*image(2))).all()
+
+
+@pytest.mark.parametrize("make", [ResNet, Transformer])
+def test_the_stage_fits_unless_it_is_told_not_to(make) -> None:
+    make_quick()
+    dense, task = normal(build(make)), images_task(ck, samples=64, classes=4)
+    task = replace(task, calibration=[(x, torch.zeros(len(x))) for (x,) in data()])
+    blocks = tuple(path for path in find_blocks(dense, image(2)).removable if path.count(".") == 1)[1:2]
+    stage = Depth(blocks=blocks, importance=importance.influence, samples=32)
+    fitted, alone = (replace(stage, reconstruct=on)(copy.deepcopy(dense), task) for on in (True, False))
+    assert error(fitted, dense) < 0.8 * error(alone, dense)
+    names = {n for n, value in alone.named_parameters() if not torch.equal(value, fitted.get_parameter(n))}
+    assert names
+    assert all(torch.equal(p, dense.get_parameter(n)) for n, p in alone.named_parameters())
