@@ -110,6 +110,31 @@ CIFAR-10, float files of half of the latency; each arm is taught by the network 
 """
 
 
+def refit_blocks() -> str:
+    """Blocks removed without a training."""
+    found = load("refit_blocks")
+    rows = [
+        (
+            row["network"],
+            row["importance"],
+            row["removed"],
+            f"{row['macs']:.2f}",
+            f"{row['batchnorm']:.2f}",
+            f"{row['refitted']:.2f}",
+        )
+        for row in found["rows"]
+    ]
+    whole = ", ".join(f"{network} {top1:.2f} %" for network, top1 in found["whole"].items())
+    return f"""\
+## Blocks removed without a training
+
+CIFAR-10, networks trained by others ({whole}), top-1 on the 10,000 test images after residual blocks were removed: with BatchNorm re-estimated alone, and with the
+layers that are left fitted again on 512 images without labels. {source("refit_blocks")}
+
+{table(("network", "importance", "blocks removed", "MACs", "BatchNorm alone %", "refitted %"), rows)}
+"""
+
+
 def static() -> str:
     """Static int8 and QAT."""
     cifar, zoo = load("quantize_cifar"), load("quantize_zoo")["rows"]
@@ -881,6 +906,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     chain,
     chain_cifar,
     depth_width,
+    refit_blocks,
     budgets,
     one_network,
     static,

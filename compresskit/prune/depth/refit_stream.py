@@ -11,7 +11,9 @@ channels are refitted in `prune.channels.reconstruct`, which solves the same lea
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_COLUMN = 24  # output positions that a layer is fitted at, for each of its inputs
 FEWEST_ROWS = 8192
+MOST_IN_STREAM = 2**28  # of the stream at one place, for all samples: 1 GiB in float32
 #: Fractions of the mean variance of a layer's inputs that may be added to each, which pulls it to its old weights.
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 HELD_OUT = 0.25  # of the rows of each batch, which choose the damping
@@ -91,6 +94,14 @@ def _restore_statistics_(model: nn.Module, data: Sequence[Inputs]) -> None:
     """Re-estimate BatchNorm where the data allow it: one row has no variance."""
     if any(batch_size(inputs) > 1 for inputs in data):
         reestimate_batchnorm_(model, data)
+
+
+def _as_many_as_fit(data: Sequence[Inputs], graphs: CutGraph) -> Sequence[Inputs]:
+    """The first batches whose values in the stream can be held at once, and one at least."""
+    shapes = [graphs.whole.shapes[layer.target.name] for layer in graphs.layers]
+    rows = MOST_IN_STREAM // max((math.prod(shape) // batch_size(graphs.whole.example) for shape in shapes), default=1)
+    counts = itertools.accumulate(map(batch_size, data))
+    return [inputs for number, (inputs, count) in enumerate(zip(data, counts, strict=True)) if number == 0 or count <= rows]
 
 
 def _fits(inputs: Inputs, example: Inputs, captured: Captured) -> bool:
@@ -169,28 +180,60 @@ class _Statistics:
 
 
 class _StreamFit:
-    """Fits one layer of the cut graph after another."""
+    """Fits one layer of the cut graph after another.
+
+    data: batches as the graph takes them. frontier: for each, the values that operators behind the last fitted layer read.
+    position: how many operators are behind it. stale: BatchNorms whose inputs have changed and whose statistics have not.
+    """
 
     def __init__(self, dense: nn.Module, graphs: CutGraph, data: Sequence[Inputs]) -> None:
-        self.dense, self.graphs = dense, graphs
-        self.data = [pytree.tree_leaves(inputs) for inputs in data]
-        self.module = graphs.cut
+        self.dense, self.graphs, self.module = dense, graphs, graphs.cut
+        self.data = [pytree.tree_leaves(inputs) for inputs in _as_many_as_fit(data, graphs)]
         self.changed: set[str] = set()
-        nodes = list(self.module.graph.nodes)
-        start = min((nodes.index(layer.layer) for layer in graphs.layers), default=len(nodes))
-        #: BatchNorms behind the first layer that is fitted: their statistics are no longer right.
-        self.stale = {n for n in nodes[start:] if n.target is aten.batch_norm.default and n.args[3] is not None}
+        self.nodes = [node for node in self.module.graph.nodes if node.op != "output"]
+        self.place = {node: number for number, node in enumerate(self.nodes)}
+        start = min((self.place[layer.layer] for layer in graphs.layers), default=len(self.nodes))
+        self.stale = {n for n in self.nodes[start:] if n.target is aten.batch_norm.default and n.args[3] is not None}
+        self.needed = {n: max((self.place.get(user, len(self.nodes)) for user in n.users), default=-1) for n in self.nodes}
+        for layer in graphs.layers:
+            for node in itertools.chain.from_iterable(n.all_input_nodes for n in (layer.layer, *layer.steps, layer.value)):
+                self.needed[node] = max(self.needed[node], self.place[layer.value])
         self.chosen: dict[tuple[str, int], Tensor] = {}
         self.totals: dict[tuple[str, int], int] = {}
         self.wanted = self._targets()
+        self.position = 0
+        self.frontier = [self._given(inputs) for inputs in self.data]
 
+    def _given(self, inputs: Sequence[Any]) -> dict[Node, Any]:
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        return dict(zip(placeholders, self.module.graph.process_inputs(*inputs), strict=False))
+
+    @torch.no_grad()
     def __call__(self, layer: StreamLayer) -> float:
         """Fit one layer; returns the fraction of the variance that is missing."""
         for mine, theirs in layer.norms.items():
             self._set_(mine, get_tensor(self.graphs.whole.module, theirs))
         weight = get_tensor(self.module, layer.weight)
         scale = affine_between(self.graphs, layer, len(weight))[0].to(weight.device)
-        return self._solve_(layer, *self._sums(layer), scale.square())
+        lost = self._solve_(layer, *self._sums(layer), scale.square())
+        chain = [node for node in (layer.layer, *layer.steps, layer.value) if self.place[node] < self.position]
+        end = max(self.position, self.place[layer.value] + 1)
+        for values in self.frontier:
+            for node in dict.fromkeys([*chain, *self.nodes[self.position : end]]):
+                self._run(node, values)
+            for node in [node for node in values if self.needed[node] < end]:
+                del values[node]
+        self.position = end
+        return lost
+
+    def _run(self, node: Node, values: dict[Node, Any], statistics: _Statistics | None = None) -> None:
+        """Compute the value of a node from those of others, and keep it."""
+        if node.op == "placeholder":
+            values.setdefault(node, node.args[0] if node.args else None)
+        elif statistics is not None:
+            values[node] = self._normalized(node, values.__getitem__, statistics)
+        else:
+            values[node] = execute(self.module, node, values.__getitem__)
 
     def copy_to_(self, model: nn.Module) -> None:
         """Copy the tensors that were changed to a model with the same names."""
@@ -227,33 +270,24 @@ class _StreamFit:
 
         Returns the sums over all rows, and over those that are held out.
         """
-        between = set(layer.steps)
-        stale = {node: _Statistics() for node in self.stale - between}
-        x, rest = layer.layer.args[0], layer.rest
+        own = {layer.layer, *layer.steps, layer.value}
+        ahead = [node for node in self.nodes[self.position : self.place[layer.value]] if node not in own]
+        stale = {node: _Statistics() for node in ahead if node in self.stale}
         weight = get_tensor(self.module, layer.weight)
         scale, shift = (v.to(weight.device, torch.float32) for v in affine_between(self.graphs, layer, len(weight)))
+        module = owner(self.dense, self.graphs.whole.name_in_model(layer.weight))[0]
         sums, held_out = _Sums(), _Sums()
-        for number, inputs in enumerate(self.data):
-            values: dict[Node, Tensor] = {}
-
-            def visit(node: Node, value: Any, values: dict[Node, Tensor] = values) -> None:
-                if node is x or node is rest:
-                    values[node] = value
-
-            def compute(node: Node, value_of: ValueOf) -> Any:
-                return self._normalized(node, value_of, stale[node]) if node in stale else execute(self.module, node, value_of)
-
-            with torch.no_grad():
-                run_graph(self.module, inputs, visit, compute=compute, until=layer.value)
-                chosen = self.chosen[layer.weight, number]
-                written = self.wanted.pop((layer.weight, number))
-                if rest is not None:
-                    written = written - _stream_rows(layer, values[rest])[chosen.to(written.device)].float()
-                read = rows_at(owner(self.dense, self.graphs.whole.name_in_model(layer.weight))[0], values[x], chosen)
-                written = (written - shift) / scale
-                late = (chosen >= (1 - HELD_OUT) * self.totals[layer.weight, number]).to(read.device)
-                sums.add(read, written)
-                held_out.add(read[late], written[late])
+        for number, values in enumerate(map(dict, self.frontier)):
+            for node in ahead:
+                self._run(node, values, stale.get(node))
+            chosen, written = (found.pop((layer.weight, number)) for found in (self.chosen, self.wanted))
+            if layer.rest is not None:
+                written = written - _stream_rows(layer, values[layer.rest])[chosen.to(written.device)].float()
+            written = (written - shift) / scale
+            read = rows_at(module, values[layer.layer.args[0]], chosen)
+            late = (chosen >= (1 - HELD_OUT) * self.totals[layer.weight, number]).to(read.device)
+            sums.add(read, written)
+            held_out.add(read[late], written[late])
         self._settle_(stale)
         return sums, held_out
 
@@ -276,7 +310,6 @@ class _StreamFit:
             if statistics.batches:
                 self._set_(str(parameter_name(node.args[3])), statistics.mean / statistics.batches)
                 self._set_(str(parameter_name(node.args[4])), statistics.variance / statistics.batches)
-                self.stale.discard(node)
 
     def _solve_(self, layer: StreamLayer, sums: _Sums, held_out: _Sums, weights: Tensor) -> float:
         """Least squares with the damping that is best on what is held out; a constant goes into the bias, or into a BatchNorm."""
@@ -314,11 +347,10 @@ class _StreamFit:
         self._set_(beta, offset)
         self._set_(str(running_mean), mean)
         self._set_(str(running_var), variance)
-        self.stale.discard(norm)
 
+    @torch.no_grad()
     def _set_(self, name: str, values: Tensor) -> None:
-        with torch.no_grad():
-            get_tensor(self.module, name).copy_(values)
+        get_tensor(self.module, name).copy_(values)
         self.changed.add(name)
 
 

@@ -99,7 +99,9 @@ def cut_graph(dense: nn.Module, paths: Sequence[str], example: Inputs) -> CutGra
     first = min((order[point] for point, target in targets.items() if point is not target), default=len(order))
     points = [point for point in sorted(targets, key=order.__getitem__) if order[point] >= first]
     layers = (finder.at(here[point.name], targets[point]) for point in points)
-    return CutGraph(whole=captured, cut=cut, layers=tuple(found for found in layers if found is not None))
+    place = {node: number for number, node in enumerate(cut.graph.nodes)}
+    in_order = sorted((layer for layer in layers if layer is not None), key=lambda layer: place[layer.value])
+    return CutGraph(whole=captured, cut=cut, layers=tuple(in_order))
 
 
 def _covers(paths: Sequence[str], *others: str) -> bool:
