@@ -35,7 +35,7 @@ from compresskit.prune import Prune
 from compresskit.prune.depth import Depth
 from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
 from compresskit.prune.depth.find_blocks import ResidualBlock
-from compresskit.prune.depth.importance import after_training, influence, output_error
+from compresskit.prune.depth.importance import after_training, influence
 from compresskit.prune.depth.merging.plan_merges import rank_runs
 from compresskit.prune.depth.plan_blocks import order_blocks
 from compresskit.prune.low_rank.plan_ranks import plan_ranks
@@ -234,7 +234,7 @@ class Workshop:
             return order_blocks(
                 self.model,
                 self.task.example(),
-                importance=after_training if self.trains else output_error,
+                importance=after_training,
                 cost=parameters if self.saves == "bytes" else self._milliseconds,
                 task=self.task,
                 samples=SCORED_SAMPLES,

@@ -19,7 +19,7 @@ from compresskit.graph.surgery import frozen_copy
 from compresskit.prune.channels.candidates import Form
 from compresskit.prune.depth.block_plan import BlockPlan
 from compresskit.prune.depth.costs import Cost, milliseconds
-from compresskit.prune.depth.importance import Importance, output_error
+from compresskit.prune.depth.importance import Importance, after_training
 from compresskit.prune.depth.plan_blocks import check_depth, check_measures, plan_blocks
 from compresskit.prune.depth.refit_stream import refit_stream_
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -49,7 +49,7 @@ class Depth(Budgeted, Stage):
 
     budget: Budget | None = None
     blocks: int | tuple[str, ...] | None = None
-    importance: Importance = output_error
+    importance: Importance = after_training
     cost: Cost = milliseconds
     form: Form | None = None
     reconstruct: bool = True

@@ -1,7 +1,7 @@
 """Importance of blocks: `(BlockScoring) -> {path: what is lost without the block}`, measured on data.
 
-output_error     how far the predictions move from the original model's: no labels, one run for every block (the default)
-after_training   an estimate of what is lost once the rest was trained: no labels, one run for every block
+after_training   an estimate of what is lost once the rest was fitted or trained: no labels, one run for every block (the default)
+output_error     how far the predictions move from the original model's: no labels, one run for every block
 influence        how far the block's output is from its input, 1 - cosine: no labels, one run for all
 first_order      the change of the loss to first order in the block's branch: labels and one backward pass for all
 """
@@ -86,8 +86,9 @@ def output_error(scoring: BlockScoring) -> dict[str, float]:
 def after_training(scoring: BlockScoring) -> dict[str, float]:
     """How much the error of the predictions grows without a block, by BatchNorm's statistics of each batch, times its parameters.
 
-    Training brings back what a block did with the parameters that are left: a block with many of them is worth more to a network
-    that is trained afterwards than its error tells. `benchmarks/chain_cifar.md` has it in a chain.
+    A training, or the fit of `refit_stream_`, brings back what a block did with the parameters that are left: one with many of
+    them is worth more to the network afterwards than its error tells. `benchmarks/refit_blocks.md` has it beside `output_error`,
+    `benchmarks/chain_cifar.md` in a chain.
     Where a batch has one row, which has no variance, BatchNorm stays as it is.
     """
     rows = min(batch_size(inputs) for inputs in scoring.batches)

@@ -22,7 +22,7 @@ from compresskit.prune.channels.resources import measured_quantity
 from compresskit.prune.depth.block_plan import BlockLine, BlockPlan
 from compresskit.prune.depth.costs import Cost, macs, milliseconds, times_alone, whole_milliseconds
 from compresskit.prune.depth.find_blocks import Blocks, find_blocks, inside, outermost
-from compresskit.prune.depth.importance import BlockScoring, Importance, output_error
+from compresskit.prune.depth.importance import BlockScoring, Importance, after_training
 from compresskit.prune.depth.prove_blocks import blocks_that_cannot_go, check_blocks, failing_alone, remove_blocks_
 
 MOST_MEASURED = 6  # candidates that are exported and measured for one budget
@@ -37,7 +37,7 @@ def plan_blocks(
     budget: Budget | None = None,
     *,
     blocks: int | tuple[str, ...] | None = None,
-    importance: Importance = output_error,
+    importance: Importance = after_training,
     cost: Cost = milliseconds,
     form: Form | None = None,
     task: Task | None = None,
@@ -87,7 +87,7 @@ def order_blocks(
     model: nn.Module,
     example: AnyInputs,
     *,
-    importance: Importance = output_error,
+    importance: Importance = after_training,
     cost: Cost = milliseconds,
     task: Task | None = None,
     samples: int = 256,

@@ -4,8 +4,10 @@ What a removed block gave is missing in the stream, and everything behind it rea
 whose output enters the stream, from the first cut on, gets the weights with which the stream comes closest, in least squares, to
 what the whole network has there: before a run of removed blocks, to what the last of them gave. Layers are fitted in the order in
 which they run, on what the cut network gives them, so that later ones make up for what earlier ones could not; the statistics of
-BatchNorm in front of each are re-estimated before. It needs neither labels nor gradients nor training, and changes no shape. As
-channels are refitted in `prune.channels.reconstruct`, which solves the same least squares.
+BatchNorm in front of each are re-estimated before. It needs neither labels nor gradients nor training, and changes no shape.
+
+The layer before a run of removed transformer layers is changed by ReplaceMe (2505.02819), too, there by one linear map of its
+output; here it is fitted whole, and all later layers with it. Channels are refitted in `prune.channels.reconstruct`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ def test_importances() -> None:
         plan = plan_blocks(model, image(4), blocks=1, importance=measure, task=task, samples=32, **MACS)
         assert plan.paths == ("layer1.1",)
         assert plan.lines[0].importance == pytest.approx(0, abs=1e-6)
-    plan = plan_blocks(model, image(4), blocks=("layer1.0",), task=task, samples=32, **MACS)
+    alone = {"importance": importance.output_error, "task": task, "samples": 32}
+    plan = plan_blocks(model, image(4), blocks=("layer1.0",), **alone, **MACS)
     x, without = task.train[0][0], copy.deepcopy(model)
     without.layer1[0] = nn.Identity()
     with torch.no_grad():

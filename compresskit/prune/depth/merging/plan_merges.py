@@ -107,7 +107,8 @@ def check_merging(
     names = isinstance(runs, tuple) and runs and all(isinstance(name, str) for name in runs)
     if runs is not None and not names and not (type(runs) is int and runs >= 1):
         raise SettingError(f"{where}(runs=...): wanted a whole number >= 1, or a tuple of names, got {runs!r}")
-    of_blocks = (block_importance.output_error, block_importance.influence, block_importance.first_order)
+    measures = block_importance
+    of_blocks = (measures.after_training, measures.output_error, measures.influence, measures.first_order)
     if not callable(importance) or importance in of_blocks:
         raise SettingError(
             f"{where}(importance=...): wanted a function of prune.depth.merging.merge_importance, such as merged_error, got"

@@ -174,6 +174,7 @@ def test_channels_are_pruned_afterwards() -> None:
             SettingError,
             "wanted a function of prune.depth.merging.merge_importance",
         ),
+        ({"runs": 1, "importance": importance.after_training}, SettingError, "wanted a function of prune.depth.merging"),
         (
             {"runs": ("stem + blocks.0.0",)},
             SettingError,
