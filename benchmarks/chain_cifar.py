@@ -6,10 +6,10 @@ Every arm starts from the same checkpoint, sees the same images for four epochs 
 bf16) and ends in a file that runs in int8. `by hand`: Torch-Pruning cuts half of the MACs (L2 norms of groups, global),
 cross-entropy for four epochs, then onnxruntime's quantizer, per channel, on 512 images. The others are recipes of this library,
 whose training imitates the network as it was. `to 4 bits`: blocks are chosen by `after_training` and by their time in integers,
-weights of the two later stages have 4 bits, and all four epochs are quantization-aware; `hints` compares features, too. Top-1
-is that of the executed file on the 10,000 test images, after the last epoch. Latency: one image, one thread, all files in turn,
-as ratios to the fp32 file of the checkpoint. Minutes: of the arm, on `--threads` cores, rough where the machine does other
-work.
+weights of the two later stages have 4 bits, and all four epochs are quantization-aware; `hints` compares features, too. Rows
+with `Depth` are from before it refitted the layers that are left. Top-1 is that of the executed file on the 10,000 test images,
+after the last epoch. Latency: one image, one thread, all files in turn, as ratios to the fp32 file of the checkpoint. Minutes: of
+the arm, on `--threads` cores, rough where the machine does other work.
 
 Arms and seeds that are in `chain_cifar.json` are kept. Writes it and `chain_cifar.md` beside this file, but not with `--limit`.
 """
@@ -36,7 +36,7 @@ from vision import Images
 import compresskit as ck
 from compresskit.measure import latency
 from compresskit.prune.depth import Depth
-from compresskit.prune.depth.importance import after_training
+from compresskit.prune.depth.importance import after_training, output_error
 
 HERE = Path(__file__).parent
 X = (torch.zeros(1, 3, 32, 32),)
@@ -74,7 +74,10 @@ def to_four_bits(latency: float, **settings: Any) -> list[ck.Stage]:
 
 RECIPES: dict[str, list[ck.Stage]] = {
     "Prune(macs=0.5), QAT": [ck.Prune(budget=ck.keep(macs=0.5), finetune=tune(2, 0.05)), qat(2, 0.01)],
-    "Depth(latency=0.36), QAT": [Depth(budget=ck.keep(latency=0.36), finetune=tune(3, 0.05)), qat(1, 0.01)],
+    "Depth(latency=0.36), QAT": [
+        Depth(budget=ck.keep(latency=0.36), importance=output_error, finetune=tune(3, 0.05)),
+        qat(1, 0.01),
+    ],
     "Depth(latency=0.42), QAT to 4 bits": to_four_bits(0.42),
     "Depth(latency=0.45), QAT to 4 bits": to_four_bits(0.45),
     "Depth(latency=0.40), QAT to 4 bits, hints": to_four_bits(0.40, objective=ck.imitate(terms=WEIGHTED_HINTS)),
