@@ -28,8 +28,8 @@ from typing import Any
 
 import onnxruntime
 import torch
-from prune_cifar import HINTS, MEAN, STD, Setup, load, peer_cut, peer_settings
-from quantize_cifar import DEPTHS, draw, executed, theirs
+from prune_cifar import HINTS, MEAN, STD, Setup, begin, peer_cut, peer_settings
+from quantize_cifar import DEPTHS, checkpoint_of, draw, executed, theirs
 from torch import Tensor, nn
 from vision import Images
 
@@ -178,12 +178,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, help="images of each class folder's split, to try things out; writes no figures")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
-    data = load(args.data, args.out / "images.safetensors")
-    if args.limit:
-        data = {split: (images[: args.limit], labels[: args.limit]) for split, (images, labels) in data.items()}
-    checkpoint = sorted(args.checkpoints.glob(f"{args.network}-*.safetensors"))[-1]
+    data = begin(args)
+    checkpoint = checkpoint_of(args.network, args.checkpoints)
     bench = Bench(Setup(DEPTHS[args.network], checkpoint, args.out, data), args.out)
     start = ck.export_onnx(bench.setup.model(), args.out / "start.onnx", X)
     path = (args.out if args.limit else HERE) / "chain_cifar.json"

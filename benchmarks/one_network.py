@@ -9,6 +9,8 @@ taught      a ResNet-8, three epochs from the same start: alone, and under the R
             (hints) and relations (RKD), the last two with soft targets.
 precision   a ResNet-8, three epochs from the same start: fp32, autocast in bf16, bf16 weights with and without fp32 masters.
 
+The row of `Depth` is from before it refitted the layers that are left and chose blocks by `after_training`.
+
 Batch 128, crops and flips. Accuracies are top-1 of the executed file on the 10,000 test images, of the last epoch, one seed.
 Latencies: one image, one thread, all files of a table measured in turn. Times are rough where the machine is shared. Arms
 that are finished stay in the folder; an interrupted one goes on. Writes `one_network.json` and `.md` beside this file.

@@ -10,7 +10,8 @@ step; everything runs under bf16 autocast, or with `--fp32` in fp32, for process
     tuned   after 2 short epochs of 39 batches of 128, one cycle to a learning rate of 0.02
 
 ResNet-56 is also trained for whole epochs, one cycle to 0.05 as for its checkpoint: dense; pruned; pruned with the dense network
-of as many epochs as teacher; and with blocks removed instead of channels, its teacher the checkpoint.
+of as many epochs as teacher; and with blocks removed instead of channels, its teacher the checkpoint (a row from before `Depth`
+refitted the layers that are left).
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ def load(folder: str | None, cache: Path | None) -> dict[str, tuple[Tensor, Tens
     if cache is not None:
         save_file({f"{s}.{k}": v for s, pair in data.items() for k, v in zip(("images", "labels"), pair, strict=True)}, cache)
     return data
+
+
+def begin(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
+    """Set the threads, make the folder `--out`, and load the images, the first `--limit` of each split where it is given."""
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = load(args.data, args.out / "images.safetensors")
+    return {split: (images[: args.limit], labels[: args.limit]) for split, (images, labels) in data.items()}
 
 
 def accuracy(setup: Setup, model: nn.Module) -> float:

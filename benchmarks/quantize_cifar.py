@@ -65,12 +65,16 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]
         return next(self.batches, None)
 
 
-def trained(name: str, checkpoints: Path) -> nn.Module:
+def checkpoint_of(name: str, checkpoints: Path) -> Path:
     found = sorted(checkpoints.glob(f"{name}-*.safetensors"))
     if not found:
         raise SystemExit(f"{checkpoints}: no {name}-*.safetensors there")
+    return found[-1]
+
+
+def trained(name: str, checkpoints: Path) -> nn.Module:
     model = CifarResNet(DEPTHS[name])
-    model.load_state_dict(load_file(found[-1]))
+    model.load_state_dict(load_file(checkpoint_of(name, checkpoints)))
     return model.eval()
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_cifar import EXAMPLE, Setup, accuracy, load, rebatched
-from quantize_cifar import DEPTHS
+from prune_cifar import EXAMPLE, Setup, accuracy, begin, rebatched
+from quantize_cifar import DEPTHS, checkpoint_of
 
 from compresskit.graph.surgery import copy_model
 from compresskit.prune.depth import costs, importance, plan_blocks, refit_stream_
@@ -78,15 +78,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, help="images of each split, to try things out; writes no figures")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
-    data = load(args.data, args.out / "images.safetensors")
-    if args.limit:
-        data = {split: (images[: args.limit], labels[: args.limit]) for split, (images, labels) in data.items()}
+    data = begin(args)
     found: dict[str, Any] = {"torch": torch.__version__, "whole": {}, "rows": []}
     for network in args.networks:
-        checkpoint = sorted(args.checkpoints.glob(f"{network}-*.safetensors"))[-1]
-        setup = Setup(DEPTHS[network], checkpoint, args.out, data, autocast=False)
+        setup = Setup(DEPTHS[network], checkpoint_of(network, args.checkpoints), args.out, data, autocast=False)
         found["whole"][network] = accuracy(setup, setup.model())
         for name in IMPORTANCES:
             found["rows"] += rows_of(network, setup, name)

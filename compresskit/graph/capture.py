@@ -121,6 +121,17 @@ def capture(model: nn.Module, example: AnyInputs, *, inside: str | None = None, 
     )
 
 
+def capture_or_fix_batch(model: nn.Module, example: AnyInputs) -> Captured:
+    """Capture a model with a dynamic batch, or, where its code or its inputs allow none, for the batch of the example alone.
+
+    Raises ModelError where it cannot be captured at all.
+    """
+    try:
+        return capture(model, example)
+    except (ModelError, SettingError):
+        return capture(model, example, dynamic=())
+
+
 def graph_of(program: torch.export.ExportedProgram, name: str) -> fx.GraphModule:
     """Return what `trace` made of a model as a normalized graph, a module of the given name."""
     module = program.module()

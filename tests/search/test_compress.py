@@ -277,8 +277,13 @@ def test_blocks_of_a_candidate_are_not_measured_again(task, tmp_path, monkeypatc
     workshop = Workshop(
         model=model, task=task, held=task, out=tmp_path, samples=32, batch=1, threads=1, seconds=0.02, seed=0, target=ck.quant.X86
     )
-    smaller, _ = workshop.compressed(Candidate(blocks=1, bits="float"), Removable(blocks=("layer1.0",)), 32)
+    candidate, order = Candidate(blocks=1, bits="float"), Removable(blocks=("layer1.0",))
+    smaller, _ = workshop.compressed(candidate, order, 32)
     assert sum(p.numel() for p in smaller.parameters()) < sum(p.numel() for p in model.parameters())
+    weights = {name: model.get_parameter(name) for name, _ in smaller.named_parameters()}
+    assert any(not torch.equal(p, weights[name]) for name, p in smaller.named_parameters())  # those that are left are refitted
+    sketch = workshop.sketched(candidate, order)  # of which only the layers matter
+    assert all(torch.equal(p, weights[name]) for name, p in sketch.named_parameters())
 
 
 def test_a_training_that_makes_it_worse_is_not_handed_over(model, task, tmp_path) -> None:

@@ -3,6 +3,7 @@ without them.
 
 plan = depth.plan_blocks(model, example, ck.keep(latency=0.7), task=task)   # decides; the model is not changed
 plan.apply_(model)                                                         # removes the blocks
+depth.refit_stream_(model, dense, plan.paths, batches)                      # fits what is left to what the whole network gave
 
 depth.Depth(budget=ck.keep(latency=0.7), finetune=ck.Train(epochs=4))       # the same as a stage of a recipe
 

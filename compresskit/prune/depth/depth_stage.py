@@ -39,10 +39,10 @@ class Depth(Budgeted, Stage):
         blocks: in the place of a budget, how many blocks to remove, or their dotted names.
         importance, cost, form, ignore: which block is removed next, see `plan_blocks`.
         reconstruct: fit the layers that write into the stream again by least squares, on calibration inputs without labels, see
-            `refit_stream_`; right after the removal this is worth more than any importance.
+            `refit_stream_`; `benchmarks/refit_blocks.md` has what it is worth without a training.
         finetune: training afterwards, with a learning-rate schedule of its own; None trains nothing.
         samples: samples that the importance reads.
-        repair: samples for BatchNorm statistics; the fit reads the first 512 of them.
+        repair: samples for BatchNorm statistics; the fit reads as many, up to 512.
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES

@@ -115,7 +115,7 @@ def find_blocks(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = 
             reasons[one.path] = f"it is called {times[one.path]} times"
         elif len(names[id(module)]) > 1:
             reasons[one.path] = f"it is one module under {len(names[id(module)])} names"
-        elif any(one.path == name or one.path.startswith(f"{name}.") for name in ignore):
+        elif covered(one.path, ignore):
             reasons[one.path] = "ignore="
         else:
             removable[one.path] = found
@@ -287,6 +287,11 @@ def _siblings(model: nn.Module, removable: dict[str, ResidualBlock], reasons: di
 def inside(path: str, others: Collection[str]) -> bool:
     """Whether a module is a part of one of the others."""
     return any(path.startswith(f"{other}.") for other in others)
+
+
+def covered(path: str, others: Collection[str]) -> bool:
+    """Whether a module is one of the others, or a part of one."""
+    return path in others or inside(path, others)
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,10 @@ HELD_OUT = 0.25  # of the rows of each batch, which choose the damping
 def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batches: Iterable[AnyInputs]) -> dict[str, float]:
     """Fit, in place, the layers that write into the stream of a model whose blocks were removed.
 
-    Nothing is changed if the outputs of the whole model come no nearer to the dense model's on the last batch, which the fit does
-    not read, than with BatchNorm re-estimated alone, or where the model cannot be captured as a graph. Grouped and transposed
-    convolutions, layers with tied weights, layers of more than 6144 inputs and those behind which the stream goes through more
-    than activations and LayerNorm are left as they are.
+    Nothing is changed if the outputs of the whole model come no nearer to the dense model's than with BatchNorm re-estimated
+    alone, on the last batch, which the fit does not read where there are others, or where the model cannot be captured as a
+    graph. Grouped and transposed convolutions, layers with tied weights, layers of more than 6144 inputs and those behind which
+    the stream goes through more than activations and LayerNorm are left as they are.
 
     Args:
         model: `BlockPlan.apply_` of a plan to a copy of `dense`.
@@ -172,6 +172,14 @@ class _Moments:
         return (weights * (self.xx @ weights)).sum(0)
 
 
+class _Target(NamedTuple):
+    """Positions of a layer's output in a batch, (rows,), which are held out, and what it should write there, (rows, outputs)."""
+
+    chosen: Tensor
+    late: Tensor
+    written: Tensor
+
+
 @dataclass(kw_only=True)
 class _Statistics:
     """Mean and variance of a BatchNorm's inputs, summed over batches."""
@@ -200,8 +208,6 @@ class _StreamFit:
         for layer in graphs.layers:
             for node in itertools.chain.from_iterable(n.all_input_nodes for n in (layer.layer, *layer.steps, layer.value)):
                 self.needed[node] = max(self.needed[node], self.place[layer.value])
-        self.chosen: dict[tuple[str, int], Tensor] = {}
-        self.totals: dict[tuple[str, int], int] = {}
         self.wanted = self._targets()
         self.position = 0
         self.frontier = [self._given(inputs) for inputs in self.data]
@@ -243,12 +249,12 @@ class _StreamFit:
             for name in self.changed:
                 get_tensor(model, self.graphs.whole.name_in_model(name)).copy_(get_tensor(self.module, name))
 
-    def _targets(self) -> dict[tuple[str, int], Tensor]:
-        """(layer, batch) -> (rows, outputs) that the whole network has at the positions where the layer is fitted."""
+    def _targets(self) -> dict[tuple[str, int], _Target]:
+        """What the whole network has where layers are fitted, by the name of the weight and the number of the batch."""
         by_node: dict[Node, list[StreamLayer]] = {}
         for layer in self.graphs.layers:
             by_node.setdefault(layer.target, []).append(layer)
-        found: dict[tuple[str, int], Tensor] = {}
+        found: dict[tuple[str, int], _Target] = {}
         last = max(by_node, key=list(self.graphs.whole.module.graph.nodes).index, default=None)
         generator = torch.Generator().manual_seed(0)
         for number, inputs in enumerate(self.data if last is not None else ()):
@@ -258,10 +264,9 @@ class _StreamFit:
                     written = _stream_rows(layer, value)
                     columns = get_tensor(self.module, layer.weight)[0].numel()
                     count = -(-max(FEWEST_ROWS, ROWS_PER_COLUMN * columns) // len(self.data))
-                    total = len(written)
-                    chosen = torch.randperm(total, generator=generator)[:count]
-                    self.chosen[layer.weight, number], self.totals[layer.weight, number] = chosen, total
-                    found[layer.weight, number] = written[chosen.to(written.device)].float()
+                    chosen = torch.randperm(len(written), generator=generator)[:count]
+                    late = chosen >= (1 - HELD_OUT) * len(written)
+                    found[layer.weight, number] = _Target(chosen, late, written[chosen.to(written.device)].float())
 
             with torch.no_grad():
                 run_graph(self.graphs.whole.module, inputs, visit, until=last)
@@ -282,14 +287,13 @@ class _StreamFit:
         for number, values in enumerate(map(dict, self.frontier)):
             for node in ahead:
                 self._run(node, values, stale.get(node))
-            chosen, written = (found.pop((layer.weight, number)) for found in (self.chosen, self.wanted))
+            chosen, late, written = self.wanted.pop((layer.weight, number))
             if layer.rest is not None:
                 written = written - _stream_rows(layer, values[layer.rest])[chosen.to(written.device)].float()
             written = (written - shift) / scale
             read = rows_at(module, values[layer.layer.args[0]], chosen)
-            late = (chosen >= (1 - HELD_OUT) * self.totals[layer.weight, number]).to(read.device)
             sums.add(read, written)
-            held_out.add(read[late], written[late])
+            held_out.add(read[late.to(read.device)], written[late.to(read.device)])
         self._settle_(stale)
         return sums, held_out
 

@@ -19,15 +19,14 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, capture, module_path, parameter_name
+from compresskit.graph.capture import Captured, capture_or_fix_batch, module_path, parameter_name
 from compresskit.graph.layers.channel_affine import affine_of, constant_nodes
-from compresskit.graph.layers.stored import readers_of
+from compresskit.graph.layers.stored import CONVS, readers_of
 from compresskit.graph.normalize import Node, aten
 from compresskit.graph.surgery import get_tensor
 from compresskit.prune.channels.reconstruct import can_refit
-from compresskit.prune.depth.find_blocks import ADDITIONS, RECTIFIERS, find_blocks, outermost, way_back
+from compresskit.prune.depth.find_blocks import ADDITIONS, RECTIFIERS, covered, find_blocks, inside, outermost, way_back
 
-LAYERS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
 STREAM_ACTIVATIONS = RECTIFIERS | {aten.gelu.default, aten.silu.default, aten.hardswish.default, aten.leaky_relu.default}
 STREAM_ACTIVATIONS |= {aten.elu.default, aten.tanh.default, aten.sigmoid.default, aten.mish.default, aten.softplus.default}
 
@@ -71,12 +70,10 @@ def cut_graph(dense: nn.Module, paths: Sequence[str], example: Inputs) -> CutGra
 
     Raises ModelError where the network cannot be captured as a graph, or a block has no place of its own in it.
     """
-    try:
-        captured = capture(dense, example)
-    except ModelError:
-        captured = capture(dense, example, dynamic=())  # its code may fix the batch
+    captured = capture_or_fix_batch(dense, example)
     removed = outermost(paths)
-    kept = outermost([p for p in find_blocks(dense, example).removable if not _covers(removed, p) and not _covers([p], *removed)])
+    around = [path for path in find_blocks(dense, example).removable if not any(inside(gone, [path]) for gone in removed)]
+    kept = outermost([path for path in around if not covered(path, removed)])
     order = {node: number for number, node in enumerate(captured.module.graph.nodes)}
     ends = {path: found for path in (*removed, *kept) if (found := _block_ends(captured, path)) is not None}
     if missing := [path for path in removed if path not in ends]:
@@ -104,17 +101,12 @@ def cut_graph(dense: nn.Module, paths: Sequence[str], example: Inputs) -> CutGra
     return CutGraph(whole=captured, cut=cut, layers=tuple(in_order))
 
 
-def _covers(paths: Sequence[str], *others: str) -> bool:
-    """Whether a module is one of the paths, or inside of one."""
-    return any(other == path or other.startswith(f"{path}.") for path in paths for other in others)
-
-
 def _block_ends(captured: Captured, path: str) -> tuple[Node, Node] | None:
     """The nodes of a block's input and output; None where it has several."""
-    inside = [n for n in captured.module.graph.nodes if n.op == "call_function" and _covers([path], module_path(n))]
-    among = set(inside)
-    exits = [n for n in inside if n.name in captured.shapes and any(user not in among for user in n.users)]
-    for source in dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in among and n.op != "get_attr"):
+    nodes = [n for n in captured.module.graph.nodes if n.op == "call_function" and covered(module_path(n), [path])]
+    among = set(nodes)
+    exits = [n for n in nodes if n.name in captured.shapes and any(user not in among for user in n.users)]
+    for source in dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in among and n.op != "get_attr"):
         way = way_back(exits[0], source, captured.shapes) if len(exits) == 1 else None
         if way is not None and any(node.target in ADDITIONS for node, _ in way):
             return source, exits[0]
@@ -165,7 +157,7 @@ class _LayerFinder:
         for start, rest in operands:
             node, steps = start, list[Node]()
             while node.op == "call_function" and (node is value or len(node.users) == 1):
-                if node.target in LAYERS:
+                if node.target in CONVS or node.target is aten.linear.default:
                     if self._can_fit(node):
                         yield node, tuple(reversed(steps)), rest
                     break

@@ -14,7 +14,7 @@ from residual import Mobile, ResNet, Transformer
 from torch import nn
 
 import compresskit as ck
-from compresskit.base.errors import DataError
+from compresskit.base.errors import DataError, ModelError
 from compresskit.prune.depth import Depth, importance, plan_blocks, refit_stream_
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.stream_layers import cut_graph
@@ -140,6 +140,32 @@ def test_the_cut_graph_computes_what_the_model_without_the_blocks_does() -> None
         x = image(3)
         torch.testing.assert_close(graphs.cut(*x), small(*x))
         torch.testing.assert_close(graphs.whole.module(*x), dense(*x))
+
+
+def test_what_is_no_block_cannot_be_cut() -> None:
+    with pytest.raises(ModelError, match="head: the graph of the network has no single input and output of this block"):
+        cut_graph(build(ResNet).eval(), ["head"], image(2))
+
+
+class OneSize(ResNet):
+    """Its code fixes the batch."""
+
+    def forward(self, x):
+        return super().forward(x.reshape(64, 3, 16, 16))
+
+
+def test_a_network_whose_code_fixes_the_batch_is_refitted_on_batches_of_that_size() -> None:
+    dense = normal(build(ResNet))
+    fixed = OneSize().eval()
+    fixed.load_state_dict(dense.state_dict())
+    small, gone = cut(dense, "layer1.1")
+    alone = copy.deepcopy(small)
+    reestimate_batchnorm_(alone, data())
+    cut_fixed = OneSize().eval()
+    cut_fixed.layer1[1] = small.layer1[1]
+    cut_fixed.load_state_dict(small.state_dict())
+    assert refit_stream_(cut_fixed, fixed, gone, [*data(), (data()[0][0][:64].clone(),)])
+    assert error(cut_fixed, fixed) < 0.8 * error(alone, dense)
 
 
 def test_tied_layers_are_left_as_they_are() -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, capture, module_path, parameter_name
+from compresskit.graph.capture import Captured, capture_or_fix_batch, module_path, parameter_name
 from compresskit.graph.layers.merging import positions
 from compresskit.graph.layers.stored import CONVS
 from compresskit.graph.layers.value_ranges import changes_nothing, range_of
@@ -91,7 +90,7 @@ def find_runs(
 
     Raises ModelError where the model cannot be captured as a graph.
     """
-    captured = _captured(model, example)
+    captured = capture_or_fix_batch(model, example)
     finder = _Finder(model, captured, ignore)
     links = {link.second: link for node in captured.module.graph.nodes if (link := finder.link(node)) is not None}
     found = FoundRuns(
@@ -114,13 +113,6 @@ def find_runs(
                 found.runs[one.name] = one
                 found.activations[one.name] = [link.activation for link in chain if link.activation is not None]
     return found
-
-
-def _captured(model: nn.Module, example: Inputs) -> Captured:
-    try:
-        return capture(model, example)
-    except ModelError:
-        return capture(model, example, dynamic=())  # its code may fix the batch
 
 
 class _Finder:
