@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from formula import figures_by_formula
 
 import compresskit as ck
 from compresskit.recipe.folder import LOCK
@@ -44,8 +45,9 @@ def trainings(model, task, tmp_path):
     return ShortTrainings(finals=finals, dense=shop.dense(), finalists=1)
 
 
-def tried(drop: float, work: int = 100, size: int = 900, **what: object) -> Tried:
-    figures = Figures(metric=1 - drop, drop=drop, latency=1.0, bytes=size, macs=work)
+def tried(drop: float, work: int | None = None, size: int = 900, **what: object) -> Tried:
+    """A candidate that was tried; what loses more has more MACs left, so that none is ahead of another in all."""
+    figures = Figures(metric=1 - drop, drop=drop, latency=1.0, bytes=size, macs=round(1000 * drop) if work is None else work)
     return Tried(candidate=Candidate(**what), figures=figures)
 
 
@@ -94,8 +96,22 @@ def test_those_that_lose_least_and_those_that_keep_most_are_trained(trainings) -
     assert list(found) == [least.candidate, slow.candidate, large.candidate]
     assert found[least.candidate] == [least, balanced]  # which differ by effort alone
     assert trainings.chosen([least, dense, too_large]) == {}  # the one that is left becomes a finalist anyway
-    many = [tried(0.01 * k, blocks=k + 1) for k in range(2 * MOST_SHORT)]
+    many = [tried(0.01 * k, work=k, blocks=k + 1) for k in range(2 * MOST_SHORT)]
     assert len(trainings.chosen(many)) == MOST_SHORT
+
+
+def test_one_that_others_are_ahead_of_in_all_ways_is_not_trained(trainings) -> None:
+    best, behind = tried(0.1, work=90, size=90, blocks=1), tried(0.2, work=80, size=80, blocks=2)
+    other, behind_both = tried(0.3, work=95, size=85, blocks=3), tried(0.3, work=80, size=80, blocks=4)
+    assert trainings.chosen([best, behind]) == {}  # the best becomes the finalist
+    assert list(trainings.chosen([best, behind, other, behind_both])) == [best.candidate, other.candidate]
+    two = replace(trainings, finalists=2)
+    assert list(two.chosen([best, behind, other, behind_both])) == [best.candidate, other.candidate, behind.candidate]
+    assert two.chosen([best, behind, behind_both]) == {}
+    same = tried(0.1, work=90, size=90, blocks=5)
+    assert list(trainings.chosen([best, same])) == [best.candidate, same.candidate]  # neither is ahead
+    balanced = replace(best, candidate=Candidate(blocks=1, effort="balanced"))
+    assert trainings.chosen([best, balanced]) == {}  # one network, which becomes the finalist
 
 
 @pytest.fixture
@@ -240,8 +256,12 @@ def test_what_differs_by_effort_alone_does_not_take_the_place_of_another_network
     assert finals.next_finalist([first, twin, other], None, at_work={finals.folder(first.candidate).name}) is other
 
 
-@pytest.mark.usefixtures("by_formula")
 def test_the_search_follows_the_short_trainings(model, task, tmp_path, monkeypatch) -> None:
+    def none_ahead(*made) -> Figures:  # what has more left loses more without a training
+        figures = figures_by_formula(*made)
+        return replace(figures, drop=0.1 - figures.drop)
+
+    monkeypatch.setattr(Workshop, "_measured", none_ahead)
     best = Candidate(macs=0.5)
     told = {True: {"drop": -0.5, "seconds": 1.0}, False: {"drop": 0.9, "seconds": 2.0}}
     monkeypatch.setattr(ShortTrainings, "_outcome", lambda self, candidate, short: told[candidate == best])

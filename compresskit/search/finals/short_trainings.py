@@ -111,8 +111,9 @@ class ShortTrainings:
         """Candidates to train, each with those that differ from it by effort alone.
 
         Of those that keep the ceilings which training does not change. Where the drop is minimised, in turn: the one that loses
-        least, the one that has most MACs left, and the one with the largest file. Where the drop has a ceiling: those that have
-        less of what is minimised than all that are expected to keep it, from small to large, in as many parts as there are short
+        least, the one that has most MACs left, and the one with the largest file; one that as many others as there are finalists
+        are ahead of in all three needs no training to be told from them. Where the drop has a ceiling: those that have less of
+        what is minimised than all that are expected to keep it, from small to large, in as many parts as there are short
         trainings; of each part the one that fewest are ahead of in the same three. None where all of them become finalists.
         """
         measured = {name: ceiling for name, ceiling in self.finals.ceilings.items() if name in MEASURED}
@@ -120,7 +121,7 @@ class ShortTrainings:
         for t in tried:
             if t.figures is not None and t.candidate != UNCOMPRESSED and not t.figures.excesses(measured):
                 alike.setdefault(replace(t.candidate, effort="fast"), []).append(t)
-        if sum(map(len, alike.values())) <= self.finalists:
+        if len(alike) <= self.finalists:
             return {}
 
         if (minimised := self.finals.minimise) != "drop":
@@ -129,7 +130,11 @@ class ShortTrainings:
             alike = {c: alike[c] for c, size in _least(alike, minimised).items() if size < bound}
         # What promises much after training: little is lost without it, or much is left that can be trained.
         promises = [_least(alike, "drop"), _least(alike, "macs", -1), _least(alike, "bytes", -1)]
-        chosen = _in_turn(promises) if minimised == "drop" else _of_all_sizes(_least(alike, minimised), promises)
+        if minimised == "drop":
+            chosen = [c for c in _in_turn(promises) if _ahead_of(c, promises) < self.finalists]
+            chosen = chosen if len(chosen) > self.finalists else []
+        else:
+            chosen = _of_all_sizes(_least(alike, minimised), promises)
         return {candidate: alike[candidate] for candidate in chosen[:MOST_SHORT]}
 
     def _outcome(self, candidate: Candidate, short: Train) -> dict[str, Any]:
@@ -172,6 +177,13 @@ def _in_turn(promises: Sequence[Mapping[Candidate, float]]) -> list[Candidate]:
     """The first of each order, then the second of each, and so on."""
     places = zip(*map(_order, promises), strict=True)
     return list(dict.fromkeys(itertools.chain.from_iterable(places)))
+
+
+def _ahead_of(candidate: Candidate, promises: Sequence[Mapping[Candidate, float]]) -> int:
+    """How many others promise no less than a candidate in each way, and more in one."""
+    mine = tuple(values[candidate] for values in promises)
+    others = (tuple(values[other] for values in promises) for other in promises[0])
+    return sum(theirs != mine and all(a <= b for a, b in zip(theirs, mine, strict=True)) for theirs in others)
 
 
 def _of_all_sizes(sizes: Mapping[Candidate, float], promises: Sequence[Mapping[Candidate, float]]) -> list[Candidate]:
