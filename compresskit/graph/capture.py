@@ -383,6 +383,17 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
     except AttributeError:
         names = [name for name, _ in model.named_children()]
         raise ModelError(f"inside={inside!r}: {type(model).__name__} has no such module; its own are {names}") from None
+    seen = calls_inside(model, inputs, inside)
+    if not seen:
+        raise ModelError(f"inside={inside!r}: the model does not call this module for these inputs")
+    return part, seen[0]
+
+
+def calls_inside(model: nn.Module, inputs: Inputs, inside: str) -> list[Inputs]:
+    """Return the inputs that a submodule receives in every call, when the model is called with `inputs`.
+
+    Raises ModelError where it is called with positional and keyword arguments mixed.
+    """
     seen: list[Inputs] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -390,14 +401,12 @@ def inputs_inside(model: nn.Module, inputs: Inputs, inside: str) -> tuple[nn.Mod
             raise ModelError(f"inside={inside!r}: it is called with positional and keyword arguments mixed")
         seen.append(kwargs if kwargs else args)
 
-    handle = part.register_forward_pre_hook(note, with_kwargs=True)
+    handle = model.get_submodule(inside).register_forward_pre_hook(note, with_kwargs=True)
     try:
         call_unmoved(model, inputs)
     finally:
         handle.remove()
-    if not seen:
-        raise ModelError(f"inside={inside!r}: the model does not call this module for these inputs")
-    return part, seen[0]
+    return seen
 
 
 def _two_rows(model: nn.Module, example: Inputs, dynamic: Dynamic) -> Inputs:

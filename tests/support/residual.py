@@ -35,6 +35,17 @@ class ResNet(nn.Module):
         return self.head(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
 
 
+class Pair(nn.Module):
+    """Whether two inputs are alike, which go through one encoder (a Siamese network); the second is by default the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = ResNet(), nn.Linear(10, 2)
+
+    def forward(self, a, b=None):
+        return self.head((self.encoder(a) - self.encoder(a if b is None else b)).abs())
+
+
 class Inverted(nn.Module):
     """x + project(depthwise(expand(x))), without an activation, so that values may be negative."""
 

@@ -55,8 +55,9 @@ def milliseconds(
 ) -> dict[str, float]:
     """Milliseconds of each block for one sample: exported alone and run in ONNX Runtime on one thread.
 
-    Blocks of the same layers and inputs are measured once. Where one cannot be exported alone, all count their MACs instead, and
-    a warning says so. form: what is measured of each block, such as `quant.quantize_static`; None measures it in float.
+    Blocks of the same layers and inputs are measured once, and count as often as the model calls them. Where one cannot be
+    exported alone, all count their MACs instead, and a warning says so.
+    form: what is measured of each block, such as `quant.quantize_static`; None measures it in float.
     """
     times = times_alone(model, example, blocks, form)
     return macs(model, example, blocks) if times is None else times
@@ -81,7 +82,7 @@ def times_alone(
     except Exception as error:  # whatever the exporter or the runtime raises
         log.warning("blocks are compared by %s: %s cannot be measured alone (%s)", instead, type(model).__name__, error)
         return None
-    return {path: time for paths, time in zip(alike.values(), times, strict=True) for path in paths}
+    return {path: time * blocks[path].calls for paths, time in zip(alike.values(), times, strict=True) for path in paths}
 
 
 def whole_milliseconds(model: nn.Module, example: Inputs, form: Form | None = None) -> float:

@@ -7,10 +7,10 @@ input of the module. Where it does, and shape and dtype are the same, the block 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class ResidualBlock:
     outputs, index: length of the tuple that it returns, and the place of the output in it; 0 where it returns a tensor.
     shape: of its input and output. parameters: values in its parameters.
     norms: how many norms on the way from input to output are removed with it.
+    calls: how often a run calls it, as the encoder that both inputs of a Siamese network go through.
     skipped: numbers of the additions and norms on that way, counted over all operators of one run -> position of the argument
         that they would hand on.
     """
@@ -57,6 +58,7 @@ class ResidualBlock:
     parameters: int
     norms: int
     skipped: dict[int, int] = field(repr=False)
+    calls: int = 1
 
     def bypass(self) -> Bypass:
         """The module that takes its place."""
@@ -100,25 +102,25 @@ def find_blocks(model: nn.Module, example: Inputs, *, ignore: tuple[str, ...] = 
     calls, recorder = _record(model, first_rows(example, 2)) or _record(model, example) or ([], None)
     assert recorder is not None
     numbers = _operator_numbers(recorder)
-    times = Counter(c.path for c in calls)
     names = _names_by_module(model)
     removable: dict[str, ResidualBlock] = {}
     reasons: dict[str, str] = {}
+    by_path: dict[str, list[_Call]] = {}
     for one in calls:
-        module = model.get_submodule(one.path)
+        by_path.setdefault(one.path, []).append(one)
+    for path, those in by_path.items():
+        module = model.get_submodule(path)
         if sum(p.ndim > 1 for p in module.parameters()) == 0:
             continue
-        found = _block(one, module, recorder.shapes, numbers)
+        found = _block_of_all(those, module, recorder.shapes, numbers)
         if isinstance(found, str):
-            reasons[one.path] = found
-        elif times[one.path] > 1:
-            reasons[one.path] = f"it is called {times[one.path]} times"
+            reasons[path] = found
         elif len(names[id(module)]) > 1:
-            reasons[one.path] = f"it is one module under {len(names[id(module)])} names"
-        elif covered(one.path, ignore):
-            reasons[one.path] = "ignore="
+            reasons[path] = f"it is one module under {len(names[id(module)])} names"
+        elif covered(path, ignore):
+            reasons[path] = "ignore="
         else:
-            removable[one.path] = found
+            removable[path] = found
     for path in sorted(removable, key=lambda path: -path.count(".")):  # the innermost first
         if _is_container(model, path, removable):
             del removable[path]
@@ -194,6 +196,24 @@ def _names_by_module(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
+def _block_of_all(
+    calls: list[_Call], module: nn.Module, shapes: dict[str, tuple[int, ...]], numbers: dict[Node, int]
+) -> ResidualBlock | str:
+    """The block that all calls of a module are of, or why it is none."""
+    found = [_block(one, module, shapes, numbers) for one in calls]
+    blocks = [block for block in found if isinstance(block, ResidualBlock)]
+    if len(blocks) < len(calls):
+        return next(reason for reason in found if isinstance(reason, str))
+    first = blocks[0]
+    if any((b.argument, b.outputs, b.index) != (first.argument, first.outputs, first.index) for b in blocks):
+        return f"it is called {len(calls)} times, in other ways"
+    given = {node for one in calls for node, _ in one.results.values()}
+    read = [node for one in calls for node, _ in one.arguments.values()]
+    if len(calls) > 1 and given & _before(read):
+        return f"it is called {len(calls)} times, one after another"  # its removal would take the whole depth
+    return replace(first, calls=len(calls), skipped={n: p for block in blocks for n, p in block.skipped.items()})
+
+
 def _block(one: _Call, module: nn.Module, shapes: dict[str, tuple[int, ...]], numbers: dict[Node, int]) -> ResidualBlock | str:
     """The block that a call is of, or why it is none."""
     if len(one.results) != 1:
@@ -210,7 +230,7 @@ def _block(one: _Call, module: nn.Module, shapes: dict[str, tuple[int, ...]], nu
         way = way_back(output, source, shapes)
         if way is None or not any(node.target in ADDITIONS for node, _ in way):
             continue
-        if any(other is not source and _depends(other, source) for other, _ in one.arguments.values()):
+        if any(other is not source and source in _before([other]) for other, _ in one.arguments.values()):
             return "its branch begins outside of it"
         skipped = {numbers[node]: position for node, position in way if node.target in ADDITIONS | NORM_OPERATORS}
         return ResidualBlock(
@@ -249,16 +269,14 @@ def way_back(output: Node, source: Node, shapes: dict[str, tuple[int, ...]]) -> 
     return None
 
 
-def _depends(node: Node, source: Node) -> bool:
-    """Whether a value is computed from another."""
-    stack, seen = [node], {node}
+def _before(nodes: Collection[Node]) -> set[Node]:
+    """Some values, and all that they are computed from."""
+    stack, seen = list(nodes), set(nodes)
     while stack:
         inputs = [n for n in stack.pop().all_input_nodes if n not in seen]
-        if source in inputs:
-            return True
         seen.update(inputs)
         stack += inputs
-    return False
+    return seen
 
 
 def _is_container(model: nn.Module, path: str, removable: dict[str, ResidualBlock]) -> bool:

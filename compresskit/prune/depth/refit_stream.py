@@ -29,12 +29,12 @@ from compresskit.base.errors import DataError, ModelError, first_line
 from compresskit.base.inputs import AnyInputs, each_inputs
 from compresskit.base.progress import progress_bar
 from compresskit.base.task import Inputs, batch_size
-from compresskit.graph.capture import Captured, parameter_name
+from compresskit.graph.capture import Captured, calls_inside, parameter_name
 from compresskit.graph.interpreter import ValueOf, execute, run_graph
 from compresskit.graph.normalize import Node, aten
-from compresskit.graph.surgery import get_tensor, owner
+from compresskit.graph.surgery import get_tensor, mode, owner
 from compresskit.prune.channels.reconstruct import output_leaves, rows_at, squared_distance
-from compresskit.prune.depth.stream_layers import CutGraph, StreamLayer, affine_between, cut_graph, unpermuted
+from compresskit.prune.depth.stream_layers import CutGraph, StreamLayer, affine_between, cut_graph, shared_part, unpermuted
 from compresskit.train.batchnorm import reestimate_batchnorm_
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
     Nothing is changed if the outputs of the whole model come no nearer to the dense model's than with BatchNorm re-estimated
     alone, on the last batch, which the fit does not read where there are others, or where the model cannot be captured as a
     graph. Grouped and transposed convolutions, layers with tied weights, layers of more than 6144 inputs and those behind which
-    the stream goes through more than activations and LayerNorm are left as they are.
+    the stream goes through more than activations and LayerNorm are left as they are. Where all blocks are in a part that is
+    called several times, such as the encoder of a Siamese network, that part is fitted, on what it gets in all calls.
 
     Args:
         model: `BlockPlan.apply_` of a plan to a copy of `dense`.
@@ -72,6 +73,11 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
     if not data:
         raise DataError("refitting layers of the stream: no batch of calibration data was given")
     try:
+        if (part := shared_part(dense, paths, data[0])) is not None:
+            inner = [path.removeprefix(f"{part}.") for path in paths]
+            received = itertools.chain.from_iterable(_received(dense, inputs, part) for inputs in data)
+            found = refit_stream_(model.get_submodule(part), dense.get_submodule(part), inner, received)
+            return {f"{part}.{name}": lost for name, lost in found.items()}
         graphs = cut_graph(dense, paths, data[0])
     except ModelError as error:
         log.warning("layers around removed blocks are not fitted again: %s", first_line(error))
@@ -90,6 +96,13 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
         model.load_state_dict(before)
         return {}
     return {graphs.whole.name_in_model(name).removesuffix(".weight"): share for name, share in lost.items()}
+
+
+@torch.no_grad()
+def _received(dense: nn.Module, inputs: Inputs, part: str) -> list[Inputs]:
+    """What a part of the model gets in every call."""
+    with mode(dense, training=False):
+        return calls_inside(dense, inputs, part)
 
 
 def _restore_statistics_(model: nn.Module, data: Sequence[Inputs]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from compresskit.base.errors import ModelError
 from compresskit.base.task import Inputs
-from compresskit.graph.capture import Captured, capture_or_fix_batch, module_path, parameter_name
+from compresskit.graph.capture import Captured, calls_inside, capture_or_fix_batch, module_path, parameter_name
 from compresskit.graph.layers.channel_affine import affine_of, constant_nodes
 from compresskit.graph.layers.stored import CONVS, readers_of
 from compresskit.graph.normalize import Node, aten
@@ -68,11 +68,14 @@ def cut_graph(dense: nn.Module, paths: Sequence[str], example: Inputs) -> CutGra
         paths: dotted names of the blocks that are removed.
         example: inputs.
 
-    Raises ModelError where the network cannot be captured as a graph, or a block has no place of its own in it.
+    Raises ModelError where the network cannot be captured as a graph, a block has no place of its own in it, or is called several
+    times.
     """
+    removed, blocks = outermost(paths), find_blocks(dense, example).removable
+    if several := [path for path in removed if path in blocks and blocks[path].calls > 1]:
+        raise ModelError(f"{several[0]}: it is called {blocks[several[0]].calls} times, in no part of the model alone")
     captured = capture_or_fix_batch(dense, example)
-    removed = outermost(paths)
-    around = [path for path in find_blocks(dense, example).removable if not any(inside(gone, [path]) for gone in removed)]
+    around = [path for path in blocks if not any(inside(gone, [path]) for gone in removed)]
     kept = outermost([path for path in around if not covered(path, removed)])
     order = {node: number for number, node in enumerate(captured.module.graph.nodes)}
     ends = {path: found for path in (*removed, *kept) if (found := _block_ends(captured, path)) is not None}
@@ -99,6 +102,20 @@ def cut_graph(dense: nn.Module, paths: Sequence[str], example: Inputs) -> CutGra
     place = {node: number for number, node in enumerate(cut.graph.nodes)}
     in_order = sorted((layer for layer in layers if layer is not None), key=lambda layer: place[layer.value])
     return CutGraph(whole=captured, cut=cut, layers=tuple(in_order))
+
+
+def shared_part(dense: nn.Module, paths: Sequence[str], example: Inputs) -> str | None:
+    """The dotted name of the largest part that is called several times and holds all blocks to remove, each called once in it.
+
+    None where they are called once, or there is no such part.
+    """
+    calls = {path: block.calls for path, block in find_blocks(dense, example).removable.items() if path in paths}
+    if len(set(calls.values())) != 1 or 1 in calls.values():
+        return None
+    around = (
+        name for name, _ in dense.named_modules() if name and all(inside(path, [name]) for path in paths)
+    )  # outermost first
+    return next((name for name in around if len(calls_inside(dense, example, name)) in calls.values()), None)
 
 
 def _block_ends(captured: Captured, path: str) -> tuple[Node, Node] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from networks import Chain, build, image
-from residual import Basic, Mobile, ResNet, Transformer
+from residual import Basic, Mobile, Pair, ResNet, Transformer
 from torch import nn
 
 from compresskit.prune.depth import find_blocks
@@ -40,8 +40,34 @@ def test_what_cannot_be_removed_is_named() -> None:
     shared = build(ResNet)
     shared.layer1[1] = shared.layer1[0]
     found = find_blocks(shared, image(2))
-    assert found.locked["layer1.0"] == "it is called 2 times"
+    assert found.locked["layer1.0"] == "it is called 2 times, one after another"
     assert "layer1.0" not in found.removable
+
+
+def test_what_both_inputs_go_through_is_a_block_that_is_called_twice() -> None:
+    once, twice = find_blocks(build(ResNet), image(2)), find_blocks(build(Pair), (*image(2), *image(2)))
+    assert list(twice.removable) == [f"encoder.{path}" for path in once.removable]
+    assert {block.calls for block in twice.removable.values()} == {2}
+    assert {block.calls for block in once.removable.values()} == {1}
+    for path, block in once.removable.items():
+        assert len(twice.removable[f"encoder.{path}"].skipped) == 2 * len(block.skipped)
+
+
+class ByNameToo(nn.Module):
+    """One block, called by position and by name: no argument is what both calls would hand on."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Basic(3, 3)])
+
+    def forward(self, x):
+        return self.blocks[0](x) + self.blocks[0](x=x.flip(3))
+
+
+def test_a_block_whose_calls_would_hand_on_other_arguments_stays() -> None:
+    found = find_blocks(build(ByNameToo), image(2))
+    assert found.removable == {}
+    assert found.locked == {"blocks.0": "it is called 2 times, in other ways"}
 
 
 class Outside(nn.Module):

@@ -10,7 +10,7 @@ import oracles
 import pytest
 import torch
 from networks import build, image, images_task
-from residual import Basic, Mobile, ResNet, Transformer
+from residual import Basic, Mobile, Pair, ResNet, Transformer
 from terminal import show_terminal
 from torch import nn
 
@@ -171,6 +171,19 @@ def test_times_are_those_of_the_form_that_will_run() -> None:
     plan = plan_blocks(model, image(2), ck.keep(bytes=0.9), importance=importance.influence, form=form, **MACS)
     size = int(plan.note.partition("ONNX file of ")[2].split(" ")[0])
     assert size < 4 * ck.count_parameters(plan.apply_(copy.deepcopy(model)))
+
+
+def test_a_block_that_is_called_twice_saves_its_time_twice_and_goes_from_both_places(monkeypatch) -> None:
+    pair, inputs = build(Pair), (*image(4), *(-x for x in image(4)))
+    monkeypatch.setattr(costs, "_milliseconds", lambda *_: 0.25)
+    plan = plan_blocks(pair, inputs, blocks=("encoder.layer1.1",), importance=importance.influence)
+    assert plan.lines[0].cost == pytest.approx(0.5)
+    by_hand = copy.deepcopy(pair)
+    by_hand.encoder.layer1[1] = nn.Identity()
+    with torch.no_grad():
+        torch.testing.assert_close(plan.apply_(copy.deepcopy(pair)).eval()(*inputs), by_hand.eval()(*inputs))
+    again = type(plan).from_json(json.loads(json.dumps(plan.to_json())))
+    assert again.blocks[0].calls == 2
 
 
 def test_a_form_that_fails_compares_blocks_by_macs(caplog) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from networks import build, image, images_task
 from quick import make_quick
-from residual import Mobile, ResNet, Transformer
+from residual import Basic, Mobile, Pair, ResNet, Transformer
 from torch import nn
 
 import compresskit as ck
@@ -183,6 +183,45 @@ def test_nothing_is_changed_where_outputs_come_no_nearer(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert refit_stream_(small, dense, gone, [*[(x[:2] * 1e-3 + 100,) for (x,) in seen], (last,)]) == {}
     assert "no nearer" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+
+
+def test_an_encoder_that_two_inputs_go_through_is_fitted_on_both() -> None:
+    dense, pairs = normal(build(Pair)), [(x, -x.flip(0)) for (x,) in data()]
+    plan = plan_blocks(dense, pairs[0], blocks=("encoder.layer1.1",))
+    small = plan.apply_(copy.deepcopy(dense))
+    alone = copy.deepcopy(small)
+    reestimate_batchnorm_(alone, pairs)
+    layers = refit_stream_(small, dense, plan.paths, pairs)
+    assert "encoder.layer1.0.b.0" in layers
+    ((a, b),) = [(x, -x.flip(0)) for (x,) in data(64, seed=1)]
+    with torch.no_grad():
+        wanted, got, without = (net.eval()(a, b) for net in (dense, small, alone))
+    assert (got - wanted).square().mean() < 0.6 * (without - wanted).square().mean()
+    encoder = copy.deepcopy(dense.encoder)
+    encoder.layer1[1] = nn.Identity()
+    refit_stream_(encoder, dense.encoder, ["layer1.1"], [(x,) for pair in pairs for x in pair])
+    torch.testing.assert_close(small.encoder.layer1[0].b[0].weight, encoder.layer1[0].b[0].weight)
+
+
+class Alternating(nn.Module):
+    """Two blocks, each called twice, without a module around them that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = Basic(3, 3), Basic(3, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head((self.second(self.first(x)) + self.second(self.first(-x))).mean((2, 3)))
+
+
+def test_layers_around_a_block_that_is_called_twice_are_left_as_they_are(caplog) -> None:
+    dense = normal(build(Alternating))
+    small, gone = cut(dense, "second")
+    before = copy.deepcopy(small.state_dict())
+    with caplog.at_level(logging.WARNING):
+        assert refit_stream_(small, dense, gone, data()) == {}
+    assert "second: it is called 2 times, in no part of the model alone" in caplog.text
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
 
 
