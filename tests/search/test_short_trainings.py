@@ -246,6 +246,34 @@ def test_the_finalist_is_the_one_that_promises_most(trainings) -> None:
     assert finals.next_finalist([cut, whole, large], None) is whole
 
 
+@pytest.fixture
+def with_fastest(trainings):
+    """Where a latency of at most 1 ms is asked for, which is known to a twentieth."""
+    watch = SimpleNamespace(noise=0.05)
+    return replace(trainings, finals=replace(trainings.finals, ceilings={"latency": 1.0}, stopwatch=watch))
+
+
+def test_the_first_finalist_keeps_the_latency_by_more_than_its_noise(with_fastest) -> None:
+    finals = with_fastest.finals
+    near, sure, over = timed(0.99, 0.1, blocks=1), timed(0.9, 0.3, blocks=2), timed(1.01, 0.0, blocks=3)
+    assert finals.next_finalist([near, sure, over], None) is sure
+    assert with_fastest.chosen([near, sure, over]) == {}  # it becomes the finalist, so that neither is trained before
+    assert finals.next_finalist([near, over], None) is near  # better than none
+    sure.trained = sure.figures
+    assert finals.next_finalist([near, sure, over], sure) is near  # there is a file already
+    finals.stopwatch.noise = 0.0  # so far: after a training it may be more
+    assert finals.next_finalist([near, replace(sure, trained=None)], None).figures.latency == 0.9
+    two = replace(with_fastest, finalists=2)
+    other = timed(0.8, 0.4, work=200, blocks=4)
+    assert near.candidate in two.chosen([near, sure, other])
+
+
+def test_a_latency_over_the_ceiling_is_measured_again(with_fastest, tmp_path) -> None:
+    finals, told = with_fastest.finals, iter([0.9, 1.2, 0.8, 0.95, 1.2, 0.9, 1.1])
+    finals.stopwatch.measure = lambda file: next(told)
+    assert [finals._latency(tmp_path / "model.onnx") for _ in range(3)] == [0.9, 0.95, 1.1]
+
+
 def test_what_differs_by_effort_alone_does_not_take_the_place_of_another_network(trainings) -> None:
     finals = trainings.finals
     first, twin, other = tried(0.1, blocks=1), tried(0.1, blocks=1, effort="balanced"), tried(0.2, blocks=2)

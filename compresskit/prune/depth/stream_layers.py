@@ -104,6 +104,7 @@ def cut_graph(dense: nn.Module, paths: Sequence[str], example: Inputs) -> CutGra
     return CutGraph(whole=captured, cut=cut, layers=tuple(in_order))
 
 
+@torch.no_grad()
 def shared_part(dense: nn.Module, paths: Sequence[str], example: Inputs) -> str | None:
     """The dotted name of the largest part that is called several times and holds all blocks to remove, each called once in it.
 
@@ -112,9 +113,7 @@ def shared_part(dense: nn.Module, paths: Sequence[str], example: Inputs) -> str 
     calls = {path: block.calls for path, block in find_blocks(dense, example).removable.items() if path in paths}
     if len(set(calls.values())) != 1 or 1 in calls.values():
         return None
-    around = (
-        name for name, _ in dense.named_modules() if name and all(inside(path, [name]) for path in paths)
-    )  # outermost first
+    around = [name for name, _ in dense.named_modules() if name and all(inside(path, [name]) for path in paths)]
     return next((name for name in around if len(calls_inside(dense, example, name)) in calls.values()), None)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import statistics
 import time
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +19,7 @@ from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
 from compresskit.search.candidate import QAT_SHARE, UNCOMPRESSED, Candidate, Removable
+from compresskit.search.ceilings import MEASURED
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
@@ -31,6 +34,7 @@ RUNGS = 4  # measurements of the metric in a training, after which it may be giv
 #: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
+LEAST_NOISE = 0.03  # of a latency, by which that of a file may be another after a training, on a machine that was quiet before
 TRAINED = "trained"
 
 
@@ -135,24 +139,31 @@ class Finals:
         order = (self.minimise, "drop", "latency", "bytes", "macs")
         return min(within, key=lambda pair: [pair[0].get(quantity) for quantity in order], default=(None, None))[1]
 
+    def within(self, tried: Sequence[Tried], *, surely: bool) -> list[Tried]:
+        """The candidates that keep the ceilings which training does not change.
+
+        surely: only those that keep that on the latency by more than latencies are known to, where there are some: once it is
+            trained, a file is measured again.
+        """
+        measured = {name: ceiling for name, ceiling in self.ceilings.items() if name in MEASURED}
+        kept = [(t.figures, t) for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
+        kept = [(figures, t) for figures, t in kept if not figures.excesses(measured)]
+        if surely and "latency" in measured:
+            fastest = measured["latency"] / (1 + max(self.stopwatch.noise, LEAST_NOISE))
+            kept = [(figures, t) for figures, t in kept if figures.latency <= fastest] or kept
+        return [t for _, t in kept]
+
     def next_finalist(self, tried: Sequence[Tried], best: Tried | None, at_work: Container[str] = ()) -> Tried | None:
         """The candidate to run next; None where none of those left is expected to be better than `best`.
 
         Where the drop has a ceiling: the one with the least of what is minimised, among those whose drop is expected to stay
         below it; otherwise the one with the best metric, and of those that differ by effort alone, which matters little in a
-        training, one before all others.
+        training, one before all others. The first keeps a ceiling on the latency surely, see `within`.
         at_work: folders of those that other processes run.
         """
         taken = [t for t in tried if t.trained or t.stopped is not None or self.folder(t.candidate).name in at_work]
-        measured = {name: ceiling for name, ceiling in self.ceilings.items() if name != "drop"}
-        left = [
-            (figures, t)
-            for t in tried
-            if (figures := t.figures) is not None
-            and not figures.excesses(measured)
-            and t not in taken
-            and t.candidate != UNCOMPRESSED
-        ]
+        untaken = [t for t in tried if t not in taken]
+        left = [(t.figures, t) for t in self.within(untaken, surely=best is None) if t.figures is not None]
         if "drop" in self.ceilings and self.minimise != "drop":
             if best is not None and best.trained is not None:
                 least = best.trained.get(self.minimise)
@@ -233,11 +244,18 @@ class Finals:
         return Figures(
             metric=last.metric,
             drop=(first.metric - last.metric) * sign,
-            latency=self.stopwatch.measure(file),
+            latency=self._latency(file),
             bytes=file_bytes(file),
             macs=last.macs,
             seconds=seconds,
         )
+
+    def _latency(self, file: Path) -> float:
+        """The latency of a file; where it is over the ceiling, the median of three measurements."""
+        first = self.stopwatch.measure(file)
+        if first <= self.ceilings.get("latency", math.inf):
+            return first
+        return statistics.median([first, self.stopwatch.measure(file), self.stopwatch.measure(file)])
 
     def _rung(self, candidate: Candidate, report: StepReport) -> int:
         """Which quarter of all trainings of the candidate a step ends, from 1."""

@@ -22,8 +22,7 @@ from compresskit.base.progress import announce
 from compresskit.measure import evaluate
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive, is_locked
-from compresskit.search.candidate import UNCOMPRESSED, Candidate
-from compresskit.search.ceilings import MEASURED
+from compresskit.search.candidate import Candidate
 from compresskit.search.figures import Figures
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.outcome import Tried
@@ -116,11 +115,9 @@ class ShortTrainings:
         what is minimised than all that are expected to keep it, from small to large, in as many parts as there are short
         trainings; of each part the one that fewest are ahead of in the same three. None where all of them become finalists.
         """
-        measured = {name: ceiling for name, ceiling in self.finals.ceilings.items() if name in MEASURED}
         alike: dict[Candidate, list[Tried]] = {}
-        for t in tried:
-            if t.figures is not None and t.candidate != UNCOMPRESSED and not t.figures.excesses(measured):
-                alike.setdefault(replace(t.candidate, effort="fast"), []).append(t)
+        for t in self.finals.within(tried, surely=self.finalists == 1):
+            alike.setdefault(replace(t.candidate, effort="fast"), []).append(t)
         if len(alike) <= self.finalists:
             return {}
 
