@@ -215,28 +215,26 @@ class Alternating(nn.Module):
         return self.head((self.second(self.first(x)) + self.second(self.first(-x))).mean((2, 3)))
 
 
-def test_layers_around_a_block_that_is_called_twice_are_left_as_they_are(caplog) -> None:
-    dense = normal(build(Alternating))
-    small, gone = cut(dense, "second")
-    before = copy.deepcopy(small.state_dict())
-    with caplog.at_level(logging.WARNING):
-        assert refit_stream_(small, dense, gone, data()) == {}
-    assert "second: it is called 2 times, in no part of the model alone" in caplog.text
-    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
-
-
 class Choosing(ResNet):
     def forward(self, x):
         return super().forward(x if float(x.mean()) > -100 else -x)
 
 
-def test_a_model_that_cannot_be_captured_stays_as_it_was(caplog) -> None:
-    dense = normal(build(Choosing))
-    small, gone = cut(dense, "layer1.1")
+CANNOT = {
+    "captured": (Choosing, "layer1.1", "are not fitted again"),
+    "separated": (Alternating, "second", "second: it is called 2 times, in no part of the model alone"),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_a_model_that_cannot_be_fitted_stays_as_it_was(what, caplog) -> None:
+    make, path, message = CANNOT[what]
+    dense = normal(build(make))
+    small, gone = cut(dense, path)
     before = copy.deepcopy(small.state_dict())
     with caplog.at_level(logging.WARNING):
         assert refit_stream_(small, dense, gone, data()) == {}
-    assert "are not fitted again" in caplog.text
+    assert message in caplog.text
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
     with pytest.raises(DataError, match="no batch of calibration data"):
         refit_stream_(small, dense, gone, [])
