@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 MOST_BLOCKS, MOST_TRAINED = 0.5, 0.75  # fraction of the residual blocks that may go, and where candidates are trained
 REMOVED = ("blocks", "merged", "macs", "rank")  # settings of a candidate that say how much is removed
 NEARLY = 0.2  # fraction of a latency's ceiling over it, for which operators may make up that are placed by measurement
+PROPOSALS = 3  # one trial of so many is the sampler's, or of the ladder; the others are proposals, where there are any
 ASKED = 3  # times as many trials as there may be candidates, since a sampler proposes some again
 
 
@@ -87,8 +88,8 @@ class Explorer:
             skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
-            if study.told % 2 and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
-                study.propose(following)  # every other time, so that the sampler has its share
+            if study.told % PROPOSALS and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
+                study.propose(following)
             if (asked := study.ask(self.trials)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
                 continue
@@ -126,7 +127,12 @@ class Explorer:
         """A candidate near the ceilings, which a sampler seldom meets; None where none is known."""
         ceilings = {name: self.ceilings[name] for name in self.judged}
         placed = nearly_within(tried, ceilings) if self.places_at_the_ceiling and self.workshop.target.runs_here else None
-        return placed or between(tried, ceilings) or further({**skipped, **tried}, ceilings, most_blocks)
+        return placed or between(tried, self._surely(ceilings)) or further({**skipped, **tried}, ceilings, most_blocks)
+
+    def _surely(self, ceilings: Mapping[str, float]) -> dict[str, float]:
+        """The ceilings, with a latency that is still below its own when it is measured again."""
+        surely = {"latency": self.stopwatch.surely(ceilings["latency"])} if "latency" in ceilings else {}
+        return {**ceilings, **surely}
 
     @staticmethod
     def _measured(tried: Mapping[Candidate, Tried]) -> int:

@@ -16,21 +16,20 @@ from compresskit.quant.effort.improve import Effort
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
-JOURNAL, PREDICTED, PROPOSED, WORKER = "study.log", "predicted", "proposed", "worker"
+JOURNAL, PREDICTED, PROPOSED, FIRST, WORKER = "study.log", "predicted", "proposed", "first", "worker"
 TURN = "study"  # lock of who looks at the trials and takes one
 EFFORTS: tuple[Effort, ...] = ("fast", "balanced")  # the one that takes no measurement first
-#: What is tried before the sampler decides: from little to much, first alone and then together.
-LADDER = (
-    Candidate(),
-    Candidate(macs=0.5),
-    Candidate(macs=0.25),
+#: What is tried before anything is known: from little to much.
+EARLY = (Candidate(), Candidate(macs=0.5), Candidate(macs=0.25))
+#: What is tried in turn with proposals, then: other ways, and what proposals may not meet.
+LATER = (
+    Candidate(effort="balanced"),
+    Candidate(macs=0.5, bits="int4"),
     Candidate(macs=0.7),
     Candidate(macs=0.35),
     Candidate(macs=0.15),
-    Candidate(macs=0.5, bits="int4"),
     Candidate(rank=0.6),
     Candidate(bits="float", macs=0.5),
-    Candidate(effort="balanced"),
     Candidate(macs=0.5, effort="balanced"),
 )
 DYNAMIC = (Candidate(bits="dynamic"), Candidate(bits="dynamic", macs=0.5))  # tried first in networks that gain by it
@@ -67,7 +66,7 @@ def first_candidates(blocks: int, merged: int, *, dynamic: bool = False, trains:
         deep = deep[1:]  # the shallowest gives its place
         deep += [Candidate(blocks=max(1, round(f * blocks)), bits=bits) for f, bits in DEPTHS_TRAINED if blocks]
     joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED_FRACTIONS if merged)
-    return list(dict.fromkeys([*(DYNAMIC if dynamic else ()), *LADDER[:3], *deep, *joined, *LADDER[3:]]))
+    return list(dict.fromkeys([*(DYNAMIC if dynamic else ()), *EARLY, *deep, *joined, *LATER]))
 
 
 class CandidateStudy:
@@ -99,7 +98,7 @@ class CandidateStudy:
         efforts: Sequence[Effort] = EFFORTS,
         factors: bool = True,
     ) -> None:
-        self.storages, self.efforts, self.factors = list(storages), list(efforts), factors
+        self.storages, self.efforts, self.factors, self.first = list(storages), list(efforts), factors, list(first)
         self.optuna, self.worker, self.most = import_optuna(), worker, {name: count for name, count in most.items() if count}
         self.states = self.optuna.trial.TrialState
         with worker.alone(TURN):
@@ -112,9 +111,6 @@ class CandidateStudy:
                 # Each process draws of its own, or all would try the same.
                 sampler=self.optuna.samplers.TPESampler(seed=seed + worker.others(), n_startup_trials=len(first)),
             )
-            if not self.study.get_trials(deepcopy=False):
-                for candidate in first:
-                    self.study.enqueue_trial(self._parameters(candidate))
 
     def _parameters(self, candidate: Candidate) -> dict[str, Any]:
         names = (*self.most, "macs", *(("rank",) if self.factors else ()), "bits", "effort")
@@ -152,7 +148,7 @@ class CandidateStudy:
             left = [t for t in running if not self.worker.lives(t.user_attrs.get(WORKER))]
             if len({*self.measured(), *(candidate_of(t.params) for t in running if t not in left)}) >= most:
                 return None
-            trial = self.optuna.trial.Trial(self.study, left[0]._trial_id) if left else self.study.ask()
+            trial = self.optuna.trial.Trial(self.study, left[0]._trial_id) if left else self._next_trial()
             trial.set_user_attr(WORKER, self.worker.name)
             for name, count in self.most.items():
                 trial.suggest_int(name, 0, count)
@@ -164,10 +160,27 @@ class CandidateStudy:
                 trial.suggest_categorical("effort", list(EFFORTS))
             return trial, candidate_of(trial.params)
 
+    def _next_trial(self) -> Any:
+        """A trial of what was proposed; without that of the next of the first candidates, then of what the sampler draws."""
+        begun = self._begun()
+        if not self._waits() and begun < len(self.first):
+            self.study.enqueue_trial(self._parameters(self.first[begun]), user_attrs={FIRST: begun})
+        return self.study.ask()
+
+    def _waits(self) -> bool:
+        return bool(self.study.get_trials(deepcopy=False, states=(self.states.WAITING,)))
+
+    def _begun(self) -> int:
+        """How many of the first candidates had their turn."""
+        return sum(FIRST in trial.user_attrs for trial in self.study.get_trials(deepcopy=False))
+
     def propose(self, candidate: Candidate) -> None:
-        """Let a candidate be the next, unless others wait, or it was proposed before."""
+        """Let a candidate be the next, unless another waits, it was proposed before, or it is too early.
+
+        It is while any of the first candidates but those of `LATER` had no turn: what they tell is what proposals are made of.
+        """
         with self.worker.alone(TURN):
-            if self.study.get_trials(deepcopy=False, states=(self.states.WAITING,)):
+            if self._waits() or any(first not in LATER for first in self.first[self._begun() :]):
                 return
             wanted = self._parameters(candidate)
             if all(trial.user_attrs.get(PROPOSED) != wanted for trial in self.study.get_trials(deepcopy=False)):

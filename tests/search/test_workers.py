@@ -22,7 +22,7 @@ from compresskit.recipe.locks import is_locked
 from compresskit.search import workers
 from compresskit.search.candidate import Candidate
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import CandidateStudy
+from compresskit.search.study import LATER, CandidateStudy
 from compresskit.search.workers import Worker, timing_alone
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no locks")
@@ -111,8 +111,8 @@ def test_the_work_of_a_killed_process_is_taken_up(tmp_path) -> None:
     assert sorted(name for pid, name in made(out) if pid == other.pid) == [
         "int8",
         "macs0.25-int8",
+        "macs0.5-int4",
         "macs0.5-int8",
-        "macs0.7-int8",
     ]
 
 
@@ -177,6 +177,21 @@ def test_a_proposal_comes_next_and_once(tmp_path) -> None:
         trial, candidate = study.ask(9)
         assert candidate == wanted
         study.tell(trial, None)
+        study.propose(wanted)
+        assert study.ask(9)[1] != wanted
+
+
+def test_proposals_come_before_the_later_ones_of_the_first(tmp_path) -> None:
+    worker, wanted, later = Worker(tmp_path), Candidate(macs=0.3), LATER[:2]
+    first = [Candidate(), Candidate(macs=0.5), *later]
+    with worker.at_work():
+        study = CandidateStudy(tmp_path, "s", worker, objectives=1, most={}, first=first, seed=0)
+        assert study.ask(9)[1] == first[0]
+        study.propose(wanted)  # the other early one says more
+        assert study.ask(9)[1] == first[1]
+        study.propose(wanted)
+        study.propose(Candidate(macs=0.4))  # one waits
+        assert [study.ask(9)[1] for _ in range(3)] == [wanted, *later]
         study.propose(wanted)
         assert study.ask(9)[1] != wanted
 

@@ -34,7 +34,6 @@ RUNGS = 4  # measurements of the metric in a training, after which it may be giv
 #: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
-LEAST_NOISE = 0.03  # of a latency, by which that of a file may be another after a training, on a machine that was quiet before
 TRAINED = "trained"
 
 
@@ -149,8 +148,8 @@ class Finals:
         kept = [(t.figures, t) for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
         kept = [(figures, t) for figures, t in kept if not figures.excesses(measured)]
         if surely and "latency" in measured:
-            fastest = measured["latency"] / (1 + max(self.stopwatch.noise, LEAST_NOISE))
-            kept = [(figures, t) for figures, t in kept if figures.latency <= fastest] or kept
+            ceiling = self.stopwatch.surely(measured["latency"])
+            kept = [(figures, t) for figures, t in kept if figures.latency <= ceiling] or kept
         return [t for _, t in kept]
 
     def next_finalist(self, tried: Sequence[Tried], best: Tried | None, at_work: Container[str] = ()) -> Tried | None:

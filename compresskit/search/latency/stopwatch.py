@@ -12,6 +12,7 @@ from compresskit.measure import latency
 from compresskit.search.workers import timing_alone
 
 NOISIEST = 0.15  # difference of two measurements of one file up to which a latency says something
+LEAST_NOISE = 0.03  # by which the latency of a file may be another after a training, on a machine that was quiet before
 ATTEMPTS = 3
 
 
@@ -40,6 +41,10 @@ class Stopwatch:
         with timing_alone():
             before, after = latency([self.dense, file], self.inputs, threads=self.threads, seconds=self.seconds)
         return self.milliseconds * after / before
+
+    def surely(self, ceiling: float) -> float:
+        """The latency up to which a file is below a ceiling when it is measured again, too: by more than the noise."""
+        return ceiling / (1 + max(self.noise, LEAST_NOISE))
 
 
 Timer = Callable[[Sequence[Path], float], Sequence[float]]

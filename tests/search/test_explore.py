@@ -1,0 +1,111 @@
+"""Which candidates a search proposes: halfway to the ceilings, placed by measurement, or with more removed than ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from compresskit.search.candidate import Candidate
+from compresskit.search.explore import Explorer, asks_for_more, between, further, nearly_within
+from compresskit.search.figures import Figures
+from compresskit.search.latency.stopwatch import Stopwatch
+from compresskit.search.outcome import Tried
+
+
+def test_what_asks_for_more_than_could_be_made_is_not_made() -> None:
+    made = Figures(metric=1.0, drop=0.0, latency=1.0, bytes=9, macs=9)
+    failed = Tried(candidate=Candidate(macs=0.5), failure="it has no channels")
+    tried = {Candidate(): Tried(candidate=Candidate(), figures=made), failed.candidate: failed}
+    assert asks_for_more(Candidate(macs=0.5, rank=0.6, bits="int4"), tried)
+    assert asks_for_more(Candidate(macs=0.25, blocks=1), tried)
+    assert not asks_for_more(Candidate(macs=0.7), tried)
+    assert not asks_for_more(Candidate(rank=0.4), tried)
+    assert not asks_for_more(Candidate(macs=0.25), {failed.candidate: failed})  # int8 may be the cause
+    both = Tried(candidate=Candidate(macs=0.5, rank=0.6), failure="it has no channels")
+    assert not asks_for_more(
+        Candidate(macs=0.4, rank=0.4), tried | {both.candidate: both} | {failed.candidate: tried[Candidate()]}
+    )
+    blocks = Tried(candidate=Candidate(blocks=2), failure="no such blocks")
+    assert asks_for_more(Candidate(blocks=3), {**tried, blocks.candidate: blocks})
+    assert not asks_for_more(Candidate(blocks=1), {**tried, blocks.candidate: blocks})
+
+
+def tried_of(**entries: tuple[float, float]) -> dict[Candidate, Tried]:
+    """Of candidates by the hundredths of the MACs that stay: (drop, latency)."""
+    found = {}
+    for name, (drop, latency) in entries.items():
+        candidate = Candidate(macs=int(name[1:]) / 100)
+        figures = Figures(metric=1.0, drop=drop, latency=latency, bytes=9, macs=9)
+        found[candidate] = Tried(candidate=candidate, figures=figures)
+    return found
+
+
+def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> None:
+    tried = tried_of(m100=(0.0, 4.0), m50=(0.1, 2.0), m15=(0.4, 0.4))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.3)
+    tried |= tried_of(m30=(0.3, 0.9))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.4)
+    tried |= tried_of(m40=(0.2, 1.1))
+    assert between(tried, {"latency": 1.0}) == Candidate(macs=0.35)
+    tried |= tried_of(m35=(0.25, 0.99))
+    assert between(tried, {"latency": 1.0}) is None
+    assert between(tried_of(m100=(0.0, 0.5), m50=(0.1, 0.2)), {"latency": 1.0}) is None  # the best is within
+    assert between(tried_of(m100=(0.0, 4.0)), {"latency": 1.0}) is None
+    float_one = replace(next(iter(tried)), bits="float")
+    other = {float_one: Tried(candidate=float_one, figures=tried[Candidate()].figures)}
+    assert between(other | tried_of(m15=(0.4, 0.4)), {"latency": 1.0}) is None  # of another precision
+
+
+def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
+    watch = Stopwatch(dense=Path("d"), milliseconds=4.0, noise=0.01, inputs=(), threads=1, seconds=1.0)
+    assert watch.surely(1.03) == pytest.approx(1.0)
+    assert replace(watch, noise=0.1).surely(1.1) == pytest.approx(1.0)
+    workshop = SimpleNamespace(trains=False, target=SimpleNamespace(runs_here=True))
+    settings = {"workshop": workshop, "stopwatch": watch, "worker": None, "dense": None, "order": None, "trials": 9, "name": "s"}
+    tried = tried_of(m100=(0.0, 1.5), m60=(0.1, 1.02), m40=(0.2, 0.9))
+    by_latency = Explorer(ceilings={"latency": 1.03}, judged=("latency",), **settings)
+    assert by_latency._proposed(tried, {}, 0) == Candidate(macs=0.5)  # 0.6 is below the ceiling by less than the noise
+    by_bytes = Explorer(ceilings={"bytes": 10.0}, judged=("bytes",), **settings)
+    assert by_bytes._proposed(tried, {}, 0) is None
+
+
+def test_more_is_removed_than_ever_where_nothing_keeps_the_ceilings() -> None:
+    ceilings = {"latency": 0.5}
+    assert further(tried_of(m100=(0.0, 4.0), m50=(0.1, 0.4)), ceilings, 2) is None  # one keeps them
+    tried = tried_of(m100=(0.0, 4.0), m50=(0.1, 0.8), m70=(0.1, 1.4))
+    assert further(tried, ceilings, 2) == Candidate(macs=0.3)  # 0.5 * 0.5 / 0.8, in steps
+    tried |= {(slow := Candidate(macs=0.3)): Tried(candidate=slow, predicted=0.65)}
+    assert further(tried, ceilings, 2) == Candidate(macs=0.2)
+    tried |= tried_of(m20=(0.4, 0.55), m15=(0.5, 0.53), m10=(0.6, 0.51))
+    assert further(tried, ceilings, 2) == Candidate(blocks=1, macs=0.1)
+    tried |= {(deep := Candidate(blocks=n, macs=0.1)): Tried(candidate=deep, failure="it has no blocks") for n in (1, 2)}
+    assert further({**tried, **tried_of(m25=(0.3, 0.6))}, ceilings, 2) is None
+    assert further(tried_of(m50=(0.1, 0.8)), ceilings | {"drop": 0.05}, 2) is None  # it loses too much already
+    balanced = replace(next(iter(tried_of(m30=(0.1, 0.6)))), effort="balanced")
+    only = {balanced: Tried(candidate=balanced, figures=Figures(metric=1.0, drop=0.0, latency=0.6, bytes=9, macs=9))}
+    assert further(only, ceilings, 0) == Candidate(macs=0.25)
+    assert further(tried_of(m15=(0.1, 5.0)), ceilings, 1) == Candidate(macs=0.1)  # however far it is over
+    assert further(tried_of(m10=(0.1, 5.0)), ceilings, 1) == Candidate(blocks=1, macs=0.1)
+
+
+def test_operators_are_placed_by_measurement_where_that_may_keep_the_ceiling() -> None:
+    tried = tried_of(m100=(0.0, 1.3), m70=(0.1, 1.19), m50=(0.2, 1.05), m15=(0.4, 0.4))
+    assert nearly_within(tried, {"latency": 1.0}) == Candidate(macs=0.7, effort="balanced")  # loses least of those that are near
+    tried |= {replace(c, effort="balanced"): t for c, t in tried_of(m70=(0.1, 1.1)).items()}
+    assert nearly_within(tried, {"latency": 1.0}) == Candidate(macs=0.5, effort="balanced")
+    assert nearly_within(tried, {"latency": 1.0, "bytes": 8}) is None  # over the size, too
+    assert nearly_within(tried, {"latency": 1.06}) is None  # what loses less was placed already
+    tried |= {replace(c, effort="balanced"): t for c, t in tried_of(m50=(0.2, 0.99)).items()}
+    assert nearly_within(tried, {"latency": 1.0}) is None
+    float_one = {replace(c, bits="float"): t for c, t in tried_of(m50=(0.2, 1.05)).items()}
+    assert nearly_within(float_one, {"latency": 1.0}) is None  # it has no effort
+
+
+def test_all_that_a_candidate_removes_is_halved() -> None:
+    less, more = Candidate(blocks=1, macs=0.9, rank=0.8), Candidate(blocks=4, macs=0.4, rank=0.5)
+    figures = [Figures(metric=1.0, drop=d, latency=ms, bytes=9, macs=9) for d, ms in ((0.0, 2.0), (0.5, 0.5))]
+    tried = {c: Tried(candidate=c, figures=f) for c, f in zip((less, more), figures, strict=True)}
+    assert between(tried, {"latency": 1.0}) == Candidate(blocks=2, macs=0.65, rank=0.6)
