@@ -10,8 +10,9 @@ step; everything runs under bf16 autocast, or with `--fp32` in fp32, for process
     tuned   after 2 short epochs of 39 batches of 128, one cycle to a learning rate of 0.02
 
 ResNet-56 is also trained for whole epochs, one cycle to 0.05 as for its checkpoint: dense; pruned; pruned with the dense network
-of as many epochs as teacher; and with blocks removed instead of channels, its teacher the checkpoint (a row from before `Depth`
-refitted the layers that are left).
+of as many epochs as teacher; and with blocks removed instead of channels, its teacher the checkpoint: in fp32 from before `Depth`
+refitted the layers that are left; and on a later version with the mean of the teacher's predictions of each image and its mirror
+image, besides features.
 """
 
 from __future__ import annotations
@@ -237,6 +238,9 @@ LONGER = {
     "taught by DKD and hints": Longer(distill={"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS}),
     "taught on mixtures, and hints": Longer(distill={"weight": 1.0, "task_weight": 0.0, "mixup": 0.4, "terms": HINTS}),
     "blocks removed, taught by the checkpoint": Longer(cut=blocks_cut, teacher="checkpoint"),
+    "blocks removed, taught by the checkpoint on mirrored images, too, and hints": Longer(
+        cut=blocks_cut, teacher="checkpoint", distill={"terms": HINTS, "teacher_views": (ck.distill.mirror,)}
+    ),
 }
 
 
@@ -400,10 +404,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, nargs="*", default=(), help="further training of ResNet-56, dense and pruned")
     parser.add_argument("--fp32", action="store_true", help="train and measure in fp32")
     parser.add_argument("--speed", action="store_true", help="also measure latencies; let the machine be quiet")
+    parser.add_argument("--threads", type=int, default=1, help="that train")
     parser.add_argument("--seconds", type=float, default=3.0, help="measuring time of each latency")
     parser.add_argument("--only", nargs="*", default=(), help="only rows whose key contains all of these")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     file = HERE / "prune_cifar.json"
     rows: dict[str, dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else {}
     for key, make in jobs(args):

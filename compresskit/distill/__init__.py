@@ -17,6 +17,7 @@ from compresskit.distill.objectives.mutual import mutual
 from compresskit.distill.objectives.pseudo_label import pseudo_label
 from compresskit.distill.objectives.self_distill import pooled_head, self_distill
 from compresskit.distill.objectives.terms import DistillLoss, Term, layer_terms, project
+from compresskit.distill.objectives.views import mirror
 from compresskit.distill.stage import Distill
 from compresskit.graph.taps import find_taps, tapped
 
@@ -37,6 +38,7 @@ __all__ = [
     "layer_terms",
     "linear_warmup",
     "losses",
+    "mirror",
     "mixup",
     "mutual",
     "pooled_head",

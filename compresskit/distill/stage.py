@@ -10,7 +10,7 @@ from torch import nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.task import Task, call, first_rows
-from compresskit.distill.models.teacher import TeacherLike
+from compresskit.distill.models.teacher import TeacherLike, View
 from compresskit.distill.objectives.imitate import Imitate, imitate
 from compresskit.distill.objectives.loss_weights import LossWeight
 from compresskit.distill.objectives.terms import DistillLoss, Term, drop_adapters_
@@ -28,7 +28,7 @@ class Distill(Train):
         teacher: see `imitate`; None takes the incoming model if there is a student, else `Task.reference`.
         generations: number of students in a row, each taught by the one before it (born-again networks, 1805.04770). For
             teacher assistants of decreasing size (Mirzadeh et al., 1902.03393), write one `Distill` for each.
-        terms, loss, temperature, weight, task_weight, classes, mixup: see `imitate`.
+        terms, loss, temperature, weight, task_weight, classes, mixup, teacher_views: see `imitate`.
 
     The other settings are those of `Train`. Raises SettingError for settings of the wrong type or range.
     """
@@ -42,6 +42,7 @@ class Distill(Train):
     task_weight: float = 0.1
     classes: int | None = None
     mixup: float = 0.0
+    teacher_views: Sequence[View] = ()
     generations: int = 1
 
     def __post_init__(self) -> None:
@@ -108,6 +109,7 @@ class Distill(Train):
             task_weight=self.task_weight,
             classes=self.classes,
             mixup=self.mixup,
+            teacher_views=self.teacher_views,
         )
 
     def skeleton(self, model: nn.Module) -> nn.Module:

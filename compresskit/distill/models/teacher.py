@@ -21,6 +21,9 @@ from compresskit.graph.taps import tapped
 #: What an ensemble is the mean of.
 Average = Literal["probabilities", "outputs"]
 
+#: `(the student's inputs) -> other inputs of the same meaning`, such as `mirror`.
+View = Callable[[Inputs], Inputs]
+
 #: Predictions (N, C, ...), or the `TopK` of a cache, and features by tap.
 TeacherOutputs = tuple[Any, dict[str, Tensor]]
 
@@ -95,6 +98,7 @@ class Teacher(nn.Module):
             raise SettingError(f"Teacher(average=...): wanted 'probabilities', 'outputs' or None, got {average!r}")
         _check_models(models)
         self.dtype, self.inputs, self.average = dtype, inputs, average
+        self.views: tuple[View, ...] = ()
         self.label = " + ".join(type(m).__name__ for m in models)
         self.members = nn.ModuleList(frozen_copy(m) for m in models)
         super().train(False)
@@ -125,14 +129,22 @@ class Teacher(nn.Module):
             outputs.append(run(*cast_args, **cast_kwargs))
         return outputs[0] if len(outputs) == 1 else outputs
 
+    @property
+    def takes_mean(self) -> bool:
+        """Whether its predictions are the mean of several: of an ensemble, or of views of the inputs."""
+        return len(self.members) > 1 or bool(self.views)
+
     def predictions(self, inputs: Inputs, task: Task) -> Tensor:
         """Return fp32 logits (N, C, ...), or outputs of other shapes, without gradients."""
         # no_grad, not inference_mode: autograd refuses to save an inference tensor for the student's backward pass.
         with torch.no_grad():
-            outputs = call(self, inputs if self.inputs is None else self.inputs(inputs))
-            if len(self.members) == 1:
-                return task.predict(outputs).float()
+            outputs: list[Any] = []
+            for seen in (*(view(inputs) for view in self.views), inputs):  # as they are at last: a tap keeps its last value
+                output = call(self, seen if self.inputs is None else self.inputs(seen))
+                outputs += [output] if len(self.members) == 1 else output
             logits = [task.predict(output).float() for output in outputs]
+            if not self.takes_mean:
+                return logits[0]
             if len({tuple(z.shape) for z in logits}) > 1:
                 raise ModelError(f"the teachers {self.label} give predictions of shapes {[tuple(z.shape) for z in logits]}")
             one_channel = logits[0].ndim < 2 or logits[0].shape[1] == 1
@@ -149,6 +161,12 @@ class Teacher(nn.Module):
         """Return a teacher of the same models, which are shared, with another `average`."""
         other = copy.copy(self)
         other.average = average
+        return other
+
+    def seeing(self, views: Sequence[View]) -> Teacher:
+        """Return a teacher of the same models, which are shared, whose predictions are the mean over these views, too."""
+        other = copy.copy(self)
+        other.views = tuple(views)
         return other
 
     def example_outputs(self, inputs: Inputs, task: Task, taps: Sequence[str]) -> TeacherOutputs:

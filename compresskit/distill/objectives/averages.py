@@ -1,4 +1,4 @@
-"""What an ensemble of teachers is the mean of, as the loss of an objective asks for it."""
+"""What a teacher's predictions are the mean of, where there are several, as the loss of an objective asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compresskit.distill.objectives.terms import DistillLoss, takes_argument
 
 
 def averaged_for(source: TeacherSource, loss: DistillLoss, predictions: Tensor) -> TeacherSource:
-    """Return the source, or, of an ensemble that was not told what to average, one with the mean that the loss asks for.
+    """Return the source, or, of one that takes a mean and was not told of what, one with the mean that the loss asks for.
 
     predictions: of the student for an example, (N, C, ...).
 
@@ -23,7 +23,7 @@ def averaged_for(source: TeacherSource, loss: DistillLoss, predictions: Tensor) 
             f"the predictions of {source.label} on disk are logits relative to the largest of each row, and this loss compares"
             " them as numbers; imitate the teacher itself, or take a loss of probabilities such as soft_targets"
         )
-    if not isinstance(source, Teacher) or len(source.members) == 1 or source.average is not None:
+    if not isinstance(source, Teacher) or not source.takes_mean or source.average is not None:
         return source
     return source.averaging("outputs") if reads_more_than_softmax(loss, predictions) else source
 

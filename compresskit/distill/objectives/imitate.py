@@ -18,7 +18,7 @@ from compresskit.distill.data.cache import Cached
 from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.losses.top_k import TopK, top_k_soft_targets
-from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
+from compresskit.distill.models.teacher import Teacher, TeacherLike, TeacherSource, View, teacher_source
 from compresskit.distill.objectives.averages import averaged_for
 from compresskit.distill.objectives.loss_weights import LossWeight, check_loss_weight
 from compresskit.distill.objectives.mixup import mixup
@@ -59,6 +59,7 @@ class Imitate(Objective):
     terms: tuple[Term, ...] = ()
     classes: int | None = None
     mixup: float = 0.0
+    teacher_views: tuple[View, ...] = ()
     task: Task | None = None
     source: TeacherSource | None = None
     student: nn.Module | None = None
@@ -72,7 +73,7 @@ class Imitate(Objective):
         if teacher is None:
             raise SettingError("imitate(): there is no teacher; pass imitate(teacher) or Task(reference=...)")
         drop_adapters_(model)
-        source = teacher_source(teacher, model, "imitate()")
+        source = self._seeing(teacher_source(teacher, model, "imitate()"))
         if isinstance(source, nn.Module):
             source.to(task.device)
         if isinstance(source, Cached) and self.mixup:
@@ -92,9 +93,28 @@ class Imitate(Objective):
         attach_adapters_(model, adapters)
         return replace(bound, source=source, bound_terms=tuple(started), adapters=adapters)
 
+    def _seeing(self, source: TeacherSource) -> TeacherSource:
+        """The source, with the views of this objective."""
+        if not self.teacher_views:
+            return source
+        if not isinstance(source, Teacher):
+            raise SettingError(
+                f"imitate(teacher_views=...): {source.label} is not a model in memory, and has no predictions of other inputs;"
+                " imitate the model itself"
+            )
+        return source.seeing(self.teacher_views)
+
     def _check_classes(self, wanted: Tensor, got: Tensor) -> None:
-        """Raise `ModelError` unless teacher and student predict the same classes, two or more for soft targets."""
+        """Raise `ModelError` unless teacher and student predict the same classes, two or more for soft targets.
+
+        Neither may predict something for each place, where the teacher sees views.
+        """
         student, teacher = type(self.student).__name__, bound(self.source, self).label
+        if self.teacher_views and wanted.ndim > 2:
+            raise ModelError(
+                f"imitate(teacher_views=...): the teacher {teacher} gives predictions {tuple(wanted.shape)}, one for each place,"
+                " and a view may move places; wanted (N, C)"
+            )
         if self.classes is not None and (least := min(wanted.shape[1], got.shape[1])) < self.classes:
             raise ModelError(
                 f"imitate(classes={self.classes}): {student} predicts {got.shape[1]} classes and the teacher {teacher}"
@@ -203,6 +223,7 @@ def imitate(
     task_weight: float = 0.1,
     classes: int | None = None,
     mixup: float = 0.0,
+    teacher_views: Sequence[View] = (),
 ) -> Imitate:
     """Return an objective: weight * loss(student, teacher) + the terms + task_weight * (the task's loss).
 
@@ -223,6 +244,10 @@ def imitate(
         classes: compare only the first so many classes, for vocabularies that are padded to different sizes.
         mixup: alpha of the mixup of inputs that both networks see, 0 for none. With weight=1, task_weight=0, mixup=1 and no
             augmentation but crops and flips it is the recipe of patient and consistent teaching (Beyer et al., 2106.05237).
+        teacher_views: functions of the student's inputs, `(inputs) -> inputs`, such as `mirror`. The teacher sees each view
+            besides the inputs as they are, and the mean of its predictions is imitated (test-time augmentation); a forward pass
+            of the teacher for each. For predictions that no view should change, such as the class of a mirrored photograph,
+            and not where things are. Features are those of the inputs as they are.
 
     Raises:
         SettingError: for settings of the wrong type or range, and for mixup with a loss that needs labels.
@@ -239,6 +264,8 @@ def imitate(
         raise SettingError(f"imitate(classes=...): wanted a whole number >= 2, got {classes}")
     if mixup < 0:
         raise SettingError(f"imitate(mixup=...): wanted a number >= 0, got {mixup}")
+    if not isinstance(teacher_views, Sequence) or not all(map(callable, teacher_views)):
+        raise SettingError(f"imitate(teacher_views=...): wanted a list of functions, such as [mirror], got {teacher_views!r}")
     chosen = loss if loss is not None else partial(soft_targets, temperature=temperature)
     losses = [chosen, *(term.loss for term in terms)]
     if mixup and (task_weight or any(takes_argument(each, name) for each in losses for name in ("target", "index"))):
@@ -251,4 +278,5 @@ def imitate(
         terms=tuple(terms),
         classes=classes,
         mixup=mixup,
+        teacher_views=tuple(teacher_views),
     )
