@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from compresskit.base.progress import announce
@@ -127,7 +127,7 @@ class Explorer:
         """A candidate near the ceilings, which a sampler seldom meets; None where none is known."""
         ceilings = {name: self.ceilings[name] for name in self.judged}
         placed = nearly_within(tried, ceilings) if self.places_at_the_ceiling and self.workshop.target.runs_here else None
-        return placed or between(tried, self._surely(ceilings)) or further({**skipped, **tried}, ceilings, most_blocks)
+        return placed or between(tried, self._surely(ceilings), skipped) or further({**skipped, **tried}, ceilings, most_blocks)
 
     def _surely(self, ceilings: Mapping[str, float]) -> dict[str, float]:
         """The ceilings, with a latency that is still below its own when it is measured again."""
@@ -164,7 +164,9 @@ class Explorer:
         return entry
 
 
-def between(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> Candidate | None:
+def between(
+    tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float], skipped: Container[Candidate] = ()
+) -> Candidate | None:
     """A candidate halfway between the best within the ceilings and one above them that loses less.
 
     What a budget allows is lost by a file that stays far below it. Both have one precision and effort, and the one above exceeds
@@ -172,6 +174,7 @@ def between(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> 
 
     Args:
         tried: candidates with figures. ceilings: of what is measured of a file, by quantity.
+        skipped: candidates that are above by what is predicted; halfway to such a one is tried next.
 
     Returns None where there are no such two, or nothing untried lies between them.
     """
@@ -186,7 +189,9 @@ def between(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> 
         ]
         if above:
             found = _halfway(below, min(above, key=lambda pair: pair[0])[1])
-            return None if found in tried else found
+            while found in skipped and (nearer := _halfway(below, found)) != found:
+                found = nearer
+            return None if found in tried or found in skipped else found
     return None
 
 

@@ -46,6 +46,8 @@ def tried_of(**entries: tuple[float, float]) -> dict[Candidate, Tried]:
 def test_a_candidate_halfway_to_the_ceiling_is_proposed_until_none_is_left() -> None:
     tried = tried_of(m100=(0.0, 4.0), m50=(0.1, 2.0), m15=(0.4, 0.4))
     assert between(tried, {"latency": 1.0}) == Candidate(macs=0.3)
+    assert between(tried, {"latency": 1.0}, [Candidate(macs=0.3)]) == Candidate(macs=0.2)
+    assert between(tried, {"latency": 1.0}, [Candidate(macs=0.3), Candidate(macs=0.2)]) is None
     tried |= tried_of(m30=(0.3, 0.9))
     assert between(tried, {"latency": 1.0}) == Candidate(macs=0.4)
     tried |= tried_of(m40=(0.2, 1.1))
