@@ -206,11 +206,22 @@ class Imitate(Objective):
         return losses
 
 
-def _check_terms(terms: Any) -> None:
+def _check_lists(terms: Any, teacher_views: Any) -> None:
     if not isinstance(terms, Sequence) or isinstance(terms, str | bytes):
         raise SettingError(f"imitate(terms=...): wanted a list of Terms, got {type(terms).__name__}")
     if wrong := [type(term).__name__ for term in terms if not isinstance(term, Term)]:
         raise SettingError(f"imitate(terms=...): wanted Terms, got {wrong[0]}; write Term({wrong[0]}, ...)")
+    if not isinstance(teacher_views, Sequence) or not all(map(callable, teacher_views)):
+        raise SettingError(f"imitate(teacher_views=...): wanted a list of functions, such as [mirror], got {teacher_views!r}")
+
+
+def _check_ranges(temperature: float, classes: int | None, mixup: float) -> None:
+    if temperature <= 0:
+        raise SettingError(f"imitate(temperature=...): wanted a positive number, got {temperature}")
+    if classes is not None and classes < 2:
+        raise SettingError(f"imitate(classes=...): wanted a whole number >= 2, got {classes}")
+    if mixup < 0:
+        raise SettingError(f"imitate(mixup=...): wanted a number >= 0, got {mixup}")
 
 
 def imitate(
@@ -244,10 +255,9 @@ def imitate(
         classes: compare only the first so many classes, for vocabularies that are padded to different sizes.
         mixup: alpha of the mixup of inputs that both networks see, 0 for none. With weight=1, task_weight=0, mixup=1 and no
             augmentation but crops and flips it is the recipe of patient and consistent teaching (Beyer et al., 2106.05237).
-        teacher_views: functions of the student's inputs, `(inputs) -> inputs`, such as `mirror`. The teacher sees each view
-            besides the inputs as they are, and the mean of its predictions is imitated (test-time augmentation); a forward pass
-            of the teacher for each. For predictions that no view should change, such as the class of a mirrored photograph,
-            and not where things are. Features are those of the inputs as they are.
+        teacher_views: functions `(inputs) -> inputs`, such as `mirror`. The teacher sees each view besides the inputs as they
+            are, and the mean of its predictions is imitated (test-time augmentation), for predictions that no view should
+            change: the class of a mirrored photograph, not where things are. Features are of the inputs as they are.
 
     Raises:
         SettingError: for settings of the wrong type or range, and for mixup with a loss that needs labels.
@@ -255,17 +265,10 @@ def imitate(
     check_loss_weight("imitate", weight)
     if task_weight < 0:
         raise SettingError(f"imitate(task_weight=...): wanted a number >= 0, got {task_weight}")
-    _check_terms(terms)
+    _check_lists(terms, teacher_views)
     if weight == task_weight == 0 and not any(term.weight for term in terms):
         raise SettingError("imitate(): both weights are 0, nothing would be learned")
-    if temperature <= 0:
-        raise SettingError(f"imitate(temperature=...): wanted a positive number, got {temperature}")
-    if classes is not None and classes < 2:
-        raise SettingError(f"imitate(classes=...): wanted a whole number >= 2, got {classes}")
-    if mixup < 0:
-        raise SettingError(f"imitate(mixup=...): wanted a number >= 0, got {mixup}")
-    if not isinstance(teacher_views, Sequence) or not all(map(callable, teacher_views)):
-        raise SettingError(f"imitate(teacher_views=...): wanted a list of functions, such as [mirror], got {teacher_views!r}")
+    _check_ranges(temperature, classes, mixup)
     chosen = loss if loss is not None else partial(soft_targets, temperature=temperature)
     losses = [chosen, *(term.loss for term in terms)]
     if mixup and (task_weight or any(takes_argument(each, name) for each in losses for name in ("target", "index"))):
