@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from compresskit.search.figures import Figures
 from compresskit.search.finals import training
 from compresskit.search.finals.finalists import Finals
 from compresskit.search.finals.short_trainings import MOST_SHORT, ShortTrainings, short_training
+from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
 from compresskit.search.workers import Worker
@@ -249,7 +251,7 @@ def test_the_finalist_is_the_one_that_promises_most(trainings) -> None:
 @pytest.fixture
 def with_fastest(trainings):
     """Where a latency of at most 1 ms is asked for, which is known to a twentieth."""
-    watch = SimpleNamespace(noise=0.05)
+    watch = Stopwatch(dense=Path("d"), milliseconds=1.0, noise=0.05, inputs=(), threads=1, seconds=1.0)
     return replace(trainings, finals=replace(trainings.finals, ceilings={"latency": 1.0}, stopwatch=watch))
 
 
@@ -261,16 +263,16 @@ def test_the_first_finalist_keeps_the_latency_by_more_than_its_noise(with_fastes
     assert finals.next_finalist([near, over], None) is near  # better than none
     sure.trained = sure.figures
     assert finals.next_finalist([near, sure, over], sure) is near  # there is a file already
-    finals.stopwatch.noise = 0.0  # so far: after a training it may be more
+    finals.stopwatch = replace(finals.stopwatch, noise=0.0)  # so far: after a training it may be more
     assert finals.next_finalist([near, replace(sure, trained=None)], None).figures.latency == 0.9
     two = replace(with_fastest, finalists=2)
     other = timed(0.8, 0.4, work=200, blocks=4)
     assert near.candidate in two.chosen([near, sure, other])
 
 
-def test_a_latency_over_the_ceiling_is_measured_again(with_fastest, tmp_path) -> None:
+def test_a_latency_over_the_ceiling_is_measured_again(with_fastest, tmp_path, monkeypatch) -> None:
     finals, told = with_fastest.finals, iter([0.9, 1.2, 0.8, 0.95, 1.2, 0.9, 1.1])
-    finals.stopwatch.measure = lambda file: next(told)
+    monkeypatch.setattr(Stopwatch, "measure", lambda self, file: next(told))
     assert [finals._latency(tmp_path / "model.onnx") for _ in range(3)] == [0.9, 0.95, 1.1]
 
 
