@@ -70,6 +70,8 @@ def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
     tried = tried_of(m100=(0.0, 1.5), m60=(0.1, 1.02), m40=(0.2, 0.9))
     by_latency = Explorer(ceilings={"latency": 1.03}, judged=("latency",), **settings)
     assert by_latency._proposed(tried, {}, 0) == Candidate(macs=0.5)  # 0.6 is below the ceiling by less than the noise
+    too_slow = {Candidate(macs=0.5): Tried(candidate=Candidate(macs=0.5), predicted=1.4)}
+    assert by_latency._proposed(tried, too_slow, 0) == Candidate(macs=0.45)
     by_bytes = Explorer(ceilings={"bytes": 10.0}, judged=("bytes",), **settings)
     assert by_bytes._proposed(tried, {}, 0) is None
 
