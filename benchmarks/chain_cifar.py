@@ -3,15 +3,17 @@
     python benchmarks/chain_cifar.py --data CIFAR10 --checkpoints FOLDER --out runs/chain
 
 Every arm starts from the same checkpoint, sees the same images for four epochs (batch 128, crops and flips, SGD, autocast in
-bf16) and ends in a file that runs in int8. `by hand`: Torch-Pruning cuts half of the MACs (L2 norms of groups, global),
-cross-entropy for four epochs, then onnxruntime's quantizer, per channel, on 512 images. The others are recipes of this library,
-whose training imitates the network as it was. `to 4 bits`: blocks are chosen by `after_training` and by their time in integers,
-weights of the two later stages have 4 bits, and all four epochs are quantization-aware; `hints` compares features, too. Rows
-with `Depth(latency=...)` are from before it refitted the layers that are left. `Depth(13 blocks left)` names the blocks that go,
-so that every seed and machine has the same network: those that such a budget chose in one run. Channels inside the blocks of the
-third stage go then, by sixteens, of which kernels make good use, until the file is small enough. Top-1 is that of the executed
-file on the 10,000 test images, after the last epoch. Latency: one image, one thread, all files in turn, as ratios to the fp32
-file of the checkpoint. Minutes: of the arm, on `--threads` cores, rough where the machine does other work.
+bf16), or as many as its name says, and ends in a file that runs in int8. `by hand`: Torch-Pruning cuts half of the MACs (L2 norms
+of groups, global), cross-entropy for four epochs, then onnxruntime's quantizer, per channel, on 512 images. The others are
+recipes of this library, whose training imitates the network as it was; `mirrored`: the mean of its predictions of each image and
+its mirror image. `to 4 bits`: blocks are chosen by `after_training` and by their time in integers, weights of the two later
+stages have 4 bits, and all epochs are quantization-aware; `hints` compares features, too. Rows with `Depth(latency=...)` are from
+before it refitted the layers that are left, those of `13 blocks left` that are not `mirrored` from when the fit read 512 images.
+`Depth(13 blocks left)` names the blocks that go, so that every seed and machine has the same network: those that such a budget
+chose in one run. Channels inside the blocks of the third stage go then, by sixteens, of which kernels make good use, until the
+file is small enough; with 11 blocks left those of the second stage, too, by eights. Top-1 is that of the executed file on the
+10,000 test images, after the last epoch. Latency: one image, one thread, all files in turn, as ratios to the fp32 file of the
+checkpoint. Minutes: of the arm, on `--threads` cores, rough where the machine does other work.
 
 Arms and seeds that are in `chain_cifar.json` are kept. Writes it and `chain_cifar.md` beside this file, but not with `--limit`.
 """
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 from vision import Images
 
 import compresskit as ck
+from compresskit.distill import mirror
 from compresskit.measure import latency
 from compresskit.prune.depth import Depth
 from compresskit.prune.depth.importance import after_training, output_error
@@ -74,17 +77,17 @@ def to_four_bits(latency: float, **settings: Any) -> list[ck.Stage]:
     ]
 
 
-def named_blocks(left: dict[str, set[int]], parameters: float, epochs: int, **settings: Any) -> list[ck.Stage]:
-    """Blocks that stay, by stage, so much of their parameters, and a quantization-aware training that compares features."""
+def named_blocks(left: dict[str, set[int]], cut: ck.Prune, epochs: int, lr: float = 0.02, **settings: Any) -> list[ck.Stage]:
+    """Blocks that stay, by stage, channels cut inside them, and a quantization-aware training that compares features."""
     gone = tuple(f"{stage}.{number}" for stage, numbers in left.items() for number in range(9) if number not in numbers)
-    return [
-        Depth(blocks=gone),
-        ck.Prune(budget=ck.keep(parameters=parameters), **settings),
-        qat(epochs, 0.02, schedule=ck.lr.OneCycle(), bits=BITS, objective=ck.imitate(terms=HINTS)),
-    ]
+    objective = ck.imitate(terms=HINTS, **settings)
+    return [Depth(blocks=gone), cut, qat(epochs, lr, schedule=ck.lr.OneCycle(), bits=BITS, objective=objective)]
 
 
 THIRTEEN = {"layer1": {6}, "layer2": {0, 3, 4, 5}, "layer3": {0, 1, 2, 3, 4, 6, 7, 8}}
+ELEVEN = THIRTEEN | {"layer3": {0, 1, 2, 4, 6, 7}}
+BY_SIXTEENS = ck.Prune(budget=ck.keep(parameters=0.91), ignore=("conv1", "layer1", "layer2", "linear"), round_to=16)
+TO_HALF = ck.Prune(budget=ck.keep(parameters=0.535), ignore=("conv1", "layer1", "linear"))
 
 
 RECIPES: dict[str, list[ck.Stage]] = {
@@ -96,9 +99,11 @@ RECIPES: dict[str, list[ck.Stage]] = {
     "Depth(latency=0.42), QAT to 4 bits": to_four_bits(0.42),
     "Depth(latency=0.45), QAT to 4 bits": to_four_bits(0.45),
     "Depth(latency=0.40), QAT to 4 bits, hints": to_four_bits(0.40, objective=ck.imitate(terms=WEIGHTED_HINTS)),
-    "Depth(13 blocks left), Prune, QAT to 4 bits, hints": named_blocks(
-        THIRTEEN, 0.91, 4, ignore=("conv1", "layer1", "layer2", "linear"), round_to=16
+    "Depth(13 blocks left), Prune, QAT to 4 bits, hints": named_blocks(THIRTEEN, BY_SIXTEENS, 4),
+    "Depth(13 blocks left), Prune, QAT to 4 bits, hints, mirrored": named_blocks(
+        THIRTEEN, BY_SIXTEENS, 4, teacher_views=[mirror]
     ),
+    "Depth(11 blocks left), Prune, QAT to 4 bits, hints, 20 epochs": named_blocks(ELEVEN, TO_HALF, 20, 0.05),
 }
 BY_HAND = "by hand"
 

@@ -12,7 +12,7 @@ step; everything runs under bf16 autocast, or with `--fp32` in fp32, for process
 ResNet-56 is also trained for whole epochs, one cycle to 0.05 as for its checkpoint: dense; pruned; pruned with the dense network
 of as many epochs as teacher; and with blocks removed instead of channels, its teacher the checkpoint: in fp32 from before `Depth`
 refitted the layers that are left; and on a later version with the mean of the teacher's predictions of each image and its mirror
-image, besides features.
+image, besides features, once in a cycle to 0.02.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,12 @@ def accuracy(setup: Setup, model: nn.Module) -> float:
     return 100 * ck.evaluate(run, setup.task(None))
 
 
-def train(setup: Setup, model: nn.Module, seed: int, epochs: int, **distill: Any) -> float:
-    """Fine-tune in place for whole epochs (0: the 78 steps); the accuracy after the last step."""
+def train(setup: Setup, model: nn.Module, seed: int, epochs: int, lr: float = 0.05, **distill: Any) -> float:
+    """Fine-tune in place for whole epochs, one cycle to `lr` (0: the 78 steps, to 0.02); the accuracy after the last step."""
     torch.manual_seed(seed)
     precision = ck.mixed.AMP_BF16 if setup.autocast else ck.mixed.FP32
     settings: dict[str, Any] = {"schedule": ck.lr.OneCycle(), "precision": precision}
-    settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=0.05)} if epochs else {"epochs": 2, "optimizer": SGD}
+    settings |= {"epochs": epochs, "optimizer": partial(SGD, lr=lr)} if epochs else {"epochs": 2, "optimizer": SGD}
     how = ck.Distill(**settings, **distill) if distill else ck.Train(**settings)
     how(model, setup.task(None if epochs else 39))
     return accuracy(setup, model)
@@ -223,14 +223,17 @@ class Longer:
     """How ResNet-56 is trained for whole epochs.
 
     cut: makes the network that is trained; None trains the dense one, and keeps it. teacher: "dense" after as many epochs, or the
-    "checkpoint"; None trains by labels. distill: settings of `ck.Distill`, by default soft targets.
+    "checkpoint"; None trains by labels. distill: settings of `ck.Distill`, by default soft targets. lr: the cycle's top.
     """
 
     cut: Callable[[Setup, float, int], nn.Module] | None = our_cut
     teacher: str | None = "dense"
     distill: dict[str, Any] = field(default_factory=dict)
+    lr: float = 0.05
 
 
+MIRRORED = "blocks removed, taught by the checkpoint on mirrored images, too, and hints"
+BY_MIRRORED = Longer(cut=blocks_cut, teacher="checkpoint", distill={"terms": HINTS, "teacher_views": (ck.distill.mirror,)})
 LONGER = {
     "dense": Longer(cut=None, teacher=None),
     "pruned": Longer(teacher=None),
@@ -238,9 +241,8 @@ LONGER = {
     "taught by DKD and hints": Longer(distill={"loss": DKD, "weight": 1.0, "task_weight": 1.0, "terms": HINTS}),
     "taught on mixtures, and hints": Longer(distill={"weight": 1.0, "task_weight": 0.0, "mixup": 0.4, "terms": HINTS}),
     "blocks removed, taught by the checkpoint": Longer(cut=blocks_cut, teacher="checkpoint"),
-    "blocks removed, taught by the checkpoint on mirrored images, too, and hints": Longer(
-        cut=blocks_cut, teacher="checkpoint", distill={"terms": HINTS, "teacher_views": (ck.distill.mirror,)}
-    ),
+    MIRRORED: BY_MIRRORED,
+    f"{MIRRORED}, to a rate of 0.02": replace(BY_MIRRORED, lr=0.02),
 }
 
 
@@ -261,7 +263,7 @@ def longer(setup: Setup, kind: str, share: float, epochs: int, seed: int) -> dic
         if how.teacher == "dense":
             teacher.load_state_dict(load_file(kept))
         distill = {"teacher": teacher.to(memory_format=torch.channels_last), **how.distill}  # type: ignore[call-overload]
-    row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, **distill)}
+    row |= {"epochs": epochs, "tuned": train(setup, model, seed, epochs, how.lr, **distill)}
     if how.cut is None:
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, kept)
     return row

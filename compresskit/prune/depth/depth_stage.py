@@ -27,7 +27,7 @@ from compresskit.train.train import Train, fit_
 
 log = logging.getLogger(__name__)
 
-FITTED_SAMPLES = 512  # held in memory
+FITTED_SAMPLES = 2048  # fewer where they are large, see `refit_stream_`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Depth(Budgeted, Stage):
             `refit_stream_`; `benchmarks/refit_blocks.md` has what it is worth without a training.
         finetune: training afterwards, with a learning-rate schedule of its own; None trains nothing.
         samples: samples that the importance reads.
-        repair: samples for BatchNorm statistics; the fit reads as many, up to 512.
+        repair: samples for BatchNorm statistics; the fit reads as many, up to 2048.
     """
 
     needs: ClassVar[frozenset[str]] = PROPERTIES

@@ -16,7 +16,7 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 ROWS_PER_COLUMN = 24  # output positions that a layer is fitted at, for each of its inputs
 FEWEST_ROWS = 8192
 MOST_IN_STREAM = 2**28  # of the stream at one place, for all samples: 1 GiB in float32
+MOST_HELD = 2**29  # bytes of inputs: 890 photographs of 224 pixels in float32
 #: Fractions of the mean variance of a layer's inputs that may be added to each, which pulls it to its old weights.
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 HELD_OUT = 0.25  # of the rows of each batch, which choose the damping
@@ -60,8 +61,8 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
         model: `BlockPlan.apply_` of a plan to a copy of `dense`.
         dense: the model before, on the same device; it is not changed.
         paths: dotted names of the blocks that are gone, `BlockPlan.paths`.
-        batches: inputs, shuffled; some hundred images are enough. They are held in memory. Those of another shape than the first,
-            but for their rows, are not read.
+        batches: inputs, shuffled; some hundred images are enough, more are better. They are held in memory, those that come
+            first, up to 512 MiB. Those of another shape than the first, but for their rows, are not read.
 
     Returns:
         Layer -> fraction of the variance of what it should write that is still missing; empty if nothing was changed.
@@ -69,7 +70,7 @@ def refit_stream_(model: nn.Module, dense: nn.Module, paths: Sequence[str], batc
     Raises:
         DataError: there is no batch.
     """
-    data = list(each_inputs(batches, "refit_stream_"))
+    data = list(_first_held(each_inputs(batches, "refit_stream_")))
     if not data:
         raise DataError("refitting layers of the stream: no batch of calibration data was given")
     try:
@@ -109,6 +110,16 @@ def _restore_statistics_(model: nn.Module, data: Sequence[Inputs]) -> None:
     """Re-estimate BatchNorm where the data allow it: one row has no variance."""
     if any(batch_size(inputs) > 1 for inputs in data):
         reestimate_batchnorm_(model, data)
+
+
+def _first_held(batches: Iterable[Inputs]) -> Iterator[Inputs]:
+    """The first batches that can be held at once, and two at least: one is kept to judge the fit."""
+    held = 0
+    for number, inputs in enumerate(batches):
+        held += sum(value.nbytes for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor))
+        if number > 1 and held > MOST_HELD:
+            return
+        yield inputs
 
 
 def _as_many_as_fit(data: Sequence[Inputs], graphs: CutGraph) -> Sequence[Inputs]:

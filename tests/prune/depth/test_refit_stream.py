@@ -15,7 +15,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
-from compresskit.prune.depth import Depth, importance, plan_blocks, refit_stream_
+from compresskit.prune.depth import Depth, importance, plan_blocks, refit_stream, refit_stream_
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.stream_layers import cut_graph
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -287,3 +287,17 @@ def test_the_stage_fits_unless_it_is_told_not_to(make) -> None:
     names = {n for n, value in alone.named_parameters() if not torch.equal(value, fitted.get_parameter(n))}
     assert names
     assert all(torch.equal(p, dense.get_parameter(n)) for n, p in alone.named_parameters())
+
+
+def test_inputs_beyond_what_is_held_are_not_read(monkeypatch) -> None:
+    """A loader of large images is not read to its end: the inputs are held in memory."""
+    batches = data()
+    monkeypatch.setattr(refit_stream, "MOST_HELD", 3 * batches[0][0].nbytes)
+    asked = []
+    dense = normal(build(ResNet))
+    small, gone = cut(dense, "layer1.1")
+    assert refit_stream_(small, dense, gone, (asked.append(1) or batch for batch in batches))
+    assert len(asked) == 4  # the one after the last that is held
+    monkeypatch.setattr(refit_stream, "MOST_HELD", 1)
+    again, gone = cut(dense, "layer1.1")
+    assert refit_stream_(again, dense, gone, iter(batches))  # one to fit, one to judge on
