@@ -214,19 +214,11 @@ def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:
 
     There are more, the labels of a loader most often, or they are inside of one another.
     """
-    try:
-        parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # builtins without a signature
-        return ""
+    parameters = _parameters_of(forward)
     rest = inspect.Parameter.VAR_KEYWORD if isinstance(inputs, dict) else inspect.Parameter.VAR_POSITIONAL
-    alone = inspect.Parameter.POSITIONAL_ONLY if isinstance(inputs, dict) else inspect.Parameter.KEYWORD_ONLY
-    named = [p for p in parameters if p.kind not in (alone, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)]
-    taken, needed = [p.name for p in named], [p.name for p in named if p.default is p.empty]
-    if not isinstance(inputs, dict) and len(inputs) == 1 < len(needed) and isinstance(inputs[0], tuple | list):
-        return (
-            f"wanted {len(needed)} inputs ({', '.join(needed)}), got one, a {type(inputs[0]).__name__} of {len(inputs[0])}; give"
-            f" them side by side, in batches with a target ({', '.join(needed)}, target)"
-        )
+    if (packed := packed_inputs(forward, inputs)) or not parameters:
+        return packed
+    taken = [p.name for p in _taken(parameters, by_name=isinstance(inputs, dict))]
     surplus = [name for name in inputs if name not in taken] if isinstance(inputs, dict) else list(inputs[len(taken) :])
     if not surplus or any(p.kind is rest for p in parameters):
         return ""
@@ -235,6 +227,31 @@ def misfit(forward: Callable[..., Any], inputs: Inputs) -> str:
         f"wanted {len(taken)} input{'s' * (len(taken) != 1)} ({', '.join(taken)}), got {len(inputs)}{which}; batches must be"
         " inputs alone, without labels, such as [(x,) for x, y in loader]"
     )
+
+
+def packed_inputs(forward: Callable[..., Any], inputs: Inputs) -> str:
+    """Say that a function takes several inputs, and got one tuple of them; "" where that is not so."""
+    needed = [p.name for p in _taken(_parameters_of(forward), by_name=False) if p.default is p.empty]
+    if isinstance(inputs, dict) or not len(inputs) == 1 < len(needed) or not isinstance(inputs[0], tuple | list):
+        return ""
+    return (
+        f"wanted {len(needed)} inputs ({', '.join(needed)}), got one, a {type(inputs[0]).__name__} of {len(inputs[0])}; give"
+        f" them side by side, in batches with a target ({', '.join(needed)}, target)"
+    )
+
+
+def _parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function; none of a builtin, which has no signature."""
+    try:
+        return list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _taken(parameters: list[inspect.Parameter], *, by_name: bool) -> list[inspect.Parameter]:
+    """Those that an input can be given to."""
+    alone = inspect.Parameter.POSITIONAL_ONLY if by_name else inspect.Parameter.KEYWORD_ONLY
+    return [p for p in parameters if p.kind not in (alone, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)]
 
 
 @dataclass(frozen=True, kw_only=True)

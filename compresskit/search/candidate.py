@@ -17,13 +17,14 @@ from compresskit.graph.capture import Dynamic
 from compresskit.prune import Prune
 from compresskit.prune.depth import Depth, Merge
 from compresskit.prune.low_rank import LowRank
-from compresskit.quant import QAT, Bits, DynamicQuant, StaticQuant
+from compresskit.quant import QAT, Bits, BlockScheme, DynamicQuant, StaticQuant, WeightQuant
 from compresskit.quant.effort.improve import Effort
 from compresskit.quant.numerics.targets import DEFAULT_DEPLOYMENT, X86, Deployment, Target
+from compresskit.quant.weight_only import MATMUL_NBITS, gptq
 from compresskit.train.train import Train
 
-Storage = Literal["float", "int8", "int4", "dynamic"]
-WITHOUT_EFFORT = ("float", "dynamic")  # calibrated by nothing
+Storage = Literal["float", "int8", "int4", "dynamic", "weights4"]
+WITHOUT_EFFORT = ("float", "dynamic", "weights4")  # without ranges of activations that are calibrated
 FINER_BELOW = 0.5  # MACs that stay, below which channels are rounded to half as many: few multiples are left in narrow networks
 MULTIPLE, MULTIPLE_OF_DEPTHWISE = 8, 16  # multiples of channels for which kernels are fast; the second of integer depthwise ones
 QAT_SHARE = 4  # one part of so many of the training is quantization-aware
@@ -62,9 +63,10 @@ class Candidate:
         macs: fraction of the multiply-accumulates that stays when channels are removed; 1 removes none.
         rank: fraction of the multiply-accumulates that stays when layers are factored; 1 factors none.
         bits: "float" is not quantized; "int4" has weights of 4 bits and activations of 8; "dynamic" has weights of 8 bits and
-            activations whose range is found in every call, as recurrent layers need it.
+            activations whose range is found in every call, as recurrent layers need it; "weights4" computes in float, with
+            weights of 4 bits in blocks of linear layers and of embedding tables, which "int8" and "int4" leave float.
         effort: of the quantization, as in `quantize_static`. Where it is trained, operators are placed by measurement,
-            and the training does the rest. Float and dynamic candidates are "fast".
+            and the training does the rest. The others, without calibrated ranges, are "fast".
     """
 
     blocks: int = 0
@@ -145,6 +147,8 @@ class Candidate:
         given: dict[str, Any] = {"target": target} | ({} if dynamic == (0,) else {"dynamic": dynamic})
         if self.bits == "dynamic":
             return (*structure, DynamicQuant(**given))
+        if self.bits == "weights4":
+            return (*structure, _in_four_bits(samples, dynamic))
         given["bits"] = Bits(weights=4) if self.bits == "int4" else Bits()
         if qat is not None or to_train:
             given |= self._placement(target, deployment)
@@ -185,12 +189,17 @@ class Candidate:
 UNCOMPRESSED = Candidate(bits="float")
 
 
+def _in_four_bits(samples: int, dynamic: Dynamic) -> WeightQuant:
+    """Weights and tables of 4 bits. ONNX Runtime's own operators decode those rows of a table that are looked up, no others."""
+    return WeightQuant(rounding=gptq, embeddings=BlockScheme(), storage=MATMUL_NBITS, samples=min(samples, 512), dynamic=dynamic)
+
+
 def _shares(train: Train, candidate: Candidate) -> tuple[Train | None, Train | None]:
     """The training before rounding, and the one with it. Without an objective of its own, it imitates the uncompressed model."""
     train = train if train.objective is not None else replace(train, objective=imitate())
     if candidate.bits == "float":
         return train, None
-    if candidate.bits == "dynamic":
+    if candidate.bits in WITHOUT_EFFORT:
         return (train if candidate.changes_structure else None), None
     if not candidate.trains_in_two_parts(train):
         return None, train

@@ -69,11 +69,13 @@ class Explorer:
             most=most,
             first=[
                 candidate
-                for candidate in first_candidates(**most, dynamic=self.workshop.gains_by_dynamic, trains=trains)
+                for candidate in first_candidates(
+                    **most, dynamic=self.workshop.gains_by_dynamic, tables=self.workshop.has_large_tables, trains=trains
+                )
                 if candidate.effort in efforts and (candidate.rank == 1 or self.order.factors)
             ],
             efforts=efforts,
-            storages=("float", "int8", "int4", *(("dynamic",) if self.workshop.gains_by_dynamic else ())),
+            storages=self.workshop.storages,
             seed=self.workshop.seed,
             factors=self.order.factors,
         )

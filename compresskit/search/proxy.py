@@ -46,7 +46,7 @@ from compresskit.recipe.engine import run_stage
 from compresskit.recipe.folder import LOCK
 from compresskit.recipe.locks import exclusive
 from compresskit.recipe.measure_stage import measure_stage
-from compresskit.search.candidate import Candidate, Removable
+from compresskit.search.candidate import Candidate, Removable, Storage
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
 from compresskit.search.study import STEP_OF_RANK
@@ -56,7 +56,7 @@ from compresskit.train.train import Train
 log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
-FOLDER_VERSION = 4  # another where candidates of one name are made in another way
+FOLDER_VERSION = 5  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters, "samples": 1}
@@ -66,6 +66,7 @@ EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; 
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
+TABLE_SHARE = 0.25  # of the weights, in embedding tables, from which on fewer bits for them are tried
 
 Read = TypeVar("Read")
 
@@ -172,10 +173,25 @@ class Workshop:
 
     @cached_property
     def gains_by_dynamic(self) -> bool:
-        """Whether much of the model is in layers that dynamic quantization rounds: linear, and recurrent, which only it does."""
-        layers = [m for m in self.model.modules() if isinstance(m, nn.RNNBase | nn.Linear | nn.MultiheadAttention)]
-        inside = {id(p): p.numel() for layer in layers for p in layer.parameters()}
-        return sum(inside.values()) >= DYNAMIC_SHARE * sum(p.numel() for p in self.model.parameters())
+        """Whether much of the model is in layers that dynamic quantization rounds: linear, and recurrent and tables besides."""
+        return self._share_in(nn.RNNBase, nn.Linear, nn.MultiheadAttention, nn.Embedding) >= DYNAMIC_SHARE
+
+    @cached_property
+    def has_large_tables(self) -> bool:
+        """Whether much of the model is in embedding tables, and the target's runtime has operators that look up few bits."""
+        return self.target.runtime == "onnxruntime" and self._share_in(nn.Embedding) >= TABLE_SHARE
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The precisions that candidates have."""
+        dynamic: tuple[Storage, ...] = ("dynamic",) if self.gains_by_dynamic else ()
+        tables: tuple[Storage, ...] = ("weights4",) if self.has_large_tables else ()
+        return ("float", "int8", "int4", *dynamic, *tables)
+
+    def _share_in(self, *kinds: type[nn.Module]) -> float:
+        """The fraction of the model's parameters that layers of some kinds have; tied ones count once."""
+        inside = {id(p): p.numel() for m in self.model.modules() if isinstance(m, kinds) for p in m.parameters()}
+        return sum(inside.values()) / max(1, sum(p.numel() for p in self.model.parameters()))
 
     def removable(self, milliseconds: float) -> Removable:
         """The residual blocks that can go and the convolutions that can become one, what is worth least for what it saves first.

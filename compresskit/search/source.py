@@ -23,6 +23,7 @@ AT_THE_TOP = (Train, Distill, Prune, QAT, DynamicQuant, StaticQuant)
 NAMESPACES = {
     "quant": quant,
     "quant.targets": quant.targets,
+    "quant.weight_only": quant.weight_only,
     "mixed": mixed,
     "prune": prune,
     "prune.depth": prune.depth,

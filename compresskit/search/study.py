@@ -33,6 +33,7 @@ LATER = (
     Candidate(macs=0.5, effort="balanced"),
 )
 DYNAMIC = (Candidate(bits="dynamic"), Candidate(bits="dynamic", macs=0.5))  # tried first in networks that gain by it
+TABLES = (Candidate(bits="weights4"), Candidate(bits="weights4", macs=0.5))  # tried first where embedding tables are large
 #: Fractions of the blocks that may go, tried with nothing else removed and with half of the MACs.
 DEPTHS = ((0.15, 1.0), (0.3, 1.0), (0.3, 0.5))
 #: Fractions that are tried in the place of the first of these where candidates are trained, which can bring back deeper cuts.
@@ -56,17 +57,20 @@ def import_optuna() -> Any:
     return optuna
 
 
-def first_candidates(blocks: int, merged: int, *, dynamic: bool = False, trains: bool = False) -> list[Candidate]:
+def first_candidates(
+    blocks: int, merged: int, *, dynamic: bool = False, tables: bool = False, trains: bool = False
+) -> list[Candidate]:
     """What is tried first in a network with so many removable blocks and so many runs of convolutions that can become one.
 
-    dynamic: whether it gains by ranges that are found in every call. trains: whether candidates are to be trained.
+    dynamic: whether it gains by ranges that are found in every call. tables: whether it has large embedding tables, whose bits
+    can be fewer. trains: whether candidates are to be trained.
     """
     deep = [Candidate(blocks=max(1, round(f * blocks)), macs=macs) for f, macs in DEPTHS if blocks]
     if trains:
         deep = deep[1:]  # the shallowest gives its place
         deep += [Candidate(blocks=max(1, round(f * blocks)), bits=bits) for f, bits in DEPTHS_TRAINED if blocks]
     joined = dict.fromkeys(Candidate(merged=max(1, round(f * merged))) for f in MERGED_FRACTIONS if merged)
-    return list(dict.fromkeys([*(DYNAMIC if dynamic else ()), *EARLY, *deep, *joined, *LATER]))
+    return list(dict.fromkeys([*(DYNAMIC if dynamic else ()), *(TABLES if tables else ()), *EARLY, *deep, *joined, *LATER]))
 
 
 class CandidateStudy:

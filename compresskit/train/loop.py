@@ -19,7 +19,7 @@ from compresskit.base.errors import CheckpointError, CompressError, DataError, T
 from compresskit.base.objective import Losses, Objective
 from compresskit.base.packing import Resumable, module_states, restore_module_states_
 from compresskit.base.progress import Training, announce, progress_bar
-from compresskit.base.task import Task, shapes_of
+from compresskit.base.task import Inputs, Task, packed_inputs, shapes_of
 from compresskit.mixed.channels_last import channels_last_images
 from compresskit.mixed.formats.parallel import is_sharded, shard_by_name, whole_on_rank_zero
 from compresskit.train.callbacks import EpochReport, OnEpoch, OnStep, StepReport, call_back
@@ -126,7 +126,7 @@ class TrainingLoop:
             self.objective.advance(self.step / steps)
             # Reading the loss waits for the device, so off the CPU it is checked only now and then.
             check = run.device.type == "cpu" or seen % 50 == 0 or seen == batches or self.step + 1 == steps
-            total, losses = _forward(run, self.objective, rows, where, check=check)
+            total, losses = _forward(run, self.objective, rows, where, self.task.inputs, check=check)
             _backward(run, total / batches_in_step * weight, rows, where)
             total = total.detach()
             self.history.add_loss(total)
@@ -398,7 +398,9 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, check: bool) -> tuple[Tensor, Losses]:
+def _forward(
+    run: mixed.Run, objective: Objective, batch: Any, where: str, inputs_of: Callable[[Any], Inputs], *, check: bool
+) -> tuple[Tensor, Losses]:
     """Return the sum of the losses, and each; TrainingError where they cannot be computed or, with `check`, are not finite."""
     try:
         losses = objective(run, batch)
@@ -410,15 +412,22 @@ def _forward(run: mixed.Run, objective: Objective, batch: Any, where: str, *, ch
             raise TrainingError(f"{where}: another process is gone; all end. Run the same command again to go on") from error
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
-        raise TrainingError(
-            f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {first_line(error)}"
-        ) from error
+        why = (isinstance(error, TypeError) and _packed(run.model, batch, inputs_of)) or first_line(error)
+        raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {why}") from error
     if wrong := _no_scalar(losses):
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
     total = torch.stack([loss.float() for loss in losses.values()]).sum()
     if check and not math.isfinite(total.item()):
         raise TrainingError(_why_not_finite(run.model, losses, batch, where))
     return total, losses
+
+
+def _packed(model: nn.Module, batch: Any, inputs_of: Callable[[Any], Inputs]) -> str:
+    """Says of a batch in which the inputs are a tuple that the model takes them side by side; "" of any other."""
+    try:
+        return packed_inputs(model.forward, inputs_of(batch))
+    except CompressError:  # a batch of another form, which the objective understands
+        return ""
 
 
 def _no_scalar(losses: Any) -> str:

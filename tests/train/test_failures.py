@@ -123,6 +123,27 @@ def test_a_loss_that_is_not_finite_names_its_cause() -> None:
         ck.Train(epochs=1)(nn.Linear(4, 3), odd)
 
 
+class _Pair(nn.Module):
+    """Of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, user, item):
+        return self.layer(user) + self.layer(item)
+
+
+def test_inputs_inside_of_one_another_are_named() -> None:
+    """A dataset of ((a, b), label)."""
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    wanted = r"wanted 2 inputs \(user, item\), got one, a tuple of 2; give them side by side, .* \(user, item, target\)"
+    with pytest.raises(TrainingError, match=wanted):
+        ck.Train(epochs=1)(_Pair(), ck.Task(train=[((x, x), y)], val=[((x, x), y)]))
+    with pytest.raises(TrainingError, match="missing 1 required positional argument"):  # a batch of another form
+        ck.Train(epochs=1, objective=lambda model, batch: {"loss": model(batch["a"]).sum()})(_Pair(), ck.Task(train=[{"a": x}]))
+
+
 def test_labels_outside_the_classes_are_refused() -> None:
     x, y = torch.randn(8, 4), torch.arange(8)
     with pytest.raises(DataError, match=r"training data: the model has 3 classes, so labels must be 0\.\.2, got 7"):

@@ -51,6 +51,12 @@ class WeightStorage:
         """How many bits a weight of `bits` bits takes in the file."""
         return next(n for n in ((2, 4, 8) if self.onnxruntime else (4, 8)) if bits <= n)
 
+    def decodes_rows(self, quantizer: MatrixQuantizer) -> bool:
+        """Whether the rows of a table that are looked up are decoded, not all in every call: what is no whole bytes cannot be."""
+        if not isinstance(quantizer, BlockQuantizer) or self.stored_bits(quantizer.scheme.bits) != 4:
+            return True
+        return self.onnxruntime and quantizer.shape[1] % 2 == 0
+
     def bytes(self, quantizer: MatrixQuantizer) -> int:
         """Size of a weight in the file in bytes: integers, scales and zero points; indices and centroids."""
         if isinstance(quantizer, PaletteQuantizer):

@@ -266,6 +266,27 @@ def test_the_plan_lists_formats_remarks_and_reasons() -> None:
         assert torch.isfinite(quantized(*ids())).all()
 
 
+@pytest.mark.parametrize(
+    ("scheme", "storage", "width"),
+    [
+        (BlockScheme(block_size=16), DEQUANTIZE_LINEAR, WIDTH),
+        (BlockScheme(bits=8, block_size=None), DEQUANTIZE_LINEAR, WIDTH),
+        (BlockScheme(block_size=16), MATMUL_NBITS, WIDTH),
+        (BlockScheme(block_size=16), MATMUL_NBITS, 53),  # whose rows end in half a byte
+        (BlockScheme(bits=2, block_size=16), MATMUL_NBITS, 53),
+    ],
+)
+def test_the_plan_says_which_tables_are_decoded_whole(scheme, storage, width, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, width), nn.Linear(width, 5)).eval()
+    quantized = quantize_weights(model, ids(), embeddings=scheme, storage=storage, dynamic=(0, 1))
+    file = onnx.load(ck.export_onnx(quantized, tmp_path / "q.onnx", ids()))
+    decoded = {n.output[0] for n in file.graph.node if n.op_type == "DequantizeLinear"}
+    whole = any(n.op_type == "Gather" and n.input[0] in decoded for n in file.graph.node)
+    assert ("all rows are decoded in every call" in quantized.plan.rows[0].note) == whole
+    assert whole == (scheme.bits == 4 and (storage is DEQUANTIZE_LINEAR or width % 2 == 1))
+
+
 def test_rounded_weights_train_in_steps_of_their_grid() -> None:
     quantized = quantize_weights(Reader(), ids()).train()
     F.cross_entropy(quantized(*ids()), torch.arange(8) % 5).backward()
