@@ -14,6 +14,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
+from compresskit.graph.embedding_bags import write_bags_
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
 
 
@@ -31,6 +32,7 @@ def make_exportable_(module: fx.GraphModule) -> None:
         _replace_bounds_,
         _replace_adaptive_max_pools_,
         _replace_attention_ranks_,
+        write_bags_,
     ):
         replace_(module)
     module.recompile()

@@ -174,12 +174,12 @@ class Workshop:
     @cached_property
     def gains_by_dynamic(self) -> bool:
         """Whether much of the model is in layers that dynamic quantization rounds: linear, and recurrent and tables besides."""
-        return self._share_in(nn.RNNBase, nn.Linear, nn.MultiheadAttention, nn.Embedding) >= DYNAMIC_SHARE
+        return self._share_in(nn.RNNBase, nn.Linear, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag) >= DYNAMIC_SHARE
 
     @cached_property
     def has_large_tables(self) -> bool:
         """Whether much of the model is in embedding tables, and the target's runtime has operators that look up few bits."""
-        return self.target.runtime == "onnxruntime" and self._share_in(nn.Embedding) >= TABLE_SHARE
+        return self.target.runtime == "onnxruntime" and self._share_in(nn.Embedding, nn.EmbeddingBag) >= TABLE_SHARE
 
     @property
     def storages(self) -> tuple[Storage, ...]:
