@@ -81,4 +81,5 @@ def _one_size(offsets: Node, indices: Node) -> bool:
         return False
     start, end, step = (each.meta["val"] if isinstance(each, fx.Node) else each for each in offsets.args[:3])
     value = indices.meta["val"]
-    return start == 0 and statically_known_true(step == value.shape[1]) and statically_known_true(end == value.numel())
+    same = (start == 0, step == value.shape[1], end == value.numel())
+    return all(map(statically_known_true, same))
