@@ -82,8 +82,8 @@ def chain_cifar() -> str:
     return f"""\
 ## One recipe, and two libraries chained by hand
 
-ResNet-56 on CIFAR-10, trained by others ({start["top1"]:.2f} %, {start["bytes"] / 1024:.0f} KiB), four epochs in all, autocast in
-bf16; the minutes are rough, since the machine did other work, too. {source("chain_cifar")}
+ResNet-56 on CIFAR-10, trained by others ({start["top1"]:.2f} %, {start["bytes"] / 1024:.0f} KiB), four epochs in all or as many as an arm's
+name says, autocast in bf16; the minutes are rough, since the machine did other work, too. {source("chain_cifar")}
 
 {table(("arm", "seeds", "int8 %", "smaller", "faster", "minutes"), rows)}
 """
@@ -129,7 +129,7 @@ def refit_blocks() -> str:
 ## Blocks removed without a training
 
 CIFAR-10, networks trained by others ({whole}), top-1 on the 10,000 test images after residual blocks were removed: with BatchNorm re-estimated alone, and with the
-layers that are left fitted again on 512 images without labels. {source("refit_blocks")}
+layers that are left fitted again on 512 images without labels, a quarter of what `Depth` reads today. {source("refit_blocks")}
 
 {table(("network", "importance", "blocks removed", "MACs", "BatchNorm alone %", "refitted %"), rows)}
 """
