@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
-from compresskit.graph.embedding_bags import write_bags_
+from compresskit.graph.layers.embedding_bags import write_bags_
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
 
 
