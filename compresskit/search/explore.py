@@ -54,26 +54,21 @@ class Explorer:
 
     def explore(self) -> list[Tried]:
         """All candidates that were tried, in their order; those that could not be made with the reason, then those skipped."""
-        trains = self.workshop.trains
+        shop, trains = self.workshop, self.workshop.trains
         efforts = EFFORTS[:1] if self.places_at_the_ceiling else EFFORTS
         most = {
             "blocks": math.floor((MOST_TRAINED if trains else MOST_BLOCKS) * len(self.order.blocks)),
             "merged": len(self.order.runs),
         }
         objectives = ["drop", *(quantity for quantity in ("latency", "bytes") if quantity not in self.ceilings)]
+        ladder = first_candidates(**most, dynamic=shop.gains_by_dynamic, tables=shop.has_large_tables, trains=trains)
         study = CandidateStudy(
             self.workshop.out,
             self.name,
             self.worker,
             objectives=len(objectives),
             most=most,
-            first=[
-                candidate
-                for candidate in first_candidates(
-                    **most, dynamic=self.workshop.gains_by_dynamic, tables=self.workshop.has_large_tables, trains=trains
-                )
-                if candidate.effort in efforts and (candidate.rank == 1 or self.order.factors)
-            ],
+            first=[c for c in ladder if c.effort in efforts and (c.rank == 1 or self.order.factors)],
             efforts=efforts,
             storages=self.workshop.storages,
             seed=self.workshop.seed,

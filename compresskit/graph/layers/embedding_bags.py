@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compresskit.graph.normalize import Node, aten, insert_call
 
 #: The arguments of torch's operators for bags, in their order, and what those that are left out are.
-ARGUMENTS: dict[str, Any] = {
+BAG_ARGUMENTS: dict[str, Any] = {
     "weight": None,
     "indices": None,
     "offsets": None,
@@ -26,7 +25,7 @@ ARGUMENTS: dict[str, Any] = {
     "padding_idx": None,
 }
 BAGS = frozenset({aten.embedding_bag.default, aten.embedding_bag.padding_idx, aten._embedding_bag.default})
-SUM, MEAN, MAX = 0, 1, 2  # modes, as torch numbers them
+BAG_SUM, BAG_MEAN, BAG_MAX = 0, 1, 2  # modes, as torch numbers them
 
 
 def write_bags_(module: fx.GraphModule) -> None:
@@ -36,49 +35,56 @@ def write_bags_(module: fx.GraphModule) -> None:
     """
     for node in [node for node in module.graph.nodes if node.target in BAGS]:
         read_elsewhere = any(user.users and user.args[1] != 0 for user in node.users)  # what entries each bag has
-        given = ARGUMENTS | dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
-        indices, factors = _rows(given["indices"]), _rows(given["per_sample_weights"])
+        given = BAG_ARGUMENTS | dict(zip(BAG_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        indices, factors = _unflattened_rows(given["indices"]), _unflattened_rows(given["per_sample_weights"])
         padding = given["padding_idx"] if given["padding_idx"] is not None and given["padding_idx"] >= 0 else None
-        if read_elsewhere or indices is None or not _one_size(given["offsets"], indices) or given["include_last_offset"]:
+        if (
+            read_elsewhere
+            or indices is None
+            or not _bags_have_one_size(given["offsets"], indices)
+            or given["include_last_offset"]
+        ):
             continue
-        if (factors is None) != (given["per_sample_weights"] is None) or (given["mode"] == MAX and padding is not None):
+        if (factors is None) != (given["per_sample_weights"] is None) or (given["mode"] == BAG_MAX and padding is not None):
             continue
         with module.graph.inserting_before(node):
-            made = _looked_up(node, given["weight"], indices, given["mode"], factors, padding)
+            made = _bags_looked_up(node, given["weight"], indices, given["mode"], factors, padding)
         for user in list(node.users):
             user.replace_all_uses_with(made)  # others are not read
             module.graph.erase_node(user)
         module.graph.erase_node(node)
 
 
-def _looked_up(node: Node, weight: Node, indices: Node, mode: int, factors: Node | None, padding: int | None) -> Node:
+def _bags_looked_up(node: Node, weight: Node, indices: Node, mode: int, factors: Node | None, padding: int | None) -> Node:
     """The value of the bags (N, width), of indices (N, L)."""
     rows = insert_call(node, aten.embedding.default, weight, indices)
     if factors is not None:  # torch takes them with sums alone
         rows = insert_call(node, aten.mul.Tensor, rows, insert_call(node, aten.unsqueeze.default, factors, -1))
     if padding is None:
-        over = {SUM: aten.sum.dim_IntList, MEAN: aten.mean.dim, MAX: aten.amax.default}[mode]
+        over = {BAG_SUM: aten.sum.dim_IntList, BAG_MEAN: aten.mean.dim, BAG_MAX: aten.amax.default}[mode]
         return insert_call(node, over, rows, [1])
     counts = insert_call(node, aten.ne.Scalar, indices, padding)
     counts = insert_call(node, aten.to.dtype, insert_call(node, aten.unsqueeze.default, counts, -1), rows.meta["val"].dtype)
     total = insert_call(node, aten.sum.dim_IntList, insert_call(node, aten.mul.Tensor, rows, counts), [1])
-    if mode == SUM:
+    if mode == BAG_SUM:
         return total
     entries = insert_call(node, aten.clamp.default, insert_call(node, aten.sum.dim_IntList, counts, [1]), 1.0)
     return insert_call(node, aten.div.Tensor, total, entries)
 
 
-def _rows(flat: Node | None) -> Node | None:
+def _unflattened_rows(flat: Node | None) -> Node | None:
     """What was flattened, where it has two dimensions."""
     if flat is None or flat.target not in (aten.reshape.default, aten.view.default):
         return None
     return flat.args[0] if flat.args[0].meta["val"].ndim == 2 else None
 
 
-def _one_size(offsets: Node, indices: Node) -> bool:
+def _bags_have_one_size(offsets: Node, indices: Node) -> bool:
     """Whether bags begin at 0, L, 2 L, ... for indices (N, L)."""
     if not isinstance(offsets, fx.Node) or offsets.target is not aten.arange.start_step:
         return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # heavy
+
     start, end, step = (each.meta["val"] if isinstance(each, fx.Node) else each for each in offsets.args[:3])
     value = indices.meta["val"]
     same = (start == 0, step == value.shape[1], end == value.numel())
