@@ -412,7 +412,7 @@ def _forward(
             raise TrainingError(f"{where}: another process is gone; all end. Run the same command again to go on") from error
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
-        why = (isinstance(error, TypeError) and _packed(run.model, batch, inputs_of)) or first_line(error)
+        why = (isinstance(error, TypeError) and _inputs_in_a_tuple(run.model, batch, inputs_of)) or first_line(error)
         raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {why}") from error
     if wrong := _no_scalar(losses):
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
@@ -422,7 +422,7 @@ def _forward(
     return total, losses
 
 
-def _packed(model: nn.Module, batch: Any, inputs_of: Callable[[Any], Inputs]) -> str:
+def _inputs_in_a_tuple(model: nn.Module, batch: Any, inputs_of: Callable[[Any], Inputs]) -> str:
     """Says of a batch in which the inputs are a tuple that the model takes them side by side; "" of any other."""
     try:
         return packed_inputs(model.forward, inputs_of(batch))
