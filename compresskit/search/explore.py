@@ -63,15 +63,15 @@ class Explorer:
         objectives = ["drop", *(quantity for quantity in ("latency", "bytes") if quantity not in self.ceilings)]
         ladder = first_candidates(**most, dynamic=shop.gains_by_dynamic, tables=shop.has_large_tables, trains=trains)
         study = CandidateStudy(
-            self.workshop.out,
+            shop.out,
             self.name,
             self.worker,
             objectives=len(objectives),
             most=most,
             first=[c for c in ladder if c.effort in efforts and (c.rank == 1 or self.order.factors)],
             efforts=efforts,
-            storages=self.workshop.storages,
-            seed=self.workshop.seed,
+            storages=shop.storages,
+            seed=shop.seed,
             factors=self.order.factors,
         )
         tried: dict[Candidate, Tried] = {}
