@@ -45,13 +45,13 @@ def operators(path):
 
 
 CASES = [
-    ({"mode": "mean"}, ()),
-    ({"mode": "sum"}, ()),
-    ({"mode": "max"}, ()),
-    ({"mode": "mean", "padding_idx": 3}, ()),
-    ({"mode": "sum", "padding_idx": 3}, ()),
-    ({"mode": "sum"}, (torch.rand(4, 5),)),
-    ({"mode": "sum", "padding_idx": 3}, (torch.rand(4, 5),)),
+    ({"mode": "mean"}, False),
+    ({"mode": "sum"}, False),
+    ({"mode": "max"}, False),
+    ({"mode": "mean", "padding_idx": 3}, False),
+    ({"mode": "sum", "padding_idx": 3}, False),
+    ({"mode": "sum"}, True),
+    ({"mode": "sum", "padding_idx": 3}, True),
 ]
 
 
@@ -59,7 +59,7 @@ CASES = [
 @pytest.mark.parametrize("dynamic", [(0,), (), (0, 1)])
 def test_a_file_looks_up_and_has_no_loop(settings, factors, dynamic, tmp_path) -> None:
     torch.manual_seed(0)
-    model, inputs = Bag(**settings).eval(), (ids(), *factors)
+    model, inputs = Bag(**settings).eval(), (ids(), *([torch.rand(4, 5)] if factors else []))
     path = ck.export_onnx(model, tmp_path / "m.onnx", inputs, dynamic=dynamic)
     assert "Loop" not in operators(path)
     assert operators(path).count("Gather") == 1
