@@ -3,9 +3,8 @@
     python benchmarks/refit_blocks.py --data CIFAR10 --checkpoints FOLDER --out runs/refit
 
 Blocks are removed in the order of `plan_blocks` (`importance=output_error` or `after_training`, by MACs). BatchNorm alone: its
-statistics are re-estimated on 3,072 images. Refitted: `refit_stream_` reads images first, 512 in the rows that are
-committed and 2,048 today. Neither reads a label. Top-1 in
-percent on the 10,000 test images, in float32; seconds: of the fit, on `--threads` cores.
+statistics are re-estimated on 3,072 images. Refitted: `refit_stream_` reads as many images as `Depth` gives it, 2,048,
+first. Neither reads a label. Top-1 in percent on the 10,000 test images, in float32; seconds: of the fit, on `--threads` cores.
 
 Writes `refit_blocks.json` and `refit_blocks.md` beside this file, but not with `--limit`.
 """

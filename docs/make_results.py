@@ -129,7 +129,7 @@ def refit_blocks() -> str:
 ## Blocks removed without a training
 
 CIFAR-10, networks trained by others ({whole}), top-1 on the 10,000 test images after residual blocks were removed: with BatchNorm re-estimated alone, and with the
-layers that are left fitted again on 512 images without labels, a quarter of what `Depth` reads today. {source("refit_blocks")}
+layers that are left fitted again on 2,048 images without labels. {source("refit_blocks")}
 
 {table(("network", "importance", "blocks removed", "MACs", "BatchNorm alone %", "refitted %"), rows)}
 """

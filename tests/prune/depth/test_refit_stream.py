@@ -15,7 +15,7 @@ from torch import nn
 
 import compresskit as ck
 from compresskit.base.errors import DataError, ModelError
-from compresskit.prune.depth import Depth, importance, plan_blocks, refit_stream, refit_stream_
+from compresskit.prune.depth import Depth, depth_stage, importance, plan_blocks, refit_stream, refit_stream_
 from compresskit.prune.depth.find_blocks import find_blocks
 from compresskit.prune.depth.stream_layers import cut_graph
 from compresskit.train.batchnorm import reestimate_batchnorm_
@@ -287,6 +287,16 @@ def test_the_stage_fits_unless_it_is_told_not_to(make) -> None:
     names = {n for n, value in alone.named_parameters() if not torch.equal(value, fitted.get_parameter(n))}
     assert names
     assert all(torch.equal(p, dense.get_parameter(n)) for n, p in alone.named_parameters())
+
+
+@pytest.mark.parametrize(("repair", "read"), [(3072, 2048), (192, 192)])
+def test_the_stage_fits_on_as_many_samples_as_its_docstring_says(repair, read, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(depth_stage, "refit_stream_", lambda *args: seen.extend(len(x) for (x,) in args[-1]))
+    task = replace(images_task(ck, samples=64, classes=4), calibration=[(x, torch.zeros(len(x))) for (x,) in data(3200)])
+    stage = Depth(blocks=("layer1.1",), importance=importance.influence, samples=32, repair=repair)
+    stage(normal(build(ResNet)), task)
+    assert sum(seen) == read
 
 
 def test_inputs_beyond_what_is_held_are_not_read(monkeypatch) -> None:
