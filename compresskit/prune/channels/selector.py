@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -12,12 +13,13 @@ from compresskit.base.task import Inputs
 from compresskit.graph.surgery import copy_model
 from compresskit.prune.channels.candidates import ExportedCandidates
 from compresskit.prune.channels.resources import Limits, ResourceCounter, counted_unit, measured_quantity
-from compresskit.prune.rankings import Ranking, Step
+from compresskit.prune.rankings import Ranking, Step, cost_aware
 from compresskit.prune.structure.assemble import assemble_plan
 from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, MacCounter
 from compresskit.prune.structure.plan import Plan, PlanLine, apply_
 
 SLACK = 0.02  # fraction of the resource by which a plan may fall below its budget for the sake of aligned widths
+NOTABLE = 0.05  # fraction of the loss that another end has to save: scores tell no smaller difference
 MOST_CANDIDATES = 6  # candidates that are exported for a measured budget
 MOST_REASONS = 6  # that a refusal lists
 CLOSE_ENOUGH = 0.02  # a candidate that is this little below a measured budget ends the search
@@ -52,29 +54,57 @@ def remove_preset_(resource: ResourceCounter, limits: Limits, prefix: str) -> li
 def select_channels_(
     resource: ResourceCounter, fraction: float, limits: Limits, ranking: Ranking, groups: list[ChannelGroup]
 ) -> bool:
-    """Take the cheapest steps until `fraction` of the resource is left; False where that cannot be reached."""
-    target = fraction * resource.total
+    """Take the cheapest steps until `fraction` of the resource is left; False where that cannot be reached.
+
+    Near the target a step that saves more than is wanted looks dear for what is useful of it, and small ones that look cheap
+    may cost more in all: with `cost_aware`, whose losses add up, another end is taken that was seen and loses less.
+    """
+    target, spent, end = fraction * resource.total, 0.0, End()
     while resource.current > target * (1 + 1e-9):
         best: tuple[float, int, int] | None = None
+        wanted, loss = resource.current - target, 0.0
         for i, group in enumerate(groups):
             count = limits.step(group)
             if not limits.leaves_enough(group, count) or (saved := resource.saving(group, count)) <= 0:
                 continue
             # Savings below the target are worth nothing.
-            useful = min(saved, resource.current - target)
+            useful = min(saved, wanted)
             price = ranking(Step(group=group, count=count, useful=useful))
+            if saved >= wanted:
+                end = min(end, End(spent + price * useful, tuple(g.removed for g in groups), i), key=lambda e: e.loss)
             if best is None or price < best[0]:
-                best = (price, i, count)
+                best, loss = (price, i, count), price * useful
         if best is None:
-            return False
+            break
         group, count = groups[best[1]], best[2]
-        # The last step may be finer than the alignment where the plan would fall far below the target.
-        while count > 1 and resource.current - resource.saving(group, count) < target - SLACK * resource.total:
-            if resource.current - resource.saving(group, count // 2) > target:
-                break
-            count //= 2
-        resource.remove(group, count)
-    return True
+        spent += loss
+        remove_finely_(resource, group, count, target)
+    met = resource.current <= target * (1 + 1e-9)
+    if ranking is cost_aware and end.loss < (spent * (1 - NOTABLE) if met else math.inf):
+        for group, removed in zip(groups, end.removed, strict=True):
+            resource.remove(group, removed - group.removed)
+        remove_finely_(resource, groups[end.last], limits.step(groups[end.last]), target)
+    return resource.current <= target * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class End:
+    """One way to come to the target: what it loses in all, the channels of each group that are gone before, and the last step's
+    group.
+    """
+
+    loss: float = math.inf
+    removed: tuple[int, ...] = ()
+    last: int = 0
+
+
+def remove_finely_(resource: ResourceCounter, group: ChannelGroup, count: int, target: float) -> None:
+    """Remove a step; one that falls far below the target may be finer than the alignment."""
+    while count > 1 and resource.current - resource.saving(group, count) < target - SLACK * resource.total:
+        if resource.current - resource.saving(group, count // 2) > target:
+            break
+        count //= 2
+    resource.remove(group, count)
 
 
 class ChannelSelector:

@@ -47,6 +47,33 @@ def test_a_refusal_names_the_alignment_of_widths_where_that_is_the_obstacle() ->
     assert plan_channels(model, example, budget, round_to=1).remove
 
 
+class Listener(nn.Module):
+    """A narrow convolution before a recurrent layer that has nearly all MACs, whose channels cost many each."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(20, 48, 3, 2, 1), nn.BatchNorm1d(48)
+        self.rnn, self.head = nn.GRU(48, 64, 2, batch_first=True, bidirectional=True), nn.Linear(128, 12)
+
+    def forward(self, x):
+        return self.head(self.rnn(torch.relu(self.norm(self.conv(x))).transpose(1, 2))[0])
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.35])
+def test_a_layer_is_not_emptied_where_one_larger_step_costs_less(share) -> None:
+    torch.manual_seed(0)
+    plan = plan_channels(Listener(), (torch.zeros(1, 20, 32),), ck.keep(macs=share))
+    widths = {line.layer: line.keep for line in plan.lines}
+    assert widths["conv"] == 48
+    assert plan.macs <= share * plan.macs_before
+
+
+def test_other_rankings_take_their_steps_in_turn() -> None:
+    plan = plan_channels(Listener(), (torch.zeros(1, 20, 32),), HALF, ranking=ck.prune.rankings.uniform)
+    kept = {line.layer: line.keep / line.size for line in plan.lines}
+    assert kept["conv"] == pytest.approx(kept["rnn"], abs=0.2)
+
+
 def test_ratio_counts_channels() -> None:
     plan, _ = cut(build(networks.Concat), budget=ck.remove(channels=0.5), round_to=1)
     gone, size = sum(line.size - line.keep for line in plan.lines), sum(line.size for line in plan.lines)
