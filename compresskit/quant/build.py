@@ -107,7 +107,7 @@ def _refuse_float_operators(placement: Placement) -> None:
 
 def _refuse_float_layers(graph: fx.Graph, target: Target, placement: Placement) -> None:
     """Raise ModelError where a layer with weights stays float although nothing was chosen that leaves it so."""
-    able = place_quantizers(graph, target)
+    able = place_quantizers(graph, target, slow=True)
     layers = {node.name for node in graph.nodes if _is_layer(node, able)}
     refused = [name for name, reason in able.floating.items() if name in layers and placement.floating.get(name) == reason]
     if refused:

@@ -99,7 +99,12 @@ class Placement:
 
 
 def place_quantizers(
-    graph: fx.Graph, target: Target, *, skip: tuple[str, ...] = (), floating: Mapping[str, str] | None = None
+    graph: fx.Graph,
+    target: Target,
+    *,
+    skip: tuple[str, ...] = (),
+    floating: Mapping[str, str] | None = None,
+    slow: bool = False,
 ) -> Placement:
     """Decide which operators run in integers and which values are quantized.
 
@@ -109,6 +114,8 @@ def place_quantizers(
         skip: dotted paths of modules whose operators stay float; or names of nodes, whose values are then not rounded, so that
             operators that read them stay float, too.
         floating: names of nodes that stay float, each with its reason.
+        slow: run in integers also what is slower so by a rule of the target, `Support.volume`; it is, too, where nothing else
+            would.
 
     Raises SettingError where `skip` names neither a module with operators nor a node.
     """
@@ -120,14 +127,15 @@ def place_quantizers(
             f"skip={unknown}: no operator of the model stands in a module of that name, and no value is called so;"
             f" print(quantized.placement) lists both, and the inputs are {inputs}"
         )
-    return _Placer(graph, target, skip, floating or {}).run()
+    placement = _Placer(graph, target, skip, floating or {}, slow=slow).run()
+    return placement if placement.integer or slow else _Placer(graph, target, skip, floating or {}, slow=True).run()
 
 
 class _Placer:
     """One pass over the graph in the order of execution."""
 
-    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...], kept: Mapping[str, str]) -> None:
-        self.graph, self.target, self.skip, self.kept = graph, target, skip, kept
+    def __init__(self, graph: fx.Graph, target: Target, skip: tuple[str, ...], kept: Mapping[str, str], *, slow: bool) -> None:
+        self.graph, self.target, self.skip, self.kept, self.slow = graph, target, skip, kept, slow
         self.integer: dict[Node, str] = {}
         self.floating: dict[Node, str] = {}
         self.carried: dict[Node, str] = {}
@@ -205,6 +213,8 @@ class _Placer:
             return f"it reads {skipped[0].name}, which the user skipped"
         if kind in ("conv", "linear") and parameter_name(node.args[1]) is None:
             return "its weight is computed during the forward pass"
+        if kind == "conv" and not self.slow and self._is_narrow_volume(node):
+            return "a convolution of so few channels over three dimensions is faster in float"
         if kind in ("add", "mul"):
             if len(operands) < 2 or operands[0] is operands[1]:
                 return "one of its operands is a constant"
@@ -219,6 +229,13 @@ class _Placer:
         if self.target.operators[kind].follow and not any(self._is_rounded(value) for value in operands):
             return "none of its inputs is in integers"
         return None
+
+    def _is_narrow_volume(self, node: Node) -> bool:
+        """Whether a convolution over three dimensions has so few channels, a depthwise one aside, that integers are slower."""
+        outputs, inputs, *window = node.args[1].meta["val"].shape
+        groups = int(node.args[6]) if len(node.args) > 6 else 1
+        depthwise = groups > 1 and inputs == 1
+        return len(window) == 3 and not depthwise and inputs * outputs // groups < self.target.operators["conv"].volume
 
     def _rounded_operands(self, node: Node, kind: str) -> list[Node]:
         """The operands that are quantized: all but one that a convolution adds inside its kernel."""

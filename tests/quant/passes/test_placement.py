@@ -94,12 +94,12 @@ class Sequence(nn.Module):
 
 
 class Volume(nn.Module):
-    """conv3d with a residual, pooling in three dimensions: (N, 3, 4, 8, 8)."""
+    """conv3d with a residual, pooling in three dimensions, wide enough for integers: (N, 3, 4, 8, 8)."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.norm = nn.Conv3d(3, 16, 3, 1, 1), nn.Conv3d(16, 16, (1, 3, 3), 1, (0, 1, 1)), nn.BatchNorm3d(16)
-        self.up, self.head = nn.ConvTranspose3d(16, 8, 2, 2), nn.Linear(8, 10)
+        self.a, self.b, self.norm = nn.Conv3d(3, 96, 3, 1, 1), nn.Conv3d(96, 96, (1, 3, 3), 1, (0, 1, 1)), nn.BatchNorm3d(96)
+        self.up, self.head = nn.ConvTranspose3d(96, 8, 2, 2), nn.Linear(8, 10)
 
     def forward(self, x):
         x = F.relu(self.a(x))
@@ -210,3 +210,29 @@ def test_convolutions_padded_by_name_run_in_integers(kernel, tmp_path) -> None:
     assert plan_channels(model, image(2), budget=ck.keep(macs=0.7), round_to=4).remove
     quantized = quantize_static(model, [image(16)])
     assert ck.audit(ck.export_onnx(quantized, tmp_path / "q.onnx", image(2))).integer_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "floats"),
+    [
+        (nn.Conv3d(3, 16, 3), True),
+        (nn.Conv3d(16, 16, 3), False),
+        (nn.Conv3d(32, 32, 3, groups=4), True),  # 8 x 8 in each group
+        (nn.Conv3d(32, 32, 3, groups=32), False),  # a kernel of its own
+        (nn.Conv2d(3, 16, 3), False),
+    ],
+)
+def test_narrow_convolutions_over_three_dimensions_stay_float_on_x86(layer, floats) -> None:
+    x = torch.randn(2, layer.in_channels, *[5] * (layer.weight.ndim - 2))
+    model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.LazyLinear(4)).eval()
+    model(x)
+    placement = quantize_static(model, [x], strict=True).placement
+    assert [reason for reason in placement.floating.values() if "three dimensions" in reason] == (
+        ["a convolution of so few channels over three dimensions is faster in float"] if floats else []
+    )
+    assert "conv" in quantize_static(model, [x], target=ck.quant.targets.ARM).placement.integer.values()
+
+
+def test_where_nothing_else_runs_in_integers_narrow_convolutions_do() -> None:
+    model, x = nn.Sequential(nn.Conv3d(3, 16, 3), nn.ReLU()).eval(), torch.randn(2, 3, 5, 5, 5)
+    assert "conv" in quantize_static(model, [x]).placement.integer.values()
