@@ -124,7 +124,12 @@ class Explorer:
         """A candidate near the ceilings, which a sampler seldom meets; None where none is known."""
         ceilings = {name: self.ceilings[name] for name in self.judged}
         placed = nearly_within(tried, ceilings) if self.places_at_the_ceiling and self.workshop.target.runs_here else None
-        return placed or between(tried, self._surely(ceilings), skipped) or further({**skipped, **tried}, ceilings, most_blocks)
+        return (
+            placed
+            or between(tried, self._surely(ceilings), skipped)
+            or in_float({**skipped, **tried}, ceilings, self.dense)
+            or further({**skipped, **tried}, ceilings, most_blocks)
+        )
 
     def _surely(self, ceilings: Mapping[str, float]) -> dict[str, float]:
         """The ceilings, with a latency that is still below its own when it is measured again."""
@@ -190,6 +195,35 @@ def between(
                 found = nearer
             return None if found in tried or found in skipped else found
     return None
+
+
+def in_float(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], dense: Figures) -> Candidate | None:
+    """The float form of a candidate that is too slow, in a network that integers do not make faster; None where there is none.
+
+    It keeps the ceilings by what is known: its latency is no less than its part of the MACs, and its file is smaller than the
+    uncompressed one as that in integers is. Of several the one that loses least comes first.
+
+    Args:
+        entries: candidates that were tried, or skipped for the latency that was predicted.
+        ceilings: of what is measured of a file, by quantity. dense: the uncompressed model.
+    """
+    whole = entries.get(Candidate())
+    if whole is None or whole.figures is None or whole.figures.latency < dense.latency:
+        return None
+    found = []
+    for candidate, entry in entries.items():
+        if entry.figures is None or candidate.bits != "int8" or not candidate.changes_structure:
+            continue
+        expected = replace(
+            entry.figures,
+            latency=dense.latency * entry.figures.macs / dense.macs,
+            bytes=dense.bytes * entry.figures.bytes // whole.figures.bytes,
+        )
+        other = replace(candidate, bits="float", effort="fast")
+        too_slow = entry.figures.latency > ceilings.get("latency", 0.0)
+        if too_slow and other not in entries and not expected.excesses(ceilings):
+            found.append((entry.figures.drop, candidate.name, other))
+    return min(found, key=lambda each: each[:2])[2] if found else None
 
 
 def nearly_within(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float]) -> Candidate | None:

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from compresskit.search.candidate import Candidate
-from compresskit.search.explore import Explorer, asks_for_more, between, further, nearly_within
+from compresskit.search.explore import Explorer, asks_for_more, between, further, in_float, nearly_within
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
+
+DENSE = Figures(metric=1.0, drop=0.0, latency=5.0, bytes=36, macs=100)
 
 
 def test_what_asks_for_more_than_could_be_made_is_not_made() -> None:
@@ -66,7 +68,7 @@ def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
     assert watch.surely(1.03) == pytest.approx(1.0)
     assert replace(watch, noise=0.1).surely(1.1) == pytest.approx(1.0)
     workshop = SimpleNamespace(trains=False, target=SimpleNamespace(runs_here=True))
-    settings = {"workshop": workshop, "stopwatch": watch, "worker": None, "dense": None, "order": None, "trials": 9, "name": "s"}
+    settings = {"workshop": workshop, "stopwatch": watch, "worker": None, "dense": DENSE, "order": None, "trials": 9, "name": "s"}
     tried = tried_of(m100=(0.0, 1.5), m60=(0.1, 1.02), m40=(0.2, 0.9))
     by_latency = Explorer(ceilings={"latency": 1.03}, judged=("latency",), **settings)
     assert by_latency._proposed(tried, {}, 0) == Candidate(macs=0.5)  # 0.6 is below the ceiling by less than the noise
@@ -74,6 +76,25 @@ def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
     assert by_latency._proposed(tried, too_slow, 0) == Candidate(macs=0.45)
     by_bytes = Explorer(ceilings={"bytes": 10.0}, judged=("bytes",), **settings)
     assert by_bytes._proposed(tried, {}, 0) is None
+
+
+def test_where_integers_are_slower_the_same_is_removed_in_float() -> None:
+    slow = {
+        candidate: Tried(candidate=candidate, figures=Figures(metric=1.0, drop=drop, latency=9.0, bytes=size, macs=macs))
+        for candidate, drop, size, macs in (
+            (Candidate(), 0.0, 9, 100),
+            (Candidate(macs=0.7), 0.01, 7, 70),
+            (Candidate(macs=0.5), 0.1, 5, 50),
+            (Candidate(macs=0.25), 0.2, 3, 25),
+        )
+    }
+    float_half, float_quarter = Candidate(macs=0.5, bits="float"), Candidate(macs=0.25, bits="float")
+    assert in_float(slow, {"latency": 3.0}, DENSE) == float_half  # at 0.7 of the MACs it takes 3.5 at least
+    assert in_float(slow | {float_half: Tried(candidate=float_half, predicted=3.3)}, {"latency": 3.0}, DENSE) == float_quarter
+    assert in_float(slow, {"latency": 3.0, "bytes": 15.0}, DENSE) == float_quarter  # a file of 20 bytes
+    assert in_float(slow, {"bytes": 28.0}, DENSE) == Candidate(macs=0.7, bits="float")  # the latency is minimised
+    assert in_float(slow, {"latency": 9.5}, DENSE) is None  # all keep it
+    assert in_float(slow, {"latency": 3.0}, replace(DENSE, latency=9.1)) is None  # integers are faster
 
 
 def test_more_is_removed_than_ever_where_nothing_keeps_the_ceilings() -> None:
