@@ -240,6 +240,11 @@ def _refuse_unreachable(tried: Sequence[Tried], budget: Ceilings, ceilings: dict
 def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, float], out: Path) -> ModelError:
     """The error for finalists none of which keeps all ceilings."""
     figures = [t.trained for t in tried if t.trained is not None]
+    rejected = [f"{t.candidate.name}: {t.rejected}" for t in tried if t.rejected]
+    if rejected and not figures:
+        return ModelError(
+            f"compress: the files of {len(rejected)} finalists were not proved, and no other keeps the ceilings: {rejected[0]}"
+        )
     if not figures:
         return ModelError(
             f"compress: the uncompressed model alone meets {budget!r}; raise trials=, or ask for less; all files are in {out}"

@@ -198,31 +198,33 @@ def between(
 
 
 def in_float(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], dense: Figures) -> Candidate | None:
-    """The float form of a candidate that is too slow, in a network that integers do not make faster; None where there is none.
+    """The float form of a candidate that is too slow in integers, and may be faster in float; None where there is none.
 
-    It keeps the ceilings by what is known: its latency is no less than its part of the MACs, and its file is smaller than the
-    uncompressed one as that in integers is. Of several the one that loses least comes first.
+    So are narrow layers, and those that no integer kernel takes. By what is known a float form takes as much of the uncompressed
+    model's latency as it has of its MACs, and of its bytes what the integers have of theirs. Of several that keep the ceilings
+    so the one that loses least comes first, if that is less than all within.
 
     Args:
         entries: candidates that were tried, or skipped for the latency that was predicted.
         ceilings: of what is measured of a file, by quantity. dense: the uncompressed model.
     """
-    whole = entries.get(Candidate())
-    if whole is None or whole.figures is None or whole.figures.latency < dense.latency:
+    measured = {c: t.figures for c, t in entries.items() if t.figures is not None}
+    whole = measured.get(Candidate())
+    if whole is None:
         return None
+    least = min((figures.drop for figures in measured.values() if not figures.excesses(ceilings)), default=math.inf)
     found = []
-    for candidate, entry in entries.items():
-        if entry.figures is None or candidate.bits != "int8" or not candidate.changes_structure:
-            continue
+    for candidate, figures in measured.items():
         expected = replace(
-            entry.figures,
-            latency=dense.latency * entry.figures.macs / dense.macs,
-            bytes=dense.bytes * entry.figures.bytes // whole.figures.bytes,
+            figures,
+            latency=dense.latency * figures.macs / dense.macs,
+            bytes=dense.bytes * figures.bytes // whole.bytes,
         )
         other = replace(candidate, bits="float", effort="fast")
-        too_slow = entry.figures.latency > ceilings.get("latency", 0.0)
-        if too_slow and other not in entries and not expected.excesses(ceilings):
-            found.append((entry.figures.drop, candidate.name, other))
+        too_slow = figures.latency > max(ceilings.get("latency", math.inf), expected.latency)
+        wanted = candidate.bits == "int8" and candidate.changes_structure and figures.drop < least and other not in entries
+        if wanted and too_slow and not expected.excesses(ceilings):
+            found.append((figures.drop, candidate.name, other))
     return min(found, key=lambda each: each[:2])[2] if found else None
 
 

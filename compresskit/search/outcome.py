@@ -35,6 +35,7 @@ class Tried:
         trained: figures of its file after training, on all validation data.
         untrained: whether the training made it worse, and these are of the file without.
         stopped: fraction of the training after which it was given up.
+        rejected: why the file of its run was not proved, where it was run; it is no finalist then.
         training_seconds: that its training took.
         predicted: milliseconds for which it was not made, since they are far over the ceiling; None where it was made.
     """
@@ -47,6 +48,7 @@ class Tried:
     trained: Figures | None = None
     untrained: bool = False
     stopped: float | None = None
+    rejected: str = ""
     training_seconds: float = 0.0
     predicted: float | None = None
 
@@ -164,6 +166,7 @@ class Search:
             for line in lines
         ]
         failed = [str(t) for t in self.tried if t.failure]
+        failed += [f"{t.candidate.name} is no finalist: {t.rejected}" for t in self.tried if t.rejected]
         proxies = sum(t.figures.seconds for t in self.tried if t.figures)
         training = sum(t.training_seconds for t in self.tried)
         short = sum(t.short_seconds for t in self.tried)
@@ -212,7 +215,7 @@ class Search:
         done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
         short = "" if tried.short is None else f"{tried.short:+.4f}"
         misses = figures.excesses(self.ceilings)
-        within = "yes" if not misses else "no: " + ", ".join(misses)
+        within = "no: not proved" if tried.rejected else "yes" if not misses else "no: " + ", ".join(misses)
         return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, short, done), within)
 
 

@@ -78,23 +78,26 @@ def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
     assert by_bytes._proposed(tried, {}, 0) is None
 
 
-def test_where_integers_are_slower_the_same_is_removed_in_float() -> None:
+def test_what_is_too_slow_in_integers_is_tried_in_float() -> None:
     slow = {
-        candidate: Tried(candidate=candidate, figures=Figures(metric=1.0, drop=drop, latency=9.0, bytes=size, macs=macs))
-        for candidate, drop, size, macs in (
-            (Candidate(), 0.0, 9, 100),
-            (Candidate(macs=0.7), 0.01, 7, 70),
-            (Candidate(macs=0.5), 0.1, 5, 50),
-            (Candidate(macs=0.25), 0.2, 3, 25),
+        candidate: Tried(candidate=candidate, figures=Figures(metric=1.0, drop=drop, latency=latency, bytes=size, macs=macs))
+        for candidate, drop, latency, size, macs in (
+            (Candidate(), 0.0, 3.5, 9, 100),
+            (Candidate(macs=0.7), 0.01, 3.4, 7, 70),
+            (Candidate(macs=0.5), 0.1, 3.3, 5, 50),
+            (Candidate(macs=0.25), 0.2, 3.2, 3, 25),
         )
     }
-    float_half, float_quarter = Candidate(macs=0.5, bits="float"), Candidate(macs=0.25, bits="float")
-    assert in_float(slow, {"latency": 3.0}, DENSE) == float_half  # at 0.7 of the MACs it takes 3.5 at least
-    assert in_float(slow | {float_half: Tried(candidate=float_half, predicted=3.3)}, {"latency": 3.0}, DENSE) == float_quarter
-    assert in_float(slow, {"latency": 3.0, "bytes": 15.0}, DENSE) == float_quarter  # a file of 20 bytes
-    assert in_float(slow, {"bytes": 28.0}, DENSE) == Candidate(macs=0.7, bits="float")  # the latency is minimised
-    assert in_float(slow, {"latency": 9.5}, DENSE) is None  # all keep it
-    assert in_float(slow, {"latency": 3.0}, replace(DENSE, latency=9.1)) is None  # integers are faster
+    half, quarter = Candidate(macs=0.5, bits="float"), Candidate(macs=0.25, bits="float")
+    ceiling = {"latency": 3.0}
+    assert in_float(slow, ceiling, DENSE) == half  # 0.7 of the MACs take 3.5 in float, by what is known
+    assert in_float(slow | {half: Tried(candidate=half, predicted=3.3)}, ceiling, DENSE) == quarter
+    assert in_float(slow, {"latency": 3.0, "bytes": 15.0}, DENSE) == quarter  # half would have a file of 20 bytes
+    assert in_float(slow, {"latency": 3.45}, DENSE) is None  # 0.7 of the MACs in integers keep it, and lose least
+    assert in_float(slow, ceiling, replace(DENSE, latency=20.0)) is None  # integers are faster
+    assert in_float(slow, {"bytes": 28.0}, DENSE) is None
+    other = Tried(candidate=Candidate(blocks=1), figures=Figures(metric=1.0, drop=0.05, latency=2.0, bytes=8, macs=80))
+    assert in_float(slow | {other.candidate: other}, ceiling, DENSE) is None  # it loses less
 
 
 def test_more_is_removed_than_ever_where_nothing_keeps_the_ceilings() -> None:

@@ -418,3 +418,31 @@ def test_the_written_recipe_says_how_it_is_called(tmp_path, monkeypatch) -> None
     monkeypatch.setattr("sys.argv", [str(found.code)])
     with pytest.raises(SystemExit, match=r"python recipe.py FILE.py"):
         runpy.run_path(str(found.code), run_name="__main__")
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_a_finalist_whose_file_is_not_proved_gives_its_place(model, task, tmp_path, monkeypatch, caplog) -> None:
+    run, asked = Finals._run, []
+
+    def refusing(self, candidate, recipe, **settings):
+        asked.append(candidate.name)
+        if len(set(asked)) <= refused:
+            raise ck.ExportError("it DISAGREES with its model")
+        return run(self, candidate, recipe, **settings)
+
+    monkeypatch.setattr(Finals, "_run", refusing)
+    refused, budget, many = 1, ck.at_most(bytes="0.9x"), {**QUICK, "trials": 3}
+    found = ck.compress(model, task, budget, out=tmp_path / "s", **many)
+    first, second = asked[:2]
+    assert found.chosen.candidate.name == second != first
+    assert f"{first} is no finalist: it DISAGREES with its model" in str(found)
+    assert "no: not proved" in str(found)
+    assert f"compress: {first} is no finalist" in caplog.text
+    assert ck.compress(model, task, budget, out=tmp_path / "s", **many).chosen.candidate.name == second
+    assert asked.count(first) == 1  # a search that goes on knows it
+
+    asked.clear()
+    refused = 9
+    with pytest.raises(ck.ModelError, match=r"the files of 2 finalists were not proved.*: it DISAGREES with its model"):
+        ck.compress(model, task, budget, out=tmp_path / "none", **many)
+    assert len(asked) == 2  # one more than there may be finalists

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import statistics
 import time
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compresskit.base.errors import ExportError
 from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
@@ -28,6 +31,8 @@ from compresskit.search.study import TURN, WORKER, import_optuna, open_study
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport
 from compresskit.train.train import Train
+
+log = logging.getLogger(__name__)
 
 RUNGS = 4  # measurements of the metric in a training, after which it may be given up
 #: Of the drop before it, the part that a training is expected to leave before one was seen: after a short training, and without
@@ -82,18 +87,19 @@ class Finals:
         """Run up to `most` finalists, together with other processes; the best that keeps all ceilings, or None.
 
         Args:
-            tried: candidates with figures; those that are run, here or elsewhere, get `trained` or `stopped`.
-            most: number of runs, of all processes.
+            tried: candidates with figures; those that are run, here or elsewhere, get `trained`, `stopped` or `rejected`.
+            most: number of runs, of all processes; those whose file was rejected do not count, but one more of them ends it.
         """
         while True:
             with self.worker.alone(TURN):
                 at_work = self._look_(tried)
                 best = self._best(tried)
                 done = sum(t.trained is not None or t.stopped is not None for t in tried)
+                refused = sum(bool(t.rejected) for t in tried)
                 # Without training the others were measured already, and are worse.
                 ended = best is not None and self.train is None and self.minimise == "drop"
                 following = trial = None
-                if not ended and done + len(at_work) < most:
+                if not ended and done + len(at_work) < most and refused <= most:
                     following = self.next_finalist(tried, best, at_work)
                 if following is not None:
                     trial = self.study.ask()
@@ -120,6 +126,8 @@ class Finals:
                     self.study.tell(trial.number, state=self.states.FAIL)
             elif found is None:
                 continue
+            elif trial.state == self.states.FAIL:
+                found.rejected = about.get("rejected", found.rejected)
             elif trial.state == self.states.PRUNED:
                 found.stopped, found.training_seconds = about["stopped"], about["seconds"]
             elif trial.state == self.states.COMPLETE:
@@ -160,7 +168,8 @@ class Finals:
         training, one before all others. The first keeps a ceiling on the latency surely, see `within`.
         at_work: folders of those that other processes run.
         """
-        taken = [t for t in tried if t.trained or t.stopped is not None or self.folder(t.candidate).name in at_work]
+        ended = [t for t in tried if t.trained or t.stopped is not None or t.rejected]
+        taken = [*ended, *(t for t in tried if t not in ended and self.folder(t.candidate).name in at_work)]
         untaken = [t for t in tried if t not in taken]
         left = [(t.figures, t) for t in self.within(untaken, surely=best is None) if t.figures is not None]
         if "drop" in self.ceilings and self.minimise != "drop":
@@ -204,12 +213,18 @@ class Finals:
             trial.set_user_attr("seconds", time.perf_counter() - begin)
             self.study.tell(trial, state=self.states.PRUNED)
             return
+        except ExportError as error:  # of this candidate's file, which was not proved; others' are
+            log.warning("compress: %s is no finalist: %s", candidate.name, error)
+            trial.set_user_attr("rejected", str(error))
+            self.study.tell(trial, state=self.states.FAIL)
+            return
         figures, untrained = self._figures(result, time.perf_counter() - begin), False
         if self.train is not None and tried.figures is not None and tried.figures.drop < figures.drop:
-            plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
-            without = self._figures(plain, time.perf_counter() - begin)
-            if without.drop < figures.drop:
-                figures, untrained = without, True
+            with suppress(ExportError):
+                plain = self._run(candidate, self.recipe(candidate, trains=False), trains=False)
+                without = self._figures(plain, time.perf_counter() - begin)
+                if without.drop < figures.drop:
+                    figures, untrained = without, True
         trial.set_user_attr("untrained", untrained)
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
