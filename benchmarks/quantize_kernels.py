@@ -1,7 +1,8 @@
 """Speed-up of the rewrites for ONNX Runtime's integer kernels: small quantized networks with and without them.
 
 Each row is one or a few layers on an image, quantized for `X86` and for the same target with `tuned=False`, executed in turn in
-ONNX Runtime on one thread at batch 1. Writes `quantize_kernels.json` and `quantize_kernels.md` beside this file.
+ONNX Runtime on one thread at batch 1. Volumes of 8 x 24 x 24 are quantized for `X86`, too, with all convolutions in integers
+beside those that its rule places there. Writes `quantize_kernels.json` and `quantize_kernels.md` beside this file.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ def grouped(channels: int, groups: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, channels, 8, 8), *convs, nn.AdaptiveAvgPool2d(1))
 
 
+def volume(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(inputs, outputs, 3, 1, 1), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(outputs, 8)
+    )
+
+
+VOLUMES = {
+    f"volume, Conv 3x3x3, {a} -> {b}": (a, b)
+    for a, b in ((1, 16), (3, 16), (3, 64), (8, 16), (8, 64), (16, 8), (16, 16), (16, 64), (32, 32))
+}
 ROWS = {
     "Conv 3x3/2, 3 -> 32": lambda: stem(32, 3, 2),
     "Conv 3x3/1, 3 -> 64": lambda: stem(64, 3, 1),
@@ -78,19 +89,23 @@ ROWS = {
     **{f"depthwise Conv 3x3 between 1x1, {n} channels": partial(between, n, depthwise=True) for n in (12, 20, 24, 58, 72)},
     **{f"groups of Conv 3x3, {n} channels in {g}": partial(grouped, n, g) for n, g in ((64, 16), (128, 32))},
     **{f"few channels: Conv 3x3, 16 -> {n} -> 16": partial(between, n, depthwise=False) for n in (8, 12)},
+    **{name: partial(volume, *widths) for name, widths in VOLUMES.items()},
 }
 
 
-def measure(make: object, seconds: float) -> dict[str, float]:
+def measure(name: str, seconds: float) -> dict[str, float]:
     torch.manual_seed(0)
-    model, x = make().eval(), torch.randn(4, 3, 224, 224)  # type: ignore[operator]
+    shape = (VOLUMES[name][0], 8, 24, 24) if name in VOLUMES else (3, 224, 224)
+    model, x = ROWS[name]().eval(), torch.randn(4, *shape)
+    conv = replace(ck.quant.X86.operators["conv"], volume=0)
+    plain = replace(ck.quant.X86, tuned=name in VOLUMES, operators={**ck.quant.X86.operators, "conv": conv})
     with tempfile.TemporaryDirectory() as folder:
         files = [ck.export_onnx(model, Path(folder) / "fp32.onnx", x)]
-        for name, target in (("plain", replace(ck.quant.X86, tuned=False)), ("tuned", ck.quant.X86)):
+        for file, target in (("plain", plain), ("tuned", ck.quant.X86)):
             quantized = ck.quant.quantize_static(model, [x], target=target)
-            files.append(ck.export_onnx(quantized, Path(folder) / f"{name}.onnx", x))
-        fp32, plain, tuned = latency(files, x[:1], seconds=seconds)
-    return {"fp32_ms": fp32, "plain_ms": plain, "tuned_ms": tuned}
+            files.append(ck.export_onnx(quantized, Path(folder) / f"{file}.onnx", x))
+        milliseconds = latency(files, x[:1], seconds=seconds)
+    return dict(zip(("fp32_ms", "plain_ms", "tuned_ms"), milliseconds, strict=True))
 
 
 def main() -> None:
@@ -100,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     path = HERE / "quantize_kernels.json"
     rows: dict[str, dict[str, float]] = json.loads(path.read_text())["rows"] if args.rows and path.exists() else {}
-    rows |= {name: measure(make, args.seconds) for name, make in ROWS.items() if args.rows in name}
+    rows |= {name: measure(name, args.seconds) for name in ROWS if args.rows in name}
     versions = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     lines = ["| 224 x 224, batch 1, one thread | fp32 ms | int8 as placed | int8 rewritten | saved |", "|---|--:|--:|--:|--:|"]
     for name, row in rows.items():
