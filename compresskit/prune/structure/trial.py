@@ -155,16 +155,17 @@ class TrialRepair:
             )
 
     def _size_attributes(self, paths: frozenset[str], cuts: frozenset[int] | None = None) -> Iterator[tuple[str, str]]:
-        """Attributes of the user's modules, as (path, name), that equal a size which their code gives; or gives to some cuts."""
+        """Attributes of the user's modules and of Unflatten, as (path, name), that equal a size which their code gives; or gives to some cuts."""
         for size in self.propagation.hard_coded_sizes:
             module = self.trace.module.get_submodule(size.path)
-            if size.path not in paths or type(module).__module__.startswith("torch."):
-                continue  # torch's own layers are made to agree with their tensors
+            own = type(module).__module__.startswith("torch.") and not isinstance(module, nn.Unflatten)
+            if size.path not in paths or own:
+                continue  # torch's own layers are made to agree with their tensors, of which this one has none
             if cuts is not None and size.cut not in cuts:
                 continue
             values = {size.shape[d] for d in varying_dims(size.labels)}
             for name, value in vars(module).items():
-                sizes = value if type(value) in (tuple, list) and all(type(v) is int for v in value) else (value,)
+                sizes = value if type(value) in (tuple, list, torch.Size) and all(type(v) is int for v in value) else (value,)
                 if any(type(entry) is int and entry in values for entry in sizes) and not name.startswith("_"):
                     yield size.path, name
 

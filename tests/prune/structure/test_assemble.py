@@ -6,6 +6,10 @@ import pytest
 import special_networks as special
 import torch
 from pruned import cut
+from torch import nn
+
+import compresskit as ck
+from compresskit.prune import apply_, plan_channels
 
 
 def test_queries_are_rescaled_where_the_code_divides_by_a_width_that_shrinks() -> None:
@@ -37,3 +41,15 @@ def test_attributes_of_torchs_own_layers_follow() -> None:
     assert norm.norm.num_features == norm.a.out_channels < 16
     _, _, wide = cut(special.WideLayerNorm)
     assert wide.norm.normalized_shape == (wide.a.out_channels, 8, 8)
+
+
+@pytest.mark.parametrize("sizes", [(64, 4, 4), [64, 4, 4], torch.Size([64, 4, 4]), (-1, 4, 4)], ids=str)
+def test_the_sizes_of_unflatten_follow(sizes) -> None:
+    """A decoder, or a generator: its first layer makes an image, of a size that nothing but the module `Unflatten` holds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 1024), nn.Unflatten(1, sizes), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 3, 3))
+    plan = plan_channels(model.eval(), (torch.randn(2, 16),), ck.keep(macs=0.6))
+    width = apply_(model, plan)[2].num_features
+    assert width < 64
+    assert plan.attributes == ({} if sizes[0] == -1 else {"1.unflattened_size": ((64, 4, 4), (width, 4, 4))})
+    assert model(torch.randn(3, 16)).shape == (3, 3, 2, 2)
