@@ -155,7 +155,7 @@ class TrialRepair:
             )
 
     def _size_attributes(self, paths: frozenset[str], cuts: frozenset[int] | None = None) -> Iterator[tuple[str, str]]:
-        """Attributes of the user's modules and of Unflatten, as (path, name), that equal a size which their code gives (to `cuts`)."""
+        """Attributes of the user's modules, and of Unflatten, as (path, name), that equal a size their code gives (to `cuts`)."""
         for size in self.propagation.hard_coded_sizes:
             module = self.trace.module.get_submodule(size.path)
             own = type(module).__module__.startswith("torch.") and not isinstance(module, nn.Unflatten)
