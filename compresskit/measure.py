@@ -130,7 +130,7 @@ class Evaluation:
 
     def add(self, output: Any, target: Any) -> None:
         """Count a batch: what the model returned for it, and its target."""
-        predictions = self.task.predict(output).float()
+        predictions = self.task.predicted(output).float()
         self.batches += 1
         if isinstance(self.task.metric, RunningMetric):
             self.task.metric.update(predictions, target)

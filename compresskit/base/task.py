@@ -266,7 +266,8 @@ class Task:
             or a `RunningMetric`, for validation sets whose predictions are too large to keep.
         higher_is_better: whether a larger metric is a better one: False for an error such as RMSE. None where `accuracy` or the
             metric itself says it (torchmetrics do); what has to know asks for it where nothing says it.
-        predict: returns the predictions in the output of the model.
+        predict: returns the predictions in the output of the model, a tensor. In training it may keep what the loss reads
+            besides, such as the results of auxiliary heads that the model gives only there.
         target: key of the target in batches that are dicts; the other entries are passed to the model by name.
         calibration: batches for quantization ranges, BatchNorm statistics and pruning scores; by default the training data.
         device: where models are trained and run.
@@ -322,6 +323,16 @@ class Task:
         metric = self.metric.func if isinstance(self.metric, partial) else self.metric
         name = metric.__name__ if isinstance(metric, FunctionType | type) else type(metric).__name__
         return "metric" if name == "<lambda>" else name
+
+    def predicted(self, output: Any) -> Tensor:
+        """Return the predictions in an output in eval mode. Raises DataError where `predict` gives no tensor."""
+        predictions = self.predict(output)
+        if not isinstance(predictions, Tensor):
+            raise DataError(
+                f"Task(predict=...): wanted a tensor of predictions in eval mode, got {type(predictions).__name__}; return the"
+                " one that the metric reads, or join several, such as torch.cat(output, 1)"
+            )
+        return predictions
 
     @property
     def ignore_index(self) -> int:

@@ -73,7 +73,7 @@ def _check_loader(model: nn.Module, task: Task, which: str, *, loss: bool = True
     if target is None:
         return
     with torch.no_grad():
-        predictions = task.predict(call(probe.eval(), inputs))
+        predictions = task.predicted(call(probe.eval(), inputs))
         try:
             if which == "train":
                 supervised_loss(task, predictions, target)

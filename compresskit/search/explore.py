@@ -127,6 +127,7 @@ class Explorer:
         return (
             placed
             or between(tried, self._surely(ceilings), skipped)
+            or nearly_enough({**skipped, **tried}, ceilings, most_blocks)
             or in_float({**skipped, **tried}, ceilings, self.dense)
             or further({**skipped, **tried}, ceilings, most_blocks)
         )
@@ -245,6 +246,32 @@ def nearly_within(tried: Mapping[Candidate, Tried], ceilings: Mapping[str, float
         if set(over) == {"latency"} and over["latency"] <= NEARLY
     ]
     return next((placed for *_, placed in sorted(near, key=lambda entry: entry[:2]) if placed not in tried), None)
+
+
+def nearly_enough(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], most_blocks: int) -> Candidate | None:
+    """A candidate that removes a little more than one that is nearly within the ceilings, and loses less than all within.
+
+    It is of a precision and effort of which none is within: `between` has something to go to otherwise.
+
+    Args:
+        entries, ceilings, most_blocks: as in `further`.
+
+    Returns that of the one that loses least; None where there is none.
+    """
+    tried = {c: t for c, t in entries.items() if t.predicted is None}
+    measured = [(c, t.figures, t.figures.excesses(ceilings)) for c, t in tried.items() if t.figures is not None]
+    within = [(c, figures.drop) for c, figures, over in measured if not over]
+    kinds = {(c.bits, c.effort) for c, _ in within}
+    least = min((drop for _, drop in within), default=-math.inf)
+    found = []
+    for candidate, figures, over in measured:
+        if not over or max(over.values()) > NEARLY or figures.drop >= least or (candidate.bits, candidate.effort) in kinds:
+            continue
+        for more in _removing_more(candidate, max(over.values()), most_blocks):
+            if more not in entries and not asks_for_more(more, tried):
+                found.append((figures.drop, candidate.name, more))
+                break
+    return min(found, key=lambda each: each[:2])[2] if found else None
 
 
 def further(entries: Mapping[Candidate, Tried], ceilings: Mapping[str, float], most_blocks: int) -> Candidate | None:

@@ -41,18 +41,20 @@ class Supervised(Objective):
         return {"loss": supervised_loss(task, task.predict(call(model, inputs)), target)}
 
 
-def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
+def supervised_loss(task: Task, predictions: Any, target: Any) -> Tensor:
     """Return the task's loss, a scalar.
 
     Args:
         task: has the loss.
-        predictions: (N, C, ...) of the model.
+        predictions: (N, C, ...) of the model; or what else `Task.predict` gives, which the loss gets as it is.
         target: what the loss takes, such as class indices (N, ...).
 
     Raises:
         DataError: the loss fails because labels lie outside the classes, returns no scalar tensor, compares each prediction with
             every target, or is cross-entropy of one channel, which is 0 whatever the model gives; the message says which.
     """
+    if not isinstance(predictions, Tensor):
+        return _scalar(task.loss(predictions, target))
     if (
         predictions.shape[1:2] == (1,)
         and _is_cross_entropy(task.loss)
@@ -70,6 +72,11 @@ def supervised_loss(task: Task, predictions: Tensor, target: Any) -> Tensor:
         if isinstance(target, Tensor) and predictions.ndim == target.ndim + 1 and not target.is_floating_point():
             check_labels(target, predictions.shape[1], "training data", task.ignore_index)
         raise
+    return _scalar(loss)
+
+
+def _scalar(loss: Any) -> Tensor:
+    """A loss; DataError where it is no number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise DataError(

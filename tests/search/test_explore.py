@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from compresskit.search.candidate import Candidate
-from compresskit.search.explore import Explorer, asks_for_more, between, further, in_float, nearly_within
+from compresskit.search.explore import Explorer, asks_for_more, between, further, in_float, nearly_enough, nearly_within
 from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
@@ -98,6 +98,26 @@ def test_what_is_too_slow_in_integers_is_tried_in_float() -> None:
     assert in_float(slow, {"bytes": 28.0}, DENSE) is None
     other = Tried(candidate=Candidate(blocks=1), figures=Figures(metric=1.0, drop=0.05, latency=2.0, bytes=8, macs=80))
     assert in_float(slow | {other.candidate: other}, ceiling, DENSE) is None  # it loses less
+
+
+def test_a_little_more_is_removed_of_what_nearly_keeps_the_ceilings_and_loses_less() -> None:
+    def of(drop: float, latency: float, **what: object) -> dict[Candidate, Tried]:
+        figures = Figures(metric=1.0, drop=drop, latency=latency, bytes=9, macs=9)
+        return {(c := Candidate(**what)): Tried(candidate=c, figures=figures)}
+
+    within, near = of(0.2, 0.9, macs=0.25), of(0.05, 1.04, macs=0.5, bits="dynamic")
+    ceilings = {"latency": 1.0}
+    assert nearly_enough(within | near, ceilings, 0) == Candidate(macs=0.45, bits="dynamic")  # 0.5 / 1.04
+    assert nearly_enough(within | near | of(0.06, 1.01, macs=0.45, bits="dynamic"), ceilings, 0) == Candidate(
+        macs=0.4, bits="dynamic"
+    )
+    assert nearly_enough(near, ceilings, 0) is None  # none is within, of which `further` makes more
+    assert nearly_enough(within | of(0.3, 1.04, macs=0.5, bits="dynamic"), ceilings, 0) is None  # it loses more
+    assert nearly_enough(within | of(0.05, 1.3, macs=0.5, bits="dynamic"), ceilings, 0) is None  # far off
+    assert nearly_enough(within | of(0.05, 1.04, macs=0.5), ceilings, 0) is None  # `between` halves that
+    cut = of(0.05, 1.04, macs=0.1, bits="dynamic")
+    assert nearly_enough(within | cut, ceilings, 1) == Candidate(macs=0.1, bits="dynamic", blocks=1)
+    assert nearly_enough(within | cut, ceilings, 0) is None  # nothing is left to remove
 
 
 def test_more_is_removed_than_ever_where_nothing_keeps_the_ceilings() -> None:

@@ -83,3 +83,51 @@ def test_cross_entropy_of_one_channel_is_refused(loss) -> None:
         ck.fit_(model, task, ck.Train(epochs=1))
     with pytest.raises(DataError, match="one channel"):
         ck.prune.plan_channels(model, (x,), ck.keep(macs=0.5), criterion=ck.prune.criteria.taylor, task=task)
+
+
+class Auxiliary(nn.Module):
+    """A classifier that gives a second head's scores in training, as GoogLeNet does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.side, self.head = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.body(x).relu()
+        return (self.head(x), self.side(x)) if self.training else self.head(x)
+
+
+def both_heads(outputs, target):
+    """The loss of both in training, of the head alone in eval mode."""
+    return sum(F.cross_entropy(scores, target) for scores in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+
+def whole(output):
+    return output
+
+
+@pytest.mark.parametrize(
+    "objective", [None, ck.imitate(task_weight=0.5), ck.distill.self_distill("body")], ids=["own", "imitate", "self"]
+)
+def test_a_loss_gets_all_that_predict_keeps_in_training(objective, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Auxiliary()
+    side = model.side.weight.detach().clone()
+    task = ck.Task(train=BATCHES, val=BATCHES, loss=both_heads, predict=whole, reference=Auxiliary().eval())
+    ck.fit_(model, task, ck.Train(epochs=1, objective=objective))
+    assert not torch.equal(model.side.weight, side)
+    ck.Recipe(ck.Train(epochs=1, objective=objective)).run(Auxiliary(), task, tmp_path / "run")
+
+
+def test_several_predictions_in_eval_mode_are_refused(tmp_path) -> None:
+    class Two(Auxiliary):
+        def forward(self, x):
+            return self.body(x), self.head(self.body(x))
+
+    task = ck.Task(train=BATCHES, val=BATCHES, loss=both_heads, predict=whole)
+    with pytest.raises(
+        DataError, match=r"Task\(predict=...\): wanted a tensor of predictions in eval mode, got tuple; return the one"
+    ):
+        ck.evaluate(Two(), task)
+    with pytest.raises(DataError, match=r"wanted a tensor of predictions in eval mode, got tuple"):
+        ck.Recipe(ck.Train(epochs=1)).run(Two(), task, tmp_path / "run")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.packing import Resumable
-from compresskit.base.task import Task, call
+from compresskit.base.task import Task, call, first_tensor
 from compresskit.distill.data.cache import Cached
 from compresskit.distill.data.indexed import sample_indices
 from compresskit.distill.losses.logits import soft_targets
@@ -158,8 +158,8 @@ class Imitate(Objective):
     def _parts(self) -> list[Any]:
         return [self.source, *(term.loss for term in self.bound_terms)]
 
-    def _run_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The student's predictions and features; `model` may be the student under a precision policy."""
+    def _run_student(self, model: Callable[..., Any], inputs: Any) -> tuple[Any, dict[str, Tensor]]:
+        """What `Task.predict` gives of the student, and its features; `model` may be the student under a precision policy."""
         task, student = bound(self.task, self), bound(self.student, self)
         with tapped(student, [tap for term in self.bound_terms for tap in term.student]) as features:
             return task.predict(call(model, inputs)), features
@@ -195,7 +195,10 @@ class Imitate(Objective):
         predictions, features = self._run_student(model, inputs)
         losses: Losses = {}
         if outputs is not None:
-            student, teacher = (self._first_classes(predictions), features), (self._first_classes(outputs[0]), outputs[1])
+            student, teacher = (
+                (self._first_classes(first_tensor(predictions)), features),
+                (self._first_classes(outputs[0]), outputs[1]),
+            )
             arguments = {
                 "target": lambda term: task.with_standard_ignored(target),
                 "index": lambda term: sample_indices(batch, term),

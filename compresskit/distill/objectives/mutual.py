@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
-from compresskit.base.task import Inputs, Task, call
+from compresskit.base.task import Inputs, Task, call, first_tensor
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.terms import DistillLoss, attach_adapters_, drop_adapters_
 from compresskit.graph.surgery import copy_model, mode
@@ -62,7 +62,10 @@ class Mutual(Objective):
     def __call__(self, model: Callable[..., Any], batch: Any) -> Losses:
         task = bound(self.task, self)
         inputs, target = task.split(batch)
-        predictions = [task.predict(call(model, inputs)), *(_peer_predictions(peer, inputs, task) for peer in self.peers)]
+        predictions = [
+            first_tensor(task.predict(call(model, inputs))),
+            *(_peer_predictions(peer, inputs, task) for peer in self.peers),
+        ]
         losses: Losses = {}
         for i, student in enumerate(predictions):
             from_others = [self.loss(student, other.detach()) for j, other in enumerate(predictions) if j != i]
@@ -79,7 +82,7 @@ def _peer_predictions(peer: nn.Module, inputs: Inputs, task: Task) -> Tensor:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return task.predict(call(peer, pytree.tree_map(cast, inputs))).float()
+    return first_tensor(task.predict(call(peer, pytree.tree_map(cast, inputs)))).float()
 
 
 def mutual(

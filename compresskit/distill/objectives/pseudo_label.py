@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
 from compresskit.base.randomness import fork_rng_state
-from compresskit.base.task import Inputs, Task, call, to_device
+from compresskit.base.task import Inputs, Task, call, first_tensor, to_device
 from compresskit.distill.losses.logits import hard_targets
 from compresskit.distill.models.teacher import TeacherLike, TeacherSource, teacher_source
 from compresskit.distill.objectives.averages import averaged_for
@@ -110,7 +110,7 @@ class PseudoLabel(Objective):
         losses: Losses = {}
         inputs = self._inputs(next(bound(self.batches, self)), task)
         teacher, _ = source.outputs(model, None, inputs, task, ())
-        losses["pseudo"] = self.weight * self.loss(task.predict(call(model, inputs)), teacher)
+        losses["pseudo"] = self.weight * self.loss(first_tensor(task.predict(call(model, inputs))), teacher)
         if self.task_weight:
             inputs, target = task.split(batch)
             losses["task"] = self.task_weight * supervised_loss(task, task.predict(call(model, inputs)), target)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.objective import Losses, Objective, bound
-from compresskit.base.task import Task, call
+from compresskit.base.task import Task, call, first_tensor
 from compresskit.distill.losses.common import check_positive
 from compresskit.distill.losses.logits import soft_targets
 from compresskit.distill.objectives.terms import attach_adapters_, drop_adapters_, keep_fp32_
@@ -94,6 +94,7 @@ class SelfDistill(Objective):
         with tapped(bound(self.student, self), self.taps) as features:
             deepest = task.predict(call(model, inputs))
         losses: Losses = {"task": supervised_loss(task, deepest, target)}
+        deepest = first_tensor(deepest)
         for tap, head in self.heads.items():
             predictions = head(feature(features, tap).to(next(head.parameters(), deepest).dtype)).float()
             losses[f"task:{tap}"] = (1 - self.weight) * supervised_loss(task, predictions, target)
