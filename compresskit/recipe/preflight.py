@@ -39,6 +39,11 @@ def preflight_check(
             f"{type(model).__name__} is sharded by FSDP2, and the stages of a Recipe work on copies and export whole models;"
             " train it by ck.Train(...)(model, task), load its whole weights into a plain model, and give that to the Recipe"
         )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            f"{type(model).__name__} runs a model on several devices, and the stages work on copies of the model itself; pass"
+            " model.module"
+        )
     for i, stage in enumerate(stages):
         if _reads_target(stage):
             where = f"stage {i + 1}, {type(stage).__name__}: its loss or its criterion"

@@ -86,6 +86,11 @@ def compress(
     import_optuna()
     train = with_objective(settings.train or Train(steps=1), model, task) if settings.train or budget.minutes else None
     preflight_check(model, task, [] if train is None else [train])
+    if train is not None and not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            f"compress(train=...): {type(model).__name__} has no parameter with requires_grad, so no candidate can be trained;"
+            " model.requires_grad_(True), or leave out train= and minutes="
+        )
     check_objective(train, model, task)
     worker = Worker(Path(out))
     with worker.at_work():

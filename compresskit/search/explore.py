@@ -24,6 +24,7 @@ MOST_BLOCKS, MOST_TRAINED = 0.5, 0.75  # fraction of the residual blocks that ma
 REMOVED = ("blocks", "merged", "macs", "rank")  # settings of a candidate that say how much is removed
 NEARLY = 0.2  # fraction of a latency's ceiling over it, for which operators may make up that are placed by measurement
 PROPOSALS = 3  # one trial of so many is the sampler's, or of the ladder; the others are proposals, where there are any
+DOUBTED = 4  # one of so many candidates that are skipped for the latency that is predicted is made, while none keeps the ceilings
 ASKED = 3  # times as many trials as there may be candidates, since a sampler proposes some again
 
 
@@ -75,17 +76,19 @@ class Explorer:
             factors=self.order.factors,
         )
         tried: dict[Candidate, Tried] = {}
-        skipped: dict[Candidate, Tried] = {}
         while True:
             for candidate in study.finished():
                 if candidate in tried or self._measured(tried) >= self.trials:
                     continue
                 if not asks_for_more(candidate, tried):
                     tried[candidate] = self._tried(Tried(candidate=candidate))
-            skipped |= {c: Tried(candidate=c, predicted=ms) for c, ms in study.skipped().items() if c not in tried}
+            predictions = study.skipped()
+            skipped = {c: Tried(candidate=c, predicted=ms) for c, ms in predictions.items() if c not in tried}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
-            if study.told % PROPOSALS and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
+            if (doubted := self._doubted(tried, predictions)) is not None:
+                study.propose(doubted, checks=True)
+            elif study.told % PROPOSALS and (following := self._proposed(tried, skipped, most["blocks"])) is not None:
                 study.propose(following)
             if (asked := study.ask(self.trials)) is None:
                 time.sleep(PAUSE)  # others work on the last of them
@@ -94,9 +97,8 @@ class Explorer:
             if candidate not in tried and asks_for_more(candidate, tried):
                 study.tell(trial, None)
                 continue
-            if (slow := self._skipped(candidate, tried, skipped)) is not None:
-                skipped[candidate] = Tried(candidate=candidate, predicted=slow)
-                announce(log, "compress: %s", skipped[candidate])
+            if not study.checks(trial) and (slow := self._skipped(candidate, tried, skipped)) is not None:
+                announce(log, "compress: %s", Tried(candidate=candidate, predicted=slow))
                 study.skip(trial, slow, slow / self.ceilings["latency"] - 1)
                 continue
             if candidate not in tried:
@@ -131,6 +133,19 @@ class Explorer:
             or in_float({**skipped, **tried}, ceilings, self.dense)
             or further({**skipped, **tried}, ceilings, most_blocks)
         )
+
+    def _doubted(self, tried: Mapping[Candidate, Tried], predictions: Mapping[Candidate, float]) -> Candidate | None:
+        """The candidate of the least latency that was predicted, where it is time to see whether predictions are right.
+
+        They would else end a search in which nothing keeps the ceiling and nothing is made that could show them wrong.
+        """
+        measured = [entry.figures for entry in tried.values() if entry.figures is not None]
+        if not all(figures.excesses({name: self.ceilings[name] for name in self.judged}) for figures in measured):
+            return None
+        left = {candidate: ms for candidate, ms in predictions.items() if candidate not in tried}
+        if len(predictions) - len(left) >= len(predictions) // DOUBTED:
+            return None
+        return min(left, key=lambda candidate: (left[candidate], candidate.name))
 
     def _surely(self, ceilings: Mapping[str, float]) -> dict[str, float]:
         """The ceilings, with a latency that is still below its own when it is measured again."""

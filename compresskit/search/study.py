@@ -16,7 +16,7 @@ from compresskit.quant.effort.improve import Effort
 from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
-JOURNAL, PREDICTED, PROPOSED, FIRST, WORKER = "study.log", "predicted", "proposed", "first", "worker"
+JOURNAL, PREDICTED, PROPOSED, CHECKS, FIRST, WORKER = "study.log", "predicted", "proposed", "checks", "first", "worker"
 TURN = "study"  # lock of who looks at the trials and takes one
 EFFORTS: tuple[Effort, ...] = ("fast", "balanced")  # the one that takes no measurement first
 #: What is tried before anything is known: from little to much.
@@ -178,17 +178,24 @@ class CandidateStudy:
         """How many of the first candidates had their turn."""
         return sum(FIRST in trial.user_attrs for trial in self.study.get_trials(deepcopy=False))
 
-    def propose(self, candidate: Candidate) -> None:
+    def propose(self, candidate: Candidate, *, checks: bool = False) -> None:
         """Let a candidate be the next, unless another waits, it was proposed before, or it is too early.
 
         It is while any of the first candidates but those of `LATER` had no turn: what they tell is what proposals are made of.
+        checks: it is to be made whatever is predicted of it.
         """
+        kind = CHECKS if checks else PROPOSED
         with self.worker.alone(TURN):
             if self._waits() or any(first not in LATER for first in self.first[self._begun() :]):
                 return
             wanted = self._parameters(candidate)
-            if all(trial.user_attrs.get(PROPOSED) != wanted for trial in self.study.get_trials(deepcopy=False)):
-                self.study.enqueue_trial(wanted, user_attrs={PROPOSED: wanted})
+            if all(trial.user_attrs.get(kind) != wanted for trial in self.study.get_trials(deepcopy=False)):
+                self.study.enqueue_trial(wanted, user_attrs={kind: wanted})
+
+    @staticmethod
+    def checks(trial: Any) -> bool:
+        """Whether a candidate is to be made whatever is predicted of it."""
+        return CHECKS in trial.user_attrs
 
     def tell(self, trial: Any, values: Sequence[float] | None, constraints: Sequence[float] = ()) -> None:
         """The result of a trial: what is minimised, and constraints that are met where <= 0; None where it could not be made."""

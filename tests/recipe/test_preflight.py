@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import compresskit as ck
-from compresskit.base.errors import DataError
+from compresskit.base.errors import DataError, ModelError
 
 
 def test_a_loss_that_does_not_fit_the_labels_is_found_before_training(tmp_path) -> None:
@@ -72,4 +72,11 @@ def test_targets_that_the_agreement_with_a_float_model_cannot_read_are_found_bef
     task = ck.Task(train=LABELLED, val=LABELLED, metric=ck.metrics.agreement("classes"))
     with pytest.raises(DataError, match=r'agreement\("classes"\): wanted the float model\'s predictions as targets'):
         ck.Recipe(ck.Train(epochs=1)).run(networks.Chain(), task, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrapper_for_several_devices_is_refused(tmp_path) -> None:
+    task = ck.Task(train=LABELLED, val=LABELLED)
+    with pytest.raises(ModelError, match=r"DataParallel runs a model on several devices, .*; pass model\.module"):
+        ck.Recipe(ck.StaticQuant()).run(torch.nn.DataParallel(networks.Chain()), task, tmp_path / "run")
     assert not (tmp_path / "run").exists()

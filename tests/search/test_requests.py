@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import runpy
@@ -140,6 +141,13 @@ def test_features_that_a_candidate_has_no_longer_are_refused_before_candidates_a
     same_width = imitating("head")
     found = ck.compress(model, task, ck.at_most(macs="0.5x"), out=tmp_path / "t", train=same_width, **QUICK)
     assert found.chosen.candidate.changes_structure
+
+
+def test_a_training_of_a_model_without_trainable_parameters_is_refused_before_candidates_are_made(tmp_path, model, task) -> None:
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    with pytest.raises(ck.ModelError, match=r"compress\(train=...\): WideChain has no parameter with requires_grad"):
+        ck.compress(frozen, task, ck.at_most(bytes="0.5x"), out=tmp_path / "s", train=ck.Train(epochs=1), **QUICK)
+    assert not (tmp_path / "s").exists()
 
 
 def test_features_of_blocks_that_go_are_refused_before_candidates_are_made(tmp_path, task) -> None:

@@ -103,6 +103,28 @@ def test_the_search_makes_no_candidate_that_is_skipped(task, tmp_path, monkeypat
         assert made == [Candidate(), Candidate(macs=0.25)]
 
 
+def test_one_of_four_is_made_for_all_predictions_while_nothing_keeps_the_ceiling(task, tmp_path, monkeypatch) -> None:
+    """What is predicted of too few files may be wrong, and no candidate would be made that shows it."""
+    made, asked = [], []
+
+    def measured(self, candidate, *rest):
+        made.append(candidate)
+        return Figures(metric=0.5, drop=0.0, latency=2.0, bytes=1000, macs=1000)
+
+    def too_slow(self, candidate, fast):
+        asked.append(candidate)
+        return None if candidate == Candidate() else 9.0 + candidate.macs
+
+    monkeypatch.setattr(Workshop, "_measured", measured)
+    monkeypatch.setattr(LatencyFilter, "too_slow", too_slow)
+    budget, settings = ck.at_most(latency=1), {"trials": 3, "finalists": 1, "seconds": 0.02, "out": tmp_path / "s"}
+    with pytest.raises(ck.ModelError, match=r"none of \d candidates meets"):
+        ck.compress(networks.build(networks.WideChain), task, budget, **settings)
+    skipped = list(dict.fromkeys(asked))[1:]
+    assert made[:2] == [Candidate(), min(skipped[:4], key=lambda candidate: candidate.macs)]
+    assert len(made) - 1 == len(skipped) // 4
+
+
 def test_it_is_printed(task, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         LatencyFilter, "too_slow", lambda self, candidate, fast: 9.0 if candidate == Candidate(macs=0.5) else None
