@@ -83,7 +83,8 @@ class Explorer:
                 if not asks_for_more(candidate, tried):
                     tried[candidate] = self._tried(Tried(candidate=candidate))
             predictions = study.skipped()
-            skipped = {c: Tried(candidate=c, predicted=ms) for c, ms in predictions.items() if c not in tried}
+            unmade = {c: Tried(candidate=c, predicted=ms) for c, ms in predictions.items() if c not in tried}
+            skipped = {c: t for c, t in unmade.items() if self._far_over(t.predicted)}
             if max(self._measured(tried), len(tried) - self._measured(tried)) >= self.trials or study.told >= ASKED * self.trials:
                 break
             if (doubted := self._doubted(tried, predictions)) is not None:
@@ -109,7 +110,7 @@ class Explorer:
                 continue
             over = [figures.excesses({quantity: self.ceilings[quantity]}).get(quantity, 0.0) for quantity in self.judged]
             study.tell(trial, [figures.get(quantity) for quantity in objectives], over)
-        return [*tried.values(), *skipped.values()]
+        return [*tried.values(), *unmade.values()]
 
     @property
     def places_at_the_ceiling(self) -> bool:
@@ -133,6 +134,12 @@ class Explorer:
             or in_float({**skipped, **tried}, ceilings, self.dense)
             or further({**skipped, **tried}, ceilings, most_blocks)
         )
+
+    def _far_over(self, predicted: float | None) -> bool:
+        """Whether a prediction is over the ceiling by more than predictions err by what is known now."""
+        assert self.filter is not None
+        assert predicted is not None
+        return predicted > self.ceilings["latency"] * (1 + self.filter.margin)
 
     def _doubted(self, tried: Mapping[Candidate, Tried], predictions: Mapping[Candidate, float]) -> Candidate | None:
         """The candidate of the least latency that was predicted, where it is time to see whether predictions are right.

@@ -179,7 +179,7 @@ class CandidateStudy:
         return sum(FIRST in trial.user_attrs for trial in self.study.get_trials(deepcopy=False))
 
     def propose(self, candidate: Candidate, *, checks: bool = False) -> None:
-        """Let a candidate be the next, unless another waits, it was proposed before, or it is too early.
+        """Let a candidate be the next, unless another waits, it was proposed before and not skipped, or it is too early.
 
         It is while any of the first candidates but those of `LATER` had no turn: what they tell is what proposals are made of.
         checks: it is to be made whatever is predicted of it.
@@ -189,7 +189,8 @@ class CandidateStudy:
             if self._waits() or any(first not in LATER for first in self.first[self._begun() :]):
                 return
             wanted = self._parameters(candidate)
-            if all(trial.user_attrs.get(kind) != wanted for trial in self.study.get_trials(deepcopy=False)):
+            asked = [t for t in self.study.get_trials(deepcopy=False) if t.state != self.states.PRUNED]
+            if all(trial.user_attrs.get(kind) != wanted for trial in asked):
                 self.study.enqueue_trial(wanted, user_attrs={kind: wanted})
 
     @staticmethod

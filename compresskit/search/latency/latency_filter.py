@@ -76,6 +76,11 @@ class LatencyFilter:
             self._error = self._model.error()
         return self._error
 
+    @property
+    def margin(self) -> float:
+        """How far predictions may err, as a fraction of the latency."""
+        return LEAST_MARGIN if (error := self.error()) is None else max(LEAST_MARGIN, error.largest)
+
     def too_slow(self, candidate: Candidate, fast_enough: Sequence[Candidate]) -> float | None:
         """Predicted milliseconds of a candidate that is over the ceiling by more than predictions err; else None.
 
@@ -84,12 +89,11 @@ class LatencyFilter:
         """
         if candidate.effort != "fast":
             return None
-        if (error := self.error()) is None or any(_removes_no_less(candidate, other) for other in fast_enough):
+        if self.error() is None or any(_removes_no_less(candidate, other) for other in fast_enough):
             return None
         operators = self._sketched(candidate)
         predicted = None if operators is None or self._model is None else self._model.predict(operators)
-        margin = max(LEAST_MARGIN, error.largest)
-        return predicted if predicted is not None and predicted > self.ceiling * (1 + margin) else None
+        return predicted if predicted is not None and predicted > self.ceiling * (1 + self.margin) else None
 
     def _sketched(self, candidate: Candidate) -> list[Operator] | None:
         """The operators that the candidate's file would have; None where it cannot be made."""

@@ -127,15 +127,15 @@ def test_one_of_four_is_made_for_all_predictions_while_nothing_keeps_the_ceiling
 
 def test_it_is_printed(task, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
-        LatencyFilter, "too_slow", lambda self, candidate, fast: 9.0 if candidate == Candidate(macs=0.5) else None
+        LatencyFilter, "too_slow", lambda self, candidate, fast: 900.0 if candidate == Candidate(macs=0.5) else None
     )
     monkeypatch.setattr("compresskit.search.latency.latency_model.LEAST_FILES", 2)
     settings = {"trials": 3, "finalists": 1, "seconds": 0.02, "out": tmp_path / "s"}
     search = ck.compress(networks.build(networks.WideChain), task, ck.at_most(latency=100), **settings)
     skipped = search.tried[-1]
-    assert (skipped.candidate, skipped.predicted, skipped.figures) == (Candidate(macs=0.5), 9.0, None)
+    assert (skipped.candidate, skipped.predicted, skipped.figures) == (Candidate(macs=0.5), 900.0, None)
     text = str(search)
     assert "macs0.5-int8" in text
-    assert "~9.000 ms" in text
+    assert "~900.000 ms" in text
     assert "no: latency, predicted" in text
     assert f"latency model: {search.latency_error}; 1 candidates were not made" in text
