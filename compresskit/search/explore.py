@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -142,17 +143,19 @@ class Explorer:
         return predicted > self.ceilings["latency"] * (1 + self.filter.margin)
 
     def _doubted(self, tried: Mapping[Candidate, Tried], predictions: Mapping[Candidate, float]) -> Candidate | None:
-        """The candidate of the least latency that was predicted, where it is time to see whether predictions are right.
+        """A candidate to make in spite of its prediction, where it is time to see whether predictions are right.
 
-        They would else end a search in which nothing keeps the ceiling and nothing is made that could show them wrong.
+        It is of the precision of which fewest were measured, and among those the one of the least latency. Predictions would
+        else end a search in which nothing keeps the ceiling and nothing is made that could show them wrong.
         """
-        measured = [entry.figures for entry in tried.values() if entry.figures is not None]
-        if not all(figures.excesses({name: self.ceilings[name] for name in self.judged}) for figures in measured):
+        measured = {c: entry.figures for c, entry in tried.items() if entry.figures is not None and c != UNCOMPRESSED}
+        if not all(figures.excesses({name: self.ceilings[name] for name in self.judged}) for figures in measured.values()):
             return None
+        known = Counter(candidate.bits for candidate in measured)
         left = {candidate: ms for candidate, ms in predictions.items() if candidate not in tried}
         if len(predictions) - len(left) >= len(predictions) // DOUBTED:
             return None
-        return min(left, key=lambda candidate: (left[candidate], candidate.name))
+        return min(left, key=lambda candidate: (known[candidate.bits], left[candidate], candidate.name))
 
     def _surely(self, ceilings: Mapping[str, float]) -> dict[str, float]:
         """The ceilings, with a latency that is still below its own when it is measured again."""
