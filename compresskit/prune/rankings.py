@@ -42,14 +42,9 @@ def cost_aware(step: Step) -> float:
     Relative losses make groups comparable whose scores have different scales. A residual stream has many layers and so a high
     price.
     """
-    return relative_loss(step) / step.useful
-
-
-def relative_loss(step: Step) -> float:
-    """What a step loses of the group's remaining scores, as a logarithm that adds up over steps, times its number of layers."""
     group = step.group
     before, after = group.remaining[group.removed], max(group.remaining[group.removed + step.count], 1e-300)
-    return group.layers * math.log(before / after) if before > 0 else 0.0
+    return group.layers * math.log(before / after) / step.useful if before > 0 else 0.0
 
 
 def uniform(step: Step) -> float:
