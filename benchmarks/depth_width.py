@@ -13,7 +13,8 @@ one image, one thread, all files of a network in turn, as ratios to the file of 
 
 The transformer is the one that `low_bit.py` trains; the MobileNetV2 is torchvision's at half its width, with its first two
 strides 1, trained for 15 epochs under the ResNet-20 as its teacher. Both are kept in `--out`. Arms and seeds that are in
-`depth_width.json` are kept; they are from before `Depth` refitted the layers that are left and chose blocks by `after_training`.
+`depth_width.json` are kept: the transformer's are from before `Depth` refitted the layers that are left and chose blocks by
+`after_training`.
 Writes it and `depth_width.md` beside this file.
 """
 
