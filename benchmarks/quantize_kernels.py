@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ VOLUMES = {
     f"volume, Conv 3x3x3, {a} -> {b}": (a, b)
     for a, b in ((1, 16), (3, 16), (3, 64), (8, 16), (8, 64), (16, 8), (16, 16), (16, 64), (32, 32))
 }
-ROWS = {
+ROWS: dict[str, Callable[[], nn.Module]] = {
     "Conv 3x3/2, 3 -> 32": lambda: stem(32, 3, 2),
     "Conv 3x3/1, 3 -> 64": lambda: stem(64, 3, 1),
     "Conv 7x7/2, 3 -> 64": lambda: stem(64, 7, 2),
