@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MOST_BLOCKS, MOST_TRAINED = 0.5, 0.75  # fraction of the residual blocks that may go, and where candidates are trained
 REMOVED = ("blocks", "merged", "macs", "rank")  # settings of a candidate that say how much is removed
-NEARLY = 0.2  # fraction of a latency's ceiling over it, for which operators may make up that are placed by measurement
+NEARLY = 0.2  # fraction of a ceiling over it, for which operators placed by measurement, or a little more removed, may make up
 PROPOSALS = 3  # one trial of so many is the sampler's, or of the ladder; the others are proposals, where there are any
 DOUBTED = 4  # one of so many candidates that are skipped for the latency that is predicted is made, while none keeps the ceilings
 ASKED = 3  # times as many trials as there may be candidates, since a sampler proposes some again

@@ -78,6 +78,14 @@ def test_what_is_proposed_keeps_the_latency_when_it_is_measured_again() -> None:
     assert by_bytes._proposed(tried, {}, 0) is None
 
 
+def test_what_was_skipped_is_far_over_only_by_what_predictions_err_now() -> None:
+    settings = {"workshop": None, "stopwatch": None, "worker": None, "dense": DENSE, "order": None, "trials": 9, "name": "s"}
+    explorer = Explorer(ceilings={"latency": 1.0}, judged=("latency",), filter=SimpleNamespace(margin=0.1), **settings)
+    assert explorer._far_over(1.2)
+    explorer.filter.margin = 0.3
+    assert not explorer._far_over(1.2)
+
+
 def test_what_is_too_slow_in_integers_is_tried_in_float() -> None:
     slow = {
         candidate: Tried(candidate=candidate, figures=Figures(metric=1.0, drop=drop, latency=latency, bytes=size, macs=macs))

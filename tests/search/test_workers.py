@@ -181,6 +181,18 @@ def test_a_proposal_comes_next_and_once(tmp_path) -> None:
         assert study.ask(9)[1] != wanted
 
 
+def test_what_was_skipped_may_be_proposed_again_or_to_be_made(tmp_path) -> None:
+    worker, wanted = Worker(tmp_path), Candidate(macs=0.3)
+    with worker.at_work():
+        study = CandidateStudy(tmp_path, "s", worker, objectives=1, most={}, first=[], seed=0)
+        for checks in (False, False, True):
+            study.propose(wanted, checks=checks)
+            trial, candidate = study.ask(9)
+            assert (candidate, study.checks(trial)) == (wanted, checks)
+            study.skip(trial, 9.0, 1.0)
+        assert study.skipped() == {wanted: 9.0}
+
+
 def test_proposals_come_before_the_later_ones_of_the_first(tmp_path) -> None:
     worker, wanted, later = Worker(tmp_path), Candidate(macs=0.3), LATER[:2]
     first = [Candidate(), Candidate(macs=0.5), *later]

@@ -19,7 +19,7 @@ from compresskit.prune.structure.groups import ChannelAnalysis, ChannelGroup, Ma
 from compresskit.prune.structure.plan import Plan, PlanLine, apply_
 
 SLACK = 0.02  # fraction of the resource by which a plan may fall below its budget for the sake of aligned widths
-NOTABLE = 0.05  # fraction of the loss that another end has to save: scores tell no smaller difference
+NOTABLE = 0.05  # fraction of the loss that another end has to save; scores are estimates, and plans do not change for less
 MOST_CANDIDATES = 6  # candidates that are exported for a measured budget
 MOST_REASONS = 6  # that a refusal lists
 CLOSE_ENOUGH = 0.02  # a candidate that is this little below a measured budget ends the search

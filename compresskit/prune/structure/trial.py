@@ -158,9 +158,9 @@ class TrialRepair:
         """Attributes of the user's modules, and of Unflatten, as (path, name), that equal a size their code gives (to `cuts`)."""
         for size in self.propagation.hard_coded_sizes:
             module = self.trace.module.get_submodule(size.path)
-            own = type(module).__module__.startswith("torch.") and not isinstance(module, nn.Unflatten)
-            if size.path not in paths or own:
-                continue  # torch's own layers are made to agree with their tensors, of which this one has none
+            follows = type(module).__module__.startswith("torch.") and not isinstance(module, nn.Unflatten)
+            if size.path not in paths or follows:
+                continue  # torch's own layers are made to agree with their tensors; Unflatten has none
             if cuts is not None and size.cut not in cuts:
                 continue
             values = {size.shape[d] for d in varying_dims(size.labels)}

@@ -65,7 +65,7 @@ class Support:
         weights take twice the bytes; three where slopes are on both sides of 1. 0: never; nor for more than `MOST_BENT` weights.
         It needs `Target.tuned` and unsigned activations.
     volume: inputs times outputs (of a group) of a convolution over three dimensions below which it stays float. Its integers
-        are gathered one by one, which takes as long whatever the number of channels. 0: none does.
+        are gathered one by one, which takes nearly as long whatever the number of channels. 0: none does.
     """
 
     output: bool = True
@@ -162,7 +162,7 @@ _ONNX_RUNTIME = {
 
 #: ONNX Runtime on x86. Without VNNI `vpmaddubsw` adds u8 * s8 + u8 * s8 in int16 and saturates; the weights are such that no pair
 #: overflows, and the integers are the same with VNNI and without. Twice the filters cost no more than a PReLU in float up to some
-#: 250 products for each output, and one rounding is saved; narrow convolutions of video take several times as long as in float
+#: 250 products for each output, and one rounding is saved; narrow convolutions of video take 1.4 to 10 times as long as in float
 #: (benchmarks/quantize_kernels.md has both).
 X86 = Target(
     name="X86",
