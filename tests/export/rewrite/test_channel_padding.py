@@ -85,6 +85,7 @@ X = torch.randn(3, 3, 48, 40, generator=torch.Generator().manual_seed(0))
     ("channels", "padded", "act"),
     [
         (4, 16, nn.ReLU),
+        (8, 16, nn.ReLU),
         (12, 16, nn.ReLU6),
         (20, 32, nn.ReLU),
         (24, 32, nn.Hardswish),

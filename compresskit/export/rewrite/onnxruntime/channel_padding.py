@@ -133,12 +133,15 @@ class SharedChannels:
         extra = -self.count % LANES_OF_KERNEL
         makes = sum(extra * _taps(conv) * _shape(conv)[1] * (_map_positions(conv) or 1) for conv in self.made)
         reads = sum(extra * _taps(conv) * _shape(conv)[0] * (_map_positions(conv) or 1) for conv in self.read)
+        few = LEAST_CHANNELS <= self.count < LANES_OF_KERNEL
+        saved = sum(FOR_FEW_FILTERS * _taps(conv) * (_map_positions(conv) or 1) for conv in self.made) if few else 0
         if self.each:
             affordable = FOR_A_CHANNEL * self.count + (FOR_A_REST if self.count % 8 else 0)
-            return makes + reads <= sum(affordable * _taps(conv) * (_map_positions(conv) or 1) for conv in self.each)
+            saved += sum(affordable * _taps(conv) * (_map_positions(conv) or 1) for conv in self.each)
+            return (0 if few else makes) + reads <= saved
         if any((_map_positions(conv) or LEAST_POSITIONS) < LEAST_POSITIONS for conv in (*self.made, *self.read)):
             return False
-        return reads <= sum(FOR_FEW_FILTERS * _taps(conv) * (_map_positions(conv) or 1) for conv in self.made)
+        return reads <= saved
 
     def widen_(self, graph: ir.Graph) -> None:
         """Change the nodes in place."""
