@@ -250,6 +250,11 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
         return ModelError(
             f"compress: the files of {len(rejected)} finalists were not proved, and no other keeps the ceilings: {rejected[0]}"
         )
+    untrainable = [f"{t.candidate.name}: {t.untrainable}" for t in tried if t.untrainable]
+    if untrainable and not figures:
+        return ModelError(
+            f"compress: the trainings of {len(untrainable)} finalists failed, and no other keeps the ceilings: {untrainable[0]}"
+        )
     if not figures:
         return ModelError(
             f"compress: the uncompressed model alone meets {budget!r}; raise trials=, or ask for less; all files are in {out}"

@@ -36,6 +36,7 @@ class Tried:
         untrained: whether the training made it worse, and these are of the file without.
         stopped: fraction of the training after which it was given up.
         rejected: why the file of its run was not proved, where it was run; it is no finalist then.
+        untrainable: why its training failed, likewise.
         training_seconds: that its training took.
         predicted: milliseconds for which it was not made, since they are far over the ceiling; None where it was made.
     """
@@ -49,8 +50,14 @@ class Tried:
     untrained: bool = False
     stopped: float | None = None
     rejected: str = ""
+    untrainable: str = ""
     training_seconds: float = 0.0
     predicted: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was run as a recipe in vain."""
+        return bool(self.rejected or self.untrainable)
 
     @property
     def promise(self) -> float:
@@ -166,7 +173,7 @@ class Search:
             for line in lines
         ]
         failed = [str(t) for t in self.tried if t.failure]
-        failed += [f"{t.candidate.name} is no finalist: {t.rejected}" for t in self.tried if t.rejected]
+        failed += [f"{t.candidate.name} is no finalist: {t.rejected or t.untrainable}" for t in self.tried if t.failed]
         proxies = sum(t.figures.seconds for t in self.tried if t.figures)
         training = sum(t.training_seconds for t in self.tried)
         short = sum(t.short_seconds for t in self.tried)
@@ -215,7 +222,8 @@ class Search:
         done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
         short = "" if tried.short is None else f"{tried.short:+.4f}"
         misses = figures.excesses(self.ceilings)
-        within = "no: not proved" if tried.rejected else "yes" if not misses else "no: " + ", ".join(misses)
+        failed = "not proved" if tried.rejected else "not trained" if tried.untrainable else ""
+        within = f"no: {failed}" if failed else "yes" if not misses else "no: " + ", ".join(misses)
         return (mark + tried.candidate.name, *_figure_cells(figures, self.dense, short, done), within)
 
 

@@ -413,6 +413,8 @@ def _forward(
         if is_out_of_memory(error):
             raise TrainingError(f"{where}: no memory for tensors of shape {shapes_of(batch)}; {LESS_MEMORY}") from error
         why = (isinstance(error, TypeError) and _inputs_in_a_tuple(run.model, batch, inputs_of)) or first_line(error)
+        if cause := _not_finite(run.model):
+            why += f"; {cause}"
         raise TrainingError(f"{where}: the loss cannot be computed (tensors of shape {shapes_of(batch)}): {why}") from error
     if wrong := _no_scalar(losses):
         raise TrainingError(f"{where}: the objective wants scalar tensors by name, got {wrong}; reduce each to its mean")
@@ -450,14 +452,19 @@ def _backward(run: mixed.Run, loss: Tensor, batch: Any, where: str) -> None:
         raise TrainingError(f"{where}: no gradient of the loss: {first_line(error)}; does Task(predict=...) detach?") from error
 
 
+def _not_finite(model: nn.Module) -> str:
+    """Says which parameter is not finite, and what to do; "" where all are."""
+    bad = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
+    return (
+        "" if bad is None else f"the first parameter that is not finite is {bad}; lower the learning rate or set Train(clip=1.0)"
+    )
+
+
 def _why_not_finite(model: nn.Module, losses: Losses, batch: Any, where: str) -> str:
     named = ", ".join(f"{name} = {loss.item():g}" for name, loss in losses.items())
     tensors = [v for v in torch.utils._pytree.tree_leaves(batch) if isinstance(v, Tensor) and v.is_floating_point()]
-    bad = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
-    if bad is not None:
-        cause = f"the first parameter that is not finite is {bad}; lower the learning rate or set Train(clip=1.0)"
-    elif any(not torch.isfinite(v).all() for v in tensors):
+    if any(not torch.isfinite(v).all() for v in tensors):
         cause = "the batch itself holds nan or inf; clean the data"
     else:
         cause = "all parameters are finite, so the forward pass overflowed; lower the learning rate, or look at the loss"
-    return f"{where}: the loss is not finite ({named}); {cause}"
+    return f"{where}: the loss is not finite ({named}); {_not_finite(model) or cause}"

@@ -454,3 +454,29 @@ def test_a_finalist_whose_file_is_not_proved_gives_its_place(model, task, tmp_pa
     with pytest.raises(ck.ModelError, match=r"the files of 2 finalists were not proved.*: it DISAGREES with its model"):
         ck.compress(model, task, budget, out=tmp_path / "none", **many)
     assert len(asked) == 2  # one more than there may be finalists
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_a_finalist_whose_training_fails_gives_its_place(model, task, tmp_path, monkeypatch) -> None:
+    run, asked = Finals._run, []
+
+    def diverging(self, candidate, recipe, **settings):
+        asked.append(candidate.name)
+        if len(set(asked)) <= failing:
+            raise ck.TrainingError("epoch 1, batch 5: the loss is not finite")
+        return run(self, candidate, recipe, **settings)
+
+    monkeypatch.setattr(Finals, "_run", diverging)
+    failing, budget, many = 1, ck.at_most(bytes="0.9x"), {**QUICK, "trials": 3}
+    found = ck.compress(model, task, budget, out=tmp_path / "s", **many)
+    first, second = asked[:2]
+    assert found.chosen.candidate.name == second != first
+    assert f"{first} is no finalist: epoch 1, batch 5: the loss is not finite" in str(found)
+    assert "no: not trained" in str(found)
+
+    asked.clear()
+    failing = 9
+    with pytest.raises(ck.ModelError, match=r"the trainings of 2 finalists failed.*: epoch 1, batch 5"):
+        ck.compress(model, task, budget, out=tmp_path / "none", **many)
+    failing = 0  # the user has mended what failed, and asks again
+    assert ck.compress(model, task, budget, out=tmp_path / "none", **many).chosen.candidate.name == first

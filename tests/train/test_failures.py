@@ -121,6 +121,9 @@ def test_a_loss_that_is_not_finite_names_its_cause() -> None:
     odd = ck.Task(train=[(x, y)], val=[(x, y)], loss=lambda p, t: p.sum() / 0)
     with pytest.raises(TrainingError, match="so the forward pass overflowed"):
         ck.Train(epochs=1)(nn.Linear(4, 3), odd)
+    picky = ck.Task(train=[(x, y)], val=[(x, y)], loss=lambda p, t: nn.functional.binary_cross_entropy(p.sigmoid()[:, 0], t / 2))
+    with pytest.raises(TrainingError, match=r"cannot be computed .* between 0 and 1; the first parameter .* finite is weight"):
+        ck.Train(epochs=1)(model, picky)
 
 
 class _Pair(nn.Module):

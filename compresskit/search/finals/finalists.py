@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compresskit.base.errors import ExportError
+from compresskit.base.errors import ExportError, TrainingError
 from compresskit.base.fingerprint import describe
 from compresskit.export.files import file_bytes
 from compresskit.recipe.recipe import Recipe, Result
@@ -87,19 +87,20 @@ class Finals:
         """Run up to `most` finalists, together with other processes; the best that keeps all ceilings, or None.
 
         Args:
-            tried: candidates with figures; those that are run, here or elsewhere, get `trained`, `stopped` or `rejected`.
-            most: number of runs, of all processes; those whose file was rejected do not count, but one more of them ends it.
+            tried: candidates with figures; those that are run, here or elsewhere, get `trained`, `stopped`, `rejected` or
+                `untrainable`.
+            most: number of runs, of all processes; those that failed do not count, but one more of them ends it.
         """
         while True:
             with self.worker.alone(TURN):
                 at_work = self._look_(tried)
                 best = self._best(tried)
                 done = sum(t.trained is not None or t.stopped is not None for t in tried)
-                refused = sum(bool(t.rejected) for t in tried)
+                failed = sum(t.failed for t in tried)
                 # Without training the others were measured already, and are worse.
                 ended = best is not None and self.train is None and self.minimise == "drop"
                 following = trial = None
-                if not ended and done + len(at_work) < most and refused <= most:
+                if not ended and done + len(at_work) < most and failed <= most:
                     following = self.next_finalist(tried, best, at_work)
                 if following is not None:
                     trial = self.study.ask()
@@ -128,6 +129,8 @@ class Finals:
                 continue
             elif trial.state == self.states.FAIL:
                 found.rejected = about.get("rejected", found.rejected)
+                if self.worker.lives(about.get(WORKER)):  # what made it fail may have been mended since another call
+                    found.untrainable = about.get("untrainable", found.untrainable)
             elif trial.state == self.states.PRUNED:
                 found.stopped, found.training_seconds = about["stopped"], about["seconds"]
             elif trial.state == self.states.COMPLETE:
@@ -168,7 +171,7 @@ class Finals:
         training, one before all others. The first keeps a ceiling on the latency surely, see `within`.
         at_work: folders of those that other processes run.
         """
-        ended = [t for t in tried if t.trained or t.stopped is not None or t.rejected]
+        ended = [t for t in tried if t.trained or t.stopped is not None or t.failed]
         taken = [*ended, *(t for t in tried if t not in ended and self.folder(t.candidate).name in at_work)]
         untaken = [t for t in tried if t not in taken]
         left = [(t.figures, t) for t in self.within(untaken, surely=best is None) if t.figures is not None]
@@ -213,9 +216,9 @@ class Finals:
             trial.set_user_attr("seconds", time.perf_counter() - begin)
             self.study.tell(trial, state=self.states.PRUNED)
             return
-        except ExportError as error:  # of this candidate's file, which was not proved; others' are
+        except (ExportError, TrainingError) as error:  # of this candidate, whose file was not proved, or whose loss overflowed
             log.warning("compress: %s is no finalist: %s", candidate.name, error)
-            trial.set_user_attr("rejected", str(error))
+            trial.set_user_attr("rejected" if isinstance(error, ExportError) else "untrainable", str(error))
             self.study.tell(trial, state=self.states.FAIL)
             return
         figures, untrained = self._figures(result, time.perf_counter() - begin), False
