@@ -7,16 +7,22 @@ torch's own operator takes its place again, so that the graph can be trained, ca
     while tracing:  torch.lstm, aten.lstm.input  ->  compresskit::recurrent      (`KeepRecurrent`)
     in the graph:   compresskit::recurrent       ->  aten.lstm.input             (`restore_recurrent_`)
     in the file:    compresskit::recurrent       ->  LSTM, GRU, RNN of ONNX      (`export.rewrite.recurrent`)
+
+A packed sequence has as many rows as its lengths sum up to, which no graph can know. It is traced as the padded batch that it was
+made of, with its lengths: what a step computes does not depend on later ones, so padding behind the end of a row changes nothing
+before it. The backward direction reads each row from its end, and last states are looked up where each row ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from compresskit.base.errors import ModelError
@@ -31,7 +37,8 @@ OPERATORS = {
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _FUNCTIONS: dict[Any, str] = {operator: kind for kind, operator in OPERATORS.items()}
 _FUNCTIONS |= {getattr(torch._VF, kind): kind for kind in OPERATORS}  # type: ignore[attr-defined]
-_PACKING = {torch._VF._pack_padded_sequence}  # type: ignore[attr-defined]
+_PACK: Any = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
+_PAD: Any = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,31 +104,157 @@ def _recurrent_shapes(
     return x.new_empty(x.shape[0], x.shape[1], width), torch.empty_like(state[0]), cell
 
 
+@torch.library.custom_op("compresskit::last_cell_states", mutates_args=())
+def last_cell_states(like: Tensor) -> Tensor:
+    """Stands for what nothing knows of a packed sequence while a model is traced; `restore_recurrent_` refuses to leave it."""
+    return torch.full_like(like, torch.nan)
+
+
+@last_cell_states.register_fake
+def _last_cell_states_shape(like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """In the place of the `batch_sizes` of a packed sequence: the sequence is a padded batch, (steps * rows, width).
+
+    lengths: (rows,) int64. steps, rows: sizes of the batch.
+    """
+
+    lengths: Tensor
+    steps: Any
+    rows: Any
+    device = torch.device("cpu")  # where `PackedSequence` wants them
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Lets torch's functions take one for a tensor, which `KeepRecurrent` sees before them."""
+        raise ModelError(
+            f"a packed sequence cannot be captured where its batch_sizes are read ({getattr(func, '__name__', func)}); pass it to"
+            " recurrent layers and pad_packed_sequence alone"
+        )
+
+    def size(self, dim: int = 0) -> Any:
+        """Number of steps."""
+        return self.steps
+
+    def __getitem__(self, step: int) -> Any:
+        """Number of rows: the states of a layer have so many."""
+        return self.rows
+
+    def inside(self) -> Tensor:
+        """(steps, rows) bool: where no padding is."""
+        return torch.arange(self.steps)[:, None] < self.lengths
+
+    def reversed(self, x: Tensor) -> Tensor:
+        """(steps, rows, width) with the steps of each row backwards, and its padding where it was."""
+        step = torch.arange(self.steps)[:, None]
+        return x[torch.where(self.inside(), self.lengths - 1 - step, step), torch.arange(self.rows)]
+
+    def last(self, x: Tensor) -> Tensor:
+        """(1, rows, width): the last step of each row."""
+        return x[self.lengths - 1, torch.arange(self.rows)][None]
+
+
 class KeepRecurrent(TorchFunctionMode):
     """Trace LSTM, GRU and RNN layers as one operator each, `compresskit::recurrent`, inside the block.
 
-    Raises:
-        ModelError: the model packs sequences, whose lengths a graph cannot represent.
+    Packed sequences are padded ones there, see `PaddedRows`; each direction of each layer is an operator of its own then.
     """
+
+    def __enter__(self) -> Self:
+        # torch compares the number of rows as an int, which would fix it.
+        self._patches, self._zeros = ExitStack(), list[Tensor]()
+        for layer in (nn.RNNBase, nn.LSTM):
+            self._patches.enter_context(patch.object(layer, "check_forward_args", _unless_padded(layer.check_forward_args)))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _FUNCTIONS.get(func) if func.__hash__ else None
-        if (func.__hash__ and func in _PACKING) or (kind and isinstance(args[3], list | tuple)):
-            raise ModelError(
-                "packed sequences (pack_padded_sequence) cannot be captured: their lengths are data; give the padded batch to the"
-                " recurrent layer, and mask what lies behind the end of each sequence"
-            )
+        if func is _PACK:
+            return _packed(*args, **(kwargs or {}))
+        if func is _PAD and isinstance(args[1], PaddedRows):
+            return _padded(*args, **(kwargs or {}))
         if kind is None:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func is torch.zeros:
+                self._zeros.append(result)
+            return result
+        if isinstance(args[1], PaddedRows):
+            return self._run_padded(kind, *args)
         x, state, weights, has_biases, layers, _, _, bidirectional, batch_first = args
         states = list(state) if kind == "lstm" else [state]
         results = torch.ops.compresskit.recurrent(x, states, list(weights), kind, has_biases, layers, bidirectional, batch_first)
         return results if kind == "lstm" else results[:2]
 
+    def _run_padded(
+        self, kind: str, data: Tensor, padded: PaddedRows, state: Any, weights: Any, has_biases: bool, layers: int, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        """A layer on a padded batch, one direction at a time: outputs, last states, and for an LSTM last cell states."""
+        states, weights = list(state) if kind == "lstm" else [state], list(weights)
+        blank = all(any(each is made for made in self._zeros) for each in states)
+        directions = 2 if rest[-1] else 1
+        count = len(weights) // (layers * directions)
+        x, ends = data.reshape(padded.steps, padded.rows, data.shape[-1]), []
+        for layer in range(layers):
+            outputs = []
+            for direction in range(directions):
+                k = layer * directions + direction
+                first = [x.new_zeros(1, padded.rows, s.shape[-1]) if blank else s[k : k + 1] for s in states]
+                given = padded.reversed(x) if direction else x
+                cell = weights[k * count : (k + 1) * count]
+                y = torch.ops.compresskit.recurrent(given, first, cell, kind, has_biases, 1, False, False)[0]
+                ends.append(padded.last(y))
+                outputs.append(padded.reversed(y) if direction else y)
+            x = torch.cat(outputs, 2) if directions == 2 else outputs[0]
+        cells = [torch.ops.compresskit.last_cell_states(states[1])] if kind == "lstm" else []
+        return x.flatten(0, 1), torch.cat(ends), *cells
+
+
+def _unless_padded(check: Any) -> Any:
+    """The check that torch makes of the arguments of a layer, of all but padded batches."""
+
+    def checked(layer: nn.RNNBase, x: Tensor, hidden: Any, batch_sizes: Any) -> None:
+        if not isinstance(batch_sizes, PaddedRows):
+            check(layer, x, hidden, batch_sizes)
+
+    return checked
+
+
+def _packed(x: Tensor, lengths: Tensor, batch_first: bool = False) -> tuple[Tensor, PaddedRows]:
+    """What `pack_padded_sequence` packs, as a padded batch."""
+    x = x.transpose(0, 1) if batch_first else x
+    return x.flatten(0, 1), PaddedRows(lengths, x.shape[0], x.shape[1])
+
+
+def _padded(data: Tensor, padded: PaddedRows, batch_first: bool, value: float, length: int) -> tuple[Tensor, Tensor]:
+    """What `pad_packed_sequence` gives, with as many steps as the batch had, also where its longest row has fewer."""
+    x = data.reshape(padded.steps, padded.rows, data.shape[-1])
+    x = torch.where(padded.inside()[..., None], x, value)
+    if length is not padded.steps:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length - padded.steps), value=value)
+    return x.transpose(0, 1) if batch_first else x, padded.lengths
+
 
 def restore_recurrent_(graph: fx.Graph) -> None:
-    """Replace `compresskit::recurrent` by torch's own operators."""
+    """Replace `compresskit::recurrent` by torch's own operators.
+
+    Raises ModelError where the last cell states of a packed sequence are read.
+    """
+    unknown = torch.ops.compresskit.last_cell_states.default
+    if any(node.target is unknown for node in graph.nodes):
+        graph.eliminate_dead_code()  # a layer gives them whether they are read or not
     for node in graph.nodes:
+        if node.target is unknown:
+            raise ModelError(
+                "the last cell states of an LSTM on a packed sequence cannot be captured; read its outputs or its last hidden"
+                " states, or give the padded batch to the layer"
+            )
         if node.target is torch.ops.compresskit.recurrent.default:
             x, state, weights, kind, has_biases, layers, bidirectional, batch_first = node.args
             node.target = OPERATORS[kind]

@@ -130,7 +130,10 @@ def _example_record(example: Inputs) -> dict[str, Any]:
     def one(value: Any) -> Any:
         if not isinstance(value, Tensor):
             raise CheckpointError(f"an input is {type(value).__name__}; only models whose inputs are all tensors can be saved")
-        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+        record: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype)}
+        if value.numel() and not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
+            record["value"] = int(value.min())  # a model takes it, where it may not take 0, as for the length of a sequence
+        return record
 
     if isinstance(example, dict):
         return {"kwargs": {name: one(value) for name, value in example.items()}}
@@ -142,7 +145,7 @@ def _example(saved: dict[str, Any]) -> Inputs:
         shape = [int(n) for n in value["shape"]]
         if min(shape, default=0) < 0 or math.prod(shape) > MAX_EXAMPLE_VALUES:
             raise ValueError(f"an example of shape {shape}")
-        return torch.zeros(shape, dtype=INPUT_DTYPES[value["dtype"]])
+        return torch.full(shape, int(value.get("value", 0)), dtype=INPUT_DTYPES[value["dtype"]])
 
     if "kwargs" in saved:
         return {str(name): one(value) for name, value in saved["kwargs"].items()}

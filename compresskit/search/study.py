@@ -17,6 +17,7 @@ from compresskit.search.candidate import WITHOUT_EFFORT, Candidate, Storage
 from compresskit.search.workers import Worker
 
 JOURNAL, PREDICTED, PROPOSED, CHECKS, FIRST, WORKER = "study.log", "predicted", "proposed", "checks", "first", "worker"
+OVER = "over"  # attribute of a trained trial whose file exceeds a ceiling
 TURN = "study"  # lock of who looks at the trials and takes one
 EFFORTS: tuple[Effort, ...] = ("fast", "balanced")  # the one that takes no measurement first
 #: What is tried before anything is known: from little to much.
@@ -243,6 +244,29 @@ def open_study(optuna: Any, out: Path, name: str, worker: Worker, **settings: An
             f"{out / JOURNAL}: a damaged journal of Optuna ({type(error).__name__}: {error}); delete it: what was measured stays"
             " in the folder, and is not measured again"
         ) from error
+
+
+def halving(optuna: Any) -> Any:
+    """Optuna's successive halving among trials whose files keep the ceilings, as far as that is known: others are no rivals."""
+
+    class Halving(optuna.pruners.SuccessiveHalvingPruner):  # type: ignore[misc]
+        def prune(self, study: Any, trial: Any) -> bool:
+            return bool(super().prune(_Rivals(study), trial))
+
+    return Halving(min_resource=1, reduction_factor=2)
+
+
+class _Rivals:
+    """A study without the trials that exceed a ceiling."""
+
+    def __init__(self, study: Any) -> None:
+        self._study = study
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    def get_trials(self, **settings: Any) -> list[Any]:
+        return [trial for trial in self._study.get_trials(**settings) if OVER not in trial.user_attrs]
 
 
 def _drop_half_line(path: Path) -> None:

@@ -270,6 +270,15 @@ def test_the_first_finalist_keeps_the_latency_by_more_than_its_noise(with_fastes
     assert near.candidate in two.chosen([near, sure, other])
 
 
+def test_the_first_finalist_leaves_room_for_the_settings_of_its_training(trainings) -> None:
+    finals = replace(trainings.finals, ceilings={"bytes": 10_000.0})
+    near, sure = tried(0.1, size=9_500, blocks=1), tried(0.3, size=8_900, blocks=2)
+    assert finals.next_finalist([near, sure], None) is sure
+    sure.trained = sure.figures
+    assert finals.next_finalist([near, sure], sure) is near
+    assert replace(finals, train=None).next_finalist([near, tried(0.3, size=8_900, blocks=2)], None) is near
+
+
 def test_a_latency_over_the_ceiling_is_measured_again(with_fastest, tmp_path, monkeypatch) -> None:
     finals, told = with_fastest.finals, iter([0.9, 1.2, 0.8, 0.95, 1.2, 0.9, 1.1])
     monkeypatch.setattr(Stopwatch, "measure", lambda self, file: next(told))
@@ -305,3 +314,35 @@ def test_the_search_follows_the_short_trainings(model, task, tmp_path, monkeypat
     assert "-0.5000 of the held-out data after a short training at 0.2 of the learning rate: try a lower one" in found.reason
     told[True]["drop"] = told[False]["drop"] = 2.0  # more than any training loses
     assert "learning rate" not in ck.compress(model, task, ck.at_most(bytes="0.9x"), out=tmp_path, train=train, **QUICK).reason
+
+
+@pytest.mark.parametrize(("over", "best", "fractions"), [(900, "first", [None, 0.25]), (1001, "third", [None, None])])
+def test_only_a_file_that_keeps_the_ceilings_lets_others_be_given_up(over, best, fractions, trainings, monkeypatch) -> None:
+    """The first trains best; where it has grown over the ceiling it is no rival of the others."""
+    finals = trainings.finals
+    candidates = {"first": tried(0.1, blocks=1), "second": tried(0.2, blocks=2), "third": tried(0.3, blocks=3)}
+    metrics = {1: 0.9, 2: 0.7, 3: 0.8}
+    sizes = {1: over, 2: 900, 3: 900}
+
+    def run(self, candidate, recipe, **settings):
+        for step in (50, 100, 150, 200):
+            watch(SimpleNamespace(training="QAT", step=step, steps=200, metric=metrics[candidate.blocks]))
+        return candidate
+
+    def recipe(self, candidate, on_step=None, **settings):
+        nonlocal watch
+        watch = on_step
+
+    def figures(self, candidate, seconds):
+        value = metrics[candidate.blocks]
+        return Figures(metric=value, drop=1 - value, latency=1.0, bytes=sizes[candidate.blocks], macs=1, seconds=seconds)
+
+    watch = None
+    monkeypatch.setattr(Candidate, "trains_in_two_parts", lambda self, train: False)
+    for name, patched in {"_run": run, "recipe": recipe, "_figures": figures}.items():
+        monkeypatch.setattr(Finals, name, patched)
+    monkeypatch.setattr(finals, "train", replace(TRAIN, steps=200))
+    for t in candidates.values():
+        t.figures = replace(t.figures, drop=9.0)  # none is better without its training
+    assert finals.run([*candidates.values()], 3) is candidates[best]
+    assert [t.stopped for t in candidates.values()][:2] == fractions

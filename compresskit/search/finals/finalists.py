@@ -27,7 +27,7 @@ from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch
 from compresskit.search.outcome import Tried
 from compresskit.search.proxy import Workshop
-from compresskit.search.study import TURN, WORKER, import_optuna, open_study
+from compresskit.search.study import OVER, TURN, WORKER, halving, import_optuna, open_study
 from compresskit.search.workers import PAUSE, Worker
 from compresskit.train.callbacks import OnStep, StepReport
 from compresskit.train.train import Train
@@ -39,6 +39,7 @@ RUNGS = 4  # measurements of the metric in a training, after which it may be giv
 #: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
+OF_SETTINGS = 1024  # bytes in a file that tell how it was trained, at most
 TRAINED = "trained"
 
 
@@ -80,7 +81,7 @@ class Finals:
                 self.name,
                 self.worker,
                 direction="maximize" if self.workshop.task.prefers_higher else "minimize",
-                pruner=self.optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+                pruner=halving(self.optuna),
             )
 
     def run(self, tried: Sequence[Tried], most: int) -> Tried | None:
@@ -152,16 +153,22 @@ class Finals:
     def within(self, tried: Sequence[Tried], *, surely: bool) -> list[Tried]:
         """The candidates that keep the ceilings which training does not change.
 
-        surely: only those that keep that on the latency by more than latencies are known to, where there are some: once it is
-            trained, a file is measured again.
+        surely: only those that keep that on the latency by more than latencies are known to, and that on the bytes by what the
+            settings of a training take in a file, where there are some: once it is trained, a file is measured again.
         """
         measured = {name: ceiling for name, ceiling in self.ceilings.items() if name in MEASURED}
         kept = [(t.figures, t) for t in tried if t.figures is not None and t.candidate != UNCOMPRESSED]
         kept = [(figures, t) for figures, t in kept if not figures.excesses(measured)]
-        if surely and "latency" in measured:
-            ceiling = self.stopwatch.surely(measured["latency"])
-            kept = [(figures, t) for figures, t in kept if figures.latency <= ceiling] or kept
+        if surely:
+            sure = {name: self._surely(name, ceiling) for name, ceiling in measured.items()}
+            kept = [(figures, t) for figures, t in kept if not figures.excesses(sure)] or kept
         return [t for _, t in kept]
+
+    def _surely(self, name: str, ceiling: float) -> float:
+        """What a file without training may have at most, to be sure that it keeps a ceiling when it is measured again."""
+        if name == "bytes" and self.train is not None:
+            return ceiling - OF_SETTINGS
+        return self.stopwatch.surely(ceiling) if name == "latency" else ceiling
 
     def next_finalist(self, tried: Sequence[Tried], best: Tried | None, at_work: Container[str] = ()) -> Tried | None:
         """The candidate to run next; None where none of those left is expected to be better than `best`.
@@ -229,6 +236,8 @@ class Finals:
                 if without.drop < figures.drop:
                     figures, untrained = without, True
         trial.set_user_attr("untrained", untrained)
+        if figures.excesses(self.ceilings):
+            trial.set_user_attr(OVER, True)
         trial.set_user_attr("figures", asdict(figures))
         self.study.tell(trial, figures.metric)
 

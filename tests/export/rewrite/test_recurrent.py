@@ -9,10 +9,9 @@ import onnx
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 import compresskit as ck
-from compresskit.base.errors import ExportError, ModelError
+from compresskit.base.errors import ExportError
 from compresskit.graph.capture import capture
 from compresskit.graph.normalize import aten
 from compresskit.measure import numpy_inputs, session
@@ -125,19 +124,6 @@ def test_recurrent_layers_between_other_operators(tmp_path) -> None:
     batches = [(torch.randint(30, (3, 9)),), (torch.randint(30, (1, 2)),)]
     assert ck.verify_onnx(file, model, batches).passed
     assert all(runs(file, model, batch) < 1e-5 for batch in batches)
-
-
-def test_packed_sequences_are_refused(tmp_path) -> None:
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(5, 6, batch_first=True)
-
-        def forward(self, x):
-            return self.lstm(pack_padded_sequence(x, [4, 2], batch_first=True))[1][0]
-
-    with pytest.raises(ModelError, match="packed sequences .* cannot be captured"):
-        ck.export_onnx(Packed(), tmp_path / "f.onnx", (torch.randn(2, 4, 5),))
 
 
 def test_computed_weights_are_refused(tmp_path) -> None:

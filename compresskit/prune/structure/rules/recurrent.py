@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from compresskit.graph.normalize import aten
-from compresskit.prune.structure.channel_sets import expand_along
+from compresskit.prune.structure.channel_sets import expand_along, fixed_labels
 from compresskit.prune.structure.rules.base import OperatorCall, RuleResult, rule_for
 from compresskit.prune.structure.rules.layers import lock_computed_weight
 from compresskit.prune.structure.rules.parameter_view import ParameterView
 
 _LAYER_GATES = {aten.lstm.input: 4, aten.gru.input: 3, aten.rnn_tanh.input: 1, aten.rnn_relu.input: 1}
+_PACKED_GATES = {aten.lstm.data: 4, aten.gru.data: 3, aten.rnn_tanh.data: 1, aten.rnn_relu.data: 1}
 _CELL_GATES = {
     aten.lstm_cell.default: 4,
     aten.gru_cell.default: 3,
@@ -27,13 +28,36 @@ def rule_recurrent(call: OperatorCall) -> RuleResult:
     """(N, T, I) to (N, T, directions * H). All layers and directions share one `hidden_size`, so they get narrower together."""
     x, state, weights, biases, layers, _, _, bidirectional, _ = call.args
     gates, directions = _LAYER_GATES[call.target], 2 if bidirectional else 1
+    return _layers(call, gates, x, (state, call.node.args[1]), weights, (biases, layers, directions))
+
+
+@rule_for(*_PACKED_GATES)
+def rule_packed_recurrent(call: OperatorCall) -> RuleResult:
+    """The same for a packed sequence, (sum of lengths, I) to (sum of lengths, directions * H)."""
+    x, _, state, weights, biases, layers, _, _, bidirectional = call.args
+    gates, directions = _PACKED_GATES[call.target], 2 if bidirectional else 1
+    return _layers(call, gates, x, (state, call.node.args[2]), weights, (biases, layers, directions))
+
+
+@rule_for(aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)
+def rule_pack(call: OperatorCall) -> RuleResult:
+    """(N, T, I) to (sum of lengths, I), or back, and the sizes that this takes."""
+    x, shapes = call.args[0], call.part_shapes
+    return [expand_along(call.labels_along(x, x.ndim - 1), -1, shapes[0]), fixed_labels(shapes[1])]
+
+
+def _layers(
+    call: OperatorCall, gates: int, x: Tensor, states: tuple[Any, Any], weights: list[Any], form: tuple[bool, int, int]
+) -> RuleResult:
+    """Of all layers. states: the initial ones and their nodes. form: biases or none, numbers of layers and of directions."""
+    biases, layers, directions = form
     per_layer, expected = len(weights) // (layers * directions), 4 if biases else 2
     if not _are_parameters(weights):
         return lock_computed_weight(call)
     cells = hidden = call.sets.fresh(weights[0].shape[0] // gates)
     if per_layer > expected:  # a projection of the cells is what the layer gives and reads
         hidden = _projected(call, cells, weights[1].shape[1])
-    _join_initial_state(call, (hidden, cells), state)
+    _join_initial_state(call, (hidden, cells), *states)
     inputs, steps = call.labels_along(x, x.ndim - 1), math.prod(x.shape[:-1])
     for layer in range(layers):
         for direction in range(directions):
@@ -44,10 +68,10 @@ def rule_recurrent(call: OperatorCall) -> RuleResult:
                 call.sets.add_axis(projection.name, 1, cells, "in")
                 call.add_cost(steps * len(hidden) * len(cells), hidden, cells)
         inputs = hidden.repeat(directions)
-    outputs, *states = call.part_shapes
+    outputs, *last = call.part_shapes
     return [
         expand_along(inputs, -1, outputs),
-        *(expand_along(v, -1, shape) for v, shape in zip((hidden, cells), states, strict=False)),
+        *(expand_along(v, -1, shape) for v, shape in zip((hidden, cells), last, strict=False)),
     ]
 
 
@@ -59,15 +83,9 @@ def rule_recurrent_cell(call: OperatorCall) -> RuleResult:
     if not _are_parameters(weights):
         return lock_computed_weight(call)
     hidden, inputs = call.sets.fresh(weights[1].shape[1]), call.labels_along(x, x.ndim - 1)
-    _join_initial_state(call, (hidden, hidden), state)
+    _join_initial_state(call, (hidden, hidden), state, call.node.args[1])
     _assign_gates(call, weights, _CELL_GATES[call.target], hidden, (inputs, hidden), math.prod(x.shape[:-1]))
     return call.expand_along(hidden, -1)
-
-
-@rule_for(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
-def rule_packed_sequence(call: OperatorCall) -> RuleResult:
-    """Packed sequences are not cut."""
-    return lock_computed_weight(call, f"packed sequences are not followed through {call.where}")
 
 
 def _projected(call: OperatorCall, cells: Tensor, size: int) -> Tensor:
@@ -96,12 +114,12 @@ def _assign_gates(
         call.add_cost(steps * gates * len(cells) * len(columns), cells, columns)
 
 
-def _join_initial_state(call: OperatorCall, channels: tuple[Tensor, Tensor], state: Any) -> None:
+def _join_initial_state(call: OperatorCall, channels: tuple[Tensor, Tensor], state: Any, node: Any) -> None:
     """An initial state that the model makes, learns or is given has the hidden channels; the second one those of the cells.
 
     Zeros made for the purpose add no constraint.
     """
-    states, nodes = (v if isinstance(v, list | tuple) else [v] for v in (state, call.node.args[1]))
+    states, nodes = (v if isinstance(v, list | tuple) else [v] for v in (state, node))
     for own, value, node in zip(channels, states, nodes, strict=False):
         if call.is_blank(node):
             continue

@@ -1,0 +1,151 @@
+"""Packed sequences as padded batches: the same outputs for every row, wherever it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import compresskit as ck
+from compresskit.graph.capture import capture
+
+VARYING = {"ids": {0: "batch", 1: "steps"}, "lengths": {0: "batch"}}
+
+
+class Reader(nn.Module):
+    """A classifier of padded sentences, by the last states or the mean of all outputs."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, mean: bool = False, in_order: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.words, self.cells = nn.Embedding(50, 8), kind(8, 24, **settings)
+        self.mean, self.in_order = mean, in_order
+        width = settings.get("proj_size", 24) * (2 if settings.get("bidirectional") else 1)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        x, rows_first = self.words(ids), self.cells.batch_first
+        x = x if rows_first else x.transpose(0, 1)
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=rows_first, enforce_sorted=self.in_order)
+        outputs, states = self.cells(packed)
+        if self.mean:
+            padded, _ = pad_packed_sequence(outputs, batch_first=rows_first)
+            return self.head(padded.sum(1 if rows_first else 0) / lengths[:, None])
+        last = states[0] if isinstance(states, tuple) else states
+        return self.head(torch.cat([last[-2], last[-1]], 1) if self.cells.bidirectional else last[-1])
+
+
+def batch(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 50, (len(lengths), max(lengths)), generator=generator), torch.tensor(lengths)
+
+
+UNORDERED = [batch([4, 9, 1]), batch([2, 7]), batch([5]), batch([1, 1, 6, 3])]
+KINDS = {
+    "lstm": {"kind": nn.LSTM, "batch_first": True},
+    "both ways, steps first": {"kind": nn.LSTM, "bidirectional": True, "mean": True},
+    "two layers both ways": {"kind": nn.GRU, "num_layers": 2, "bidirectional": True, "batch_first": True},
+    "in order": {"kind": nn.RNN, "in_order": True, "batch_first": True},
+    "projected": {"kind": nn.LSTM, "proj_size": 8, "num_layers": 2, "batch_first": True},
+    "relu": {"kind": nn.RNN, "nonlinearity": "relu", "mean": True, "batch_first": True, "bias": False},
+}
+
+
+def reader(name: str) -> tuple[Reader, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = Reader(**KINDS[name]).eval()
+    return model, [batch(sorted(b[1].tolist(), reverse=True)) for b in UNORDERED] if model.in_order else UNORDERED
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_packed_sequences_take_other_batches_and_lengths(name, tmp_path) -> None:
+    model, batches = reader(name)
+    file = ck.export_onnx(model, tmp_path / "model.onnx", batches[0], dynamic=VARYING)
+    proof = ck.verify_onnx(file, model, batches)
+    assert proof.passed, proof
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_that_read_packed_sequences_get_narrower_and_are_quantized(name, tmp_path) -> None:
+    model, batches = reader(name)
+    before, width = ck.count_macs(model, batches[0]), model.cells.hidden_size
+    ck.prune.apply_(model, ck.prune.plan_channels(model, batches[0], ck.keep(macs=0.5)))
+    assert ck.count_macs(model, batches[0]) < 0.6 * before
+    assert model.cells.hidden_size < width
+    quantized = ck.quant.quantize_dynamic(model, batches[0], dynamic=VARYING)
+    file = ck.export_onnx(quantized, tmp_path / "int8.onnx", batches[0], dynamic=VARYING)
+    stored = [np.prod(i.dims) for i in onnx.load(file).graph.initializer if i.data_type in (2, 3) and len(i.dims) == 3]
+    if name != "projected":  # whose product of two matrices is float
+        assert sum(stored) == sum(p.numel() for n, p in model.cells.named_parameters() if "weight" in n)
+    proof = ck.verify_onnx(file, quantized, batches)
+    assert proof.passed, proof
+
+
+def test_a_graph_of_a_packed_sequence_trains_as_its_model() -> None:
+    model, (x, *_) = reader("two layers both ways")
+    model(*x).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    captured = capture(model, x).module.train()
+    captured.zero_grad()
+    captured(*x).square().sum().backward()
+    for name, parameter in captured.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+class Steps(nn.Module):
+    """Each step of a packed sequence, padded with -1 to twelve steps, from states that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(5, 6, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        packed = PackedSequence(packed.data * 2, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        outputs, _ = self.cells(packed, (state, state + 1))
+        return pad_packed_sequence(outputs, padding_value=-1.0, total_length=12)
+
+
+def test_padding_values_lengths_and_given_states(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Steps().eval()
+    x = (torch.randn(9, 3, 5), torch.tensor([4, 9, 1]), torch.randn(2, 3, 6))
+    wanted, got = model(*x), capture(model, x, dynamic=()).module(*x)
+    torch.testing.assert_close(got, wanted)
+    assert (wanted[0][1:, 2] == -1).all()
+    shorter = (torch.randn(9, 3, 5), torch.tensor([2, 3, 9]), torch.randn(2, 3, 6))
+    file = ck.export_onnx(model, tmp_path / "model.onnx", x, dynamic=())
+    assert ck.verify_onnx(file, model, [x, shorter]).passed
+
+
+def test_a_quantized_model_of_packed_sequences_is_read_back(tmp_path) -> None:
+    """Its record makes an example, in which no length may be 0."""
+    model, batches = reader("lstm")
+    task = ck.Task(val=[(*x, torch.zeros(len(x[0]), dtype=torch.long)) for x in batches[:1]])
+    recipe = ck.Recipe(ck.DynamicQuant(), seed=0)
+    first = recipe.run(model, task, out=tmp_path)
+    again = recipe.run(model, task, out=tmp_path)
+    torch.testing.assert_close(again.model(*batches[0]), first.model(*batches[0]))
+
+
+class Whole(nn.Module):
+    """An encoder whose cell states are read, or the sizes of whose steps."""
+
+    def __init__(self, *, sizes: bool) -> None:
+        super().__init__()
+        self.cells, self.sizes = nn.LSTM(5, 6, batch_first=True), sizes
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        _, (_, cells) = self.cells(packed)
+        return cells[-1] * torch.sum(packed.batch_sizes) if self.sizes else cells[-1]
+
+
+@pytest.mark.parametrize(("sizes", "message"), [(False, "last cell states of an LSTM"), (True, r"batch_sizes are read \(sum\)")])
+def test_what_no_graph_knows_of_a_packed_sequence_is_refused(sizes, message) -> None:
+    with pytest.raises(ck.ModelError, match=message):
+        capture(Whole(sizes=sizes).eval(), (torch.randn(3, 4, 5), torch.tensor([4, 2, 1])))
