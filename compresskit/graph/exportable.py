@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import ModelError
 from compresskit.graph.layers.embedding_bags import write_bags_
+from compresskit.graph.layers.recurrent_cells import write_cells_
 from compresskit.graph.normalize import Node, aten, insert_call, source_line
 
 
@@ -33,6 +34,7 @@ def make_exportable_(module: fx.GraphModule) -> None:
         _replace_adaptive_max_pools_,
         _replace_attention_ranks_,
         write_bags_,
+        write_cells_,
     ):
         replace_(module)
     module.recompile()

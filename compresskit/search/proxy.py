@@ -65,6 +65,8 @@ LEAST_SAVED_TIME = 0.01  # of the uncompressed file's time, below which it is no
 EXAMPLE_ROWS = 8  # of the inputs that a candidate's stages take as an example; a finalist's take the whole first batch
 COMPARED_SAMPLES = 64  # that the file of a candidate is compared with its model on first; a finalist's is on all
 SKETCH_SAMPLES = 16  # that the stages of a sketch read
+#: Layers that dynamic quantization rounds.
+OF_DYNAMIC = (nn.RNNBase, nn.RNNCellBase, nn.Linear, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
 DYNAMIC_SHARE = 0.25  # of the weights, in layers that dynamic quantization rounds, from which on it is tried
 TABLE_SHARE = 0.25  # of the weights, in embedding tables, from which on fewer bits for them are tried
 
@@ -174,7 +176,7 @@ class Workshop:
     @cached_property
     def gains_by_dynamic(self) -> bool:
         """Whether much of the model is in layers that dynamic quantization rounds: linear, and recurrent and tables besides."""
-        return self._share_in(nn.RNNBase, nn.Linear, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag) >= DYNAMIC_SHARE
+        return self._share_in(*OF_DYNAMIC) >= DYNAMIC_SHARE
 
     @cached_property
     def has_large_tables(self) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import compresskit as ck
-from compresskit.search.proxy import held_out
+from compresskit.search.proxy import Workshop, held_out
 
 
 def batches(rows: int, count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -43,3 +43,17 @@ def test_a_task_with_methods_of_its_own_keeps_them() -> None:
     held = held_out(Mine(val=batches(100)), 150, (0,))
     assert torch.equal(held.example()[0], torch.ones(3, 4))
     assert [len(x) for x, _ in held.batches("val")] == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("layer", "gains"),
+    [(torch.nn.LSTMCell(6, 32), True), (torch.nn.GRU(6, 32), True), (torch.nn.Conv1d(32, 32, 3), False)],
+    ids=["cell", "layer", "convolution"],
+)
+def test_networks_of_recurrent_layers_and_cells_gain_by_ranges_of_every_call(layer, gains, tmp_path) -> None:
+    task = ck.Task(val=batches(8))
+    shop = Workshop(
+        model=torch.nn.ModuleList([layer, torch.nn.Linear(4, 3)]), task=task, held=task, out=tmp_path, samples=8, batch=1,
+        threads=1, seconds=0.02, seed=0, target=ck.quant.X86,
+    )  # fmt: skip
+    assert shop.gains_by_dynamic is gains
