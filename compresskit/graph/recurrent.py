@@ -177,9 +177,9 @@ class KeepRecurrent(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _FUNCTIONS.get(func) if func.__hash__ else None
         if func is _PACK:
-            return _packed(*args, **(kwargs or {}))
+            return _as_padded_batch(*args, **(kwargs or {}))
         if func is _PAD and isinstance(args[1], PaddedRows):
-            return _padded(*args, **(kwargs or {}))
+            return _with_padding(*args, **(kwargs or {}))
         if kind is None:
             result = func(*args, **(kwargs or {}))
             if func is torch.zeros:
@@ -226,13 +226,13 @@ def _unless_padded(check: Any) -> Any:
     return checked
 
 
-def _packed(x: Tensor, lengths: Tensor, batch_first: bool = False) -> tuple[Tensor, PaddedRows]:
+def _as_padded_batch(x: Tensor, lengths: Tensor, batch_first: bool = False) -> tuple[Tensor, PaddedRows]:
     """What `pack_padded_sequence` packs, as a padded batch."""
     x = x.transpose(0, 1) if batch_first else x
     return x.flatten(0, 1), PaddedRows(lengths, x.shape[0], x.shape[1])
 
 
-def _padded(data: Tensor, padded: PaddedRows, batch_first: bool, value: float, length: int) -> tuple[Tensor, Tensor]:
+def _with_padding(data: Tensor, padded: PaddedRows, batch_first: bool, value: float, length: int) -> tuple[Tensor, Tensor]:
     """What `pad_packed_sequence` gives, with as many steps as the batch had, also where its longest row has fewer."""
     x = data.reshape(padded.steps, padded.rows, data.shape[-1])
     x = torch.where(padded.inside()[..., None], x, value)

@@ -29,7 +29,7 @@ def write_cells_(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
 
 
-def _products(node: Node, state: Node) -> tuple[Node, Node]:
+def _gate_products(node: Node, state: Node) -> tuple[Node, Node]:
     """(N, gates * H) of the input, and of the state."""
     x, _, input_weight, state_weight, *biases = node.args
     input_bias, state_bias = biases or (None, None)
@@ -39,16 +39,16 @@ def _products(node: Node, state: Node) -> tuple[Node, Node]:
     )
 
 
-def _parts(node: Node, whole: Node, count: int) -> list[Node]:
+def _gate_parts(node: Node, whole: Node, count: int) -> list[Node]:
     parts = insert_call(node, aten.split.Tensor, whole, whole.meta["val"].shape[-1] // count, -1)
     return [insert_call(node, operator.getitem, parts, i) for i in range(count)]
 
 
-def _lstm(node: Node) -> tuple[Node, Node]:
+def _lstm_step(node: Node) -> tuple[Node, Node]:
     """One step: c' = sigmoid(f) c + sigmoid(i) tanh(g), h' = sigmoid(o) tanh(c')."""
     state, cells = node.args[1]
-    gates = insert_call(node, aten.add.Tensor, *_products(node, state))
-    i, f, g, o = _parts(node, gates, 4)
+    gates = insert_call(node, aten.add.Tensor, *_gate_products(node, state))
+    i, f, g, o = _gate_parts(node, gates, 4)
     kept = insert_call(node, aten.mul.Tensor, insert_call(node, aten.sigmoid.default, f), cells)
     new = insert_call(node, aten.tanh.default, g)
     new = insert_call(node, aten.mul.Tensor, insert_call(node, aten.sigmoid.default, i), new)
@@ -57,10 +57,10 @@ def _lstm(node: Node) -> tuple[Node, Node]:
     return insert_call(node, aten.mul.Tensor, insert_call(node, aten.sigmoid.default, o), shown), cells
 
 
-def _gru(node: Node) -> Node:
+def _gru_step(node: Node) -> Node:
     """One step: n = tanh(x_n + sigmoid(r) h_n), h' = n + sigmoid(z) (h - n)."""
     state = node.args[1]
-    (x_r, x_z, x_n), (h_r, h_z, h_n) = (_parts(node, product, 3) for product in _products(node, state))
+    (x_r, x_z, x_n), (h_r, h_z, h_n) = (_gate_parts(node, product, 3) for product in _gate_products(node, state))
     reset = insert_call(node, aten.sigmoid.default, insert_call(node, aten.add.Tensor, x_r, h_r))
     update = insert_call(node, aten.sigmoid.default, insert_call(node, aten.add.Tensor, x_z, h_z))
     new = insert_call(node, aten.add.Tensor, x_n, insert_call(node, aten.mul.Tensor, reset, h_n))
@@ -69,16 +69,16 @@ def _gru(node: Node) -> Node:
     return insert_call(node, aten.add.Tensor, new, kept)
 
 
-def _plain(activation: Any) -> Callable[[Node], Node]:
+def _plain_step(activation: Any) -> Callable[[Node], Node]:
     def written(node: Node) -> Node:
-        return insert_call(node, activation, insert_call(node, aten.add.Tensor, *_products(node, node.args[1])))
+        return insert_call(node, activation, insert_call(node, aten.add.Tensor, *_gate_products(node, node.args[1])))
 
     return written
 
 
 _CELLS: dict[Any, Callable[[Node], Any]] = {
-    aten.lstm_cell.default: _lstm,
-    aten.gru_cell.default: _gru,
-    aten.rnn_tanh_cell.default: _plain(aten.tanh.default),
-    aten.rnn_relu_cell.default: _plain(aten.relu.default),
+    aten.lstm_cell.default: _lstm_step,
+    aten.gru_cell.default: _gru_step,
+    aten.rnn_tanh_cell.default: _plain_step(aten.tanh.default),
+    aten.rnn_relu_cell.default: _plain_step(aten.relu.default),
 }

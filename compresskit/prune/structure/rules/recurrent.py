@@ -28,7 +28,7 @@ def rule_recurrent(call: OperatorCall) -> RuleResult:
     """(N, T, I) to (N, T, directions * H). All layers and directions share one `hidden_size`, so they get narrower together."""
     x, state, weights, biases, layers, _, _, bidirectional, _ = call.args
     gates, directions = _LAYER_GATES[call.target], 2 if bidirectional else 1
-    return _layers(call, gates, x, (state, call.node.args[1]), weights, (biases, layers, directions))
+    return _stacked_layers(call, gates, x, (state, call.node.args[1]), weights, (biases, layers, directions))
 
 
 @rule_for(*_PACKED_GATES)
@@ -36,7 +36,7 @@ def rule_packed_recurrent(call: OperatorCall) -> RuleResult:
     """The same for a packed sequence, (sum of lengths, I) to (sum of lengths, directions * H)."""
     x, _, state, weights, biases, layers, _, _, bidirectional = call.args
     gates, directions = _PACKED_GATES[call.target], 2 if bidirectional else 1
-    return _layers(call, gates, x, (state, call.node.args[2]), weights, (biases, layers, directions))
+    return _stacked_layers(call, gates, x, (state, call.node.args[2]), weights, (biases, layers, directions))
 
 
 @rule_for(aten._pack_padded_sequence.default, aten._pad_packed_sequence.default)
@@ -46,7 +46,7 @@ def rule_pack(call: OperatorCall) -> RuleResult:
     return [expand_along(call.labels_along(x, x.ndim - 1), -1, shapes[0]), fixed_labels(shapes[1])]
 
 
-def _layers(
+def _stacked_layers(
     call: OperatorCall, gates: int, x: Tensor, states: tuple[Any, Any], weights: list[Any], form: tuple[bool, int, int]
 ) -> RuleResult:
     """Of all layers. states: the initial ones and their nodes. form: biases or none, numbers of layers and of directions."""
