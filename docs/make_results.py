@@ -360,6 +360,7 @@ def every_placement() -> list[tuple[str, ...]]:
 def budgets() -> str:
     """`compress` at several budgets."""
     found, without = load("budgets"), load("budgets_avx2")
+    narrowest = min(load("face_widths")["rows"], key=lambda row: row["latency"])
     head = ("network", "at most", "chosen", "float", "quality", "latency", "size", "time")
     return f"""\
 ## From a budget to a file
@@ -369,6 +370,9 @@ size are shares of the uncompressed file's, measured again after the call. The l
 chosen. {source("budgets")}
 
 {table(head, kept_budgets(found))}
+
+No width of the face detector comes to 0.35 on the machine of this measurement (with AMX): {narrowest["width"]:g} of all widths, {narrowest["parameters"] // 1000} k of
+its parameters, untrained, takes {narrowest["latency"]:.2f}. [face_widths.py](../benchmarks/face_widths.py), [all rows](../benchmarks/face_widths.md).
 
 On a processor with AVX2 alone, where integers save little time, training in fp32, {without["about"]["trials"]} candidates:
 [all rows](../benchmarks/budgets_avx2.md). The row within half a point was chosen while half of what is lost after a short training was expected to stay, not

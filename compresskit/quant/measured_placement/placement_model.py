@@ -110,6 +110,7 @@ def _values_of_a_sample(node: fx.Node) -> int:
 def predicted_placements(graph: LayerGraph, profile: Profile) -> Iterator[tuple[str, ...]]:
     """Operators that should stay float, for each cost of conversions that is assumed; none where the profile does not fit.
 
+    Where all of them should, all but those of the one layer that loses least in integers: a quantized model has one.
     profile: of the file with everything in integers against the float one.
     """
     times = {layer.place: layer for layer in profile.layers if layer.place is not None}
@@ -124,8 +125,20 @@ def predicted_placements(graph: LayerGraph, profile: Profile) -> Iterator[tuple[
     each = _conversion_cost(graph, profile)
     for factor in CONVERSION_FACTORS:
         edges = {pair: size * profile.rows * each * factor for pair, size in graph.sizes.items()}
-        kept = cheapest_division(integer, floating, edges, fixed=[i for i, some in enumerate(graph.members) if not some])
+        fixed = [i for i, some in enumerate(graph.members) if not some]
+        kept = cheapest_division(integer, floating, edges, fixed) or _least_loss(integer, floating, edges, fixed)
         yield tuple(name for i, some in enumerate(graph.members) if i not in kept for name in some)
+
+
+def _least_loss(
+    integer: Sequence[float], floating: Sequence[float], edges: Mapping[tuple[int, int], float], fixed: Collection[int]
+) -> frozenset[int]:
+    """The one layer that costs least in integers where all others are float; arguments as for `cheapest_division`."""
+
+    def loss(layer: int) -> float:
+        return integer[layer] - floating[layer] + sum(cost for pair, cost in edges.items() if layer in pair)
+
+    return frozenset(sorted(set(range(len(integer))) - set(fixed), key=loss)[:1])
 
 
 def _conversion_cost(graph: LayerGraph, profile: Profile) -> float:
