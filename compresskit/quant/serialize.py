@@ -132,7 +132,7 @@ def _example_record(example: Inputs) -> dict[str, Any]:
             raise CheckpointError(f"an input is {type(value).__name__}; only models whose inputs are all tensors can be saved")
         record: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype)}
         if value.numel() and not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
-            record["value"] = int(value.min())  # a model takes it, where it may not take 0, as for the length of a sequence
+            record["value"] = int(value.max())  # 0 may be padding alone, or the length of a sequence, which no model takes
         return record
 
     if isinstance(example, dict):
