@@ -56,7 +56,10 @@ def labels_of_sum(call: OperatorCall, x: Tensor, dims: list[int]) -> Tensor:
 def contract(call: OperatorCall, a: Any, b: Any, letters: EinsumDims) -> RuleResult:
     """Labels of `einsum(f"{first},{second}->{out}", a, b)`, where one of the two may be a parameter."""
     if isinstance(a, ParameterView) and isinstance(b, ParameterView):
-        return call.lock_inputs(f"{call.where} multiplies parameters, as spectral_norm does: each channel changes all results")
+        advice = "; parametrize.remove_parametrizations makes them plain weights" if "parametrizations" in call.where else ""
+        return call.lock_inputs(
+            f"{call.where} multiplies parameters, as spectral_norm does: each channel changes all results{advice}"
+        )
     if isinstance(a, ParameterView):
         return contract(call, b, a, EinsumDims(letters.second, letters.first, letters.out))
     if any(len(set(names)) < len(names) for names in (letters.first, letters.second)):
