@@ -107,7 +107,7 @@ KEPT = {
     special.Sliced: r"cut at fixed places by slice in the model",
     special.OptionA: r"cannot be cut, by add in the model",
     special.FusedAttention: r"one for each head of matmul in the model",
-    special.SpectralNorm: r"^mv in body.0.parametrizations.weight.0 multiplies .*, as spectral_norm does: .* remove_parametrizations makes",
+    special.SpectralNorm: r"^mv in body.0.parametrizations.weight.0 multiplies .*: each .*remove_parametrizations makes",
     special.UnevenProjection: r"lstm in rnn projects 24 cells to 10, which is no divisor of their number",
     special.FixedBias: r"the bias of linear in the model is put together from pieces that cannot be cut",
     special.Written: r"cannot be cut, by copy in the model",
