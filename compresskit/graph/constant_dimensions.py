@@ -36,7 +36,8 @@ def constant_dimensions(error: BaseException, trace_again: Callable[[], object])
     line = _place_of(f"{source}.size()[{dim}]", trace_again)
     return (
         f"dimension {dim} of input {name!r} should vary, but the code takes it for the constant {size}{line}, as a loop over it"
-        " does; use nn.LSTM or nn.GRU, or an operator over the whole input, or leave the dimension out of dynamic="
+        " does, and len(); use nn.LSTM or nn.GRU, or an operator over the whole input, write x.shape[0] for len(x), or leave the"
+        " dimension out of dynamic="
     )
 
 
