@@ -15,6 +15,7 @@ before it. The backward direction reads each row from its end, and last states a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
 from compresskit.base.errors import ModelError
@@ -160,12 +162,15 @@ class PaddedRows:
 class KeepRecurrent(TorchFunctionMode):
     """Trace LSTM, GRU and RNN layers as one operator each, `compresskit::recurrent`, inside the block.
 
-    Packed sequences are padded ones there, see `PaddedRows`; each direction of each layer is an operator of its own then.
+    Packed sequences are padded ones there, see `PaddedRows`; each direction of each layer is an operator of its own then. torch
+    sorts the rows of what it packs, and puts them back behind; a padded batch keeps its order.
+
+    Raises ModelError for packed sequences that `pack_padded_sequence` did not make.
     """
 
     def __enter__(self) -> Self:
         # torch compares the number of rows as an int, which would fix it.
-        self._patches, self._zeros = ExitStack(), list[Tensor]()
+        self._patches, self._zeros, self._orders = ExitStack(), list[Tensor](), list[Tensor]()
         for layer in (nn.RNNBase, nn.LSTM):
             self._patches.enter_context(patch.object(layer, "check_forward_args", _unless_padded(layer.check_forward_args)))
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
@@ -181,16 +186,33 @@ class KeepRecurrent(TorchFunctionMode):
         if func is _PAD and isinstance(args[1], PaddedRows):
             return _with_padding(*args, **(kwargs or {}))
         if kind is None:
-            result = func(*args, **(kwargs or {}))
-            if func is torch.zeros:
-                self._zeros.append(result)
-            return result
+            return self._other(func, args, kwargs or {})
         if isinstance(args[1], PaddedRows):
             return self._run_padded(kind, *args)
         x, state, weights, has_biases, layers, _, _, bidirectional, batch_first = args
         states = list(state) if kind == "lstm" else [state]
         results = torch.ops.compresskit.recurrent(x, states, list(weights), kind, has_biases, layers, bidirectional, batch_first)
         return results if kind == "lstm" else results[:2]
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function that is no recurrent layer: of those that order the rows of a packed sequence, what it is given."""
+        if func is torch.sort and _is_packing():
+            order = torch.arange(args[0].shape[0])
+            self._orders.append(order)
+            return args[0], order
+        if func in (Tensor.to, Tensor.cpu) and self._is_order(args[0]):
+            return args[0]
+        if (func is Tensor.index_select and self._is_order(args[2])) or (func is Tensor.__getitem__ and self._is_order(args[1])):
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.zeros:
+            self._zeros.append(result)
+        elif func is Tensor.scatter_ and self._is_order(args[2]):  # torch inverts an order so
+            self._orders.append(args[0])
+        return result
+
+    def _is_order(self, value: Any) -> bool:
+        return any(value is order for order in self._orders)
 
     def _run_padded(
         self, kind: str, data: Tensor, padded: PaddedRows, state: Any, weights: Any, has_biases: bool, layers: int, *rest: Any
@@ -216,12 +238,25 @@ class KeepRecurrent(TorchFunctionMode):
         return x.flatten(0, 1), torch.cat(ends), *cells
 
 
+def _is_packing() -> bool:
+    """Whether `pack_padded_sequence` calls, through the modes of tracing."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not pack_padded_sequence.__code__:
+        frame = frame.f_back
+    return frame.f_code is pack_padded_sequence.__code__
+
+
 def _unless_padded(check: Any) -> Any:
     """The check that torch makes of the arguments of a layer, of all but padded batches."""
 
     def checked(layer: nn.RNNBase, x: Tensor, hidden: Any, batch_sizes: Any) -> None:
-        if not isinstance(batch_sizes, PaddedRows):
+        if batch_sizes is None:
             check(layer, x, hidden, batch_sizes)
+        elif not isinstance(batch_sizes, PaddedRows):
+            raise ModelError(
+                "a packed sequence that the model does not make by pack_padded_sequence cannot be captured; give it the padded"
+                " batch and the lengths"
+            )
 
     return checked
 

@@ -85,6 +85,26 @@ def test_layers_that_read_packed_sequences_get_narrower_and_are_quantized(name, 
     assert proof.passed, proof
 
 
+@pytest.mark.parametrize("name", ["lstm", "both ways, steps first", "two layers both ways"])
+def test_rows_are_not_sorted(name, tmp_path) -> None:
+    model, batches = reader(name)
+    file = ck.export_onnx(model, tmp_path / "model.onnx", batches[0], dynamic=VARYING)
+    assert not {"TopK", "ScatterElements"} & {node.op_type for node in onnx.load(file).graph.node}
+
+
+def test_a_packed_sequence_of_other_making_is_refused() -> None:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.GRU(5, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cells(PackedSequence(x, torch.tensor([2, 1])))[1]
+
+    with pytest.raises(ck.ModelError, match="that the model does not make by pack_padded_sequence"):
+        capture(Made().eval(), (torch.randn(3, 5),), dynamic=())
+
+
 def test_a_graph_of_a_packed_sequence_trains_as_its_model() -> None:
     model, (x, *_) = reader("two layers both ways")
     model(*x).square().sum().backward()
