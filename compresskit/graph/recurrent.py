@@ -16,11 +16,10 @@ before it. The backward direction reads each row from its end, and last states a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,6 +40,8 @@ _FUNCTIONS: dict[Any, str] = {operator: kind for kind, operator in OPERATORS.ite
 _FUNCTIONS |= {getattr(torch._VF, kind): kind for kind in OPERATORS}  # type: ignore[attr-defined]
 _PACK: Any = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
 _PAD: Any = torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
+#: What torch does with the order of a packed sequence -> which of the arguments that is.
+_ORDERING = {Tensor.to: 0, Tensor.cpu: 0, Tensor.__getitem__: 1, Tensor.index_select: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +170,12 @@ class KeepRecurrent(TorchFunctionMode):
     """
 
     def __enter__(self) -> Self:
-        # torch compares the number of rows as an int, which would fix it.
-        self._patches, self._zeros, self._orders = ExitStack(), list[Tensor](), list[Tensor]()
-        for layer in (nn.RNNBase, nn.LSTM):
-            self._patches.enter_context(patch.object(layer, "check_forward_args", _unless_padded(layer.check_forward_args)))
+        self._block, self._zeros, self._orders = ExitStack(), list[Tensor](), list[Tensor]()
+        self._block.enter_context(_unchecked_rows())
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self._patches.close()
+        self._block.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,14 +199,13 @@ class KeepRecurrent(TorchFunctionMode):
             order = torch.arange(args[0].shape[0])
             self._orders.append(order)
             return args[0], order
-        if func in (Tensor.to, Tensor.cpu) and self._is_order(args[0]):
-            return args[0]
-        if (func is Tensor.index_select and self._is_order(args[2])) or (func is Tensor.__getitem__ and self._is_order(args[1])):
+        place = _ORDERING.get(func) if self._orders and func.__hash__ else None
+        if place is not None and len(args) > place and self._is_order(args[place]):
             return args[0]
         result = func(*args, **kwargs)
         if func is torch.zeros:
             self._zeros.append(result)
-        elif func is Tensor.scatter_ and self._is_order(args[2]):  # torch inverts an order so
+        elif func is Tensor.scatter_ and len(args) > 2 and self._is_order(args[2]):  # torch inverts an order so
             self._orders.append(args[0])
         return result
 
@@ -244,6 +242,19 @@ def _is_packing() -> bool:
     while frame.f_back is not None and frame.f_code is not pack_padded_sequence.__code__:
         frame = frame.f_back
     return frame.f_code is pack_padded_sequence.__code__
+
+
+@contextmanager
+def _unchecked_rows() -> Iterator[None]:
+    """Let torch compare the number of rows of a padded batch with nothing: it does so as an int, which would fix it."""
+    before = {layer: layer.check_forward_args for layer in (nn.RNNBase, nn.LSTM)}
+    try:
+        for layer, check in before.items():
+            layer.check_forward_args = _unless_padded(check)  # type: ignore[method-assign]
+        yield
+    finally:
+        for layer, check in before.items():
+            layer.check_forward_args = check  # type: ignore[method-assign]
 
 
 def _unless_padded(check: Any) -> Any:

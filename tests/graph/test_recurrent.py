@@ -105,6 +105,21 @@ def test_a_packed_sequence_of_other_making_is_refused() -> None:
         capture(Made().eval(), (torch.randn(3, 5),), dynamic=())
 
 
+def test_functions_that_a_model_calls_by_the_name_of_their_arguments(tmp_path) -> None:
+    """As tracing sees what orders rows."""
+
+    class Named(Reader):
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            scores = super().forward(ids, lengths)
+            longest = lengths.argsort(descending=True)
+            return scores.index_select(dim=0, index=longest) + torch.zeros_like(scores).scatter_(0, longest[:, None], 1.0)
+
+    torch.manual_seed(0)
+    model = Named(**KINDS["lstm"]).eval()
+    file = ck.export_onnx(model, tmp_path / "model.onnx", UNORDERED[0], dynamic=VARYING)
+    assert ck.verify_onnx(file, model, UNORDERED[:3]).passed
+
+
 def test_a_graph_of_a_packed_sequence_trains_as_its_model() -> None:
     model, (x, *_) = reader("two layers both ways")
     model(*x).square().sum().backward()
