@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -13,12 +16,14 @@ from typing import Unpack
 from torch import nn
 
 from compresskit.base.distributed import world_size
-from compresskit.base.errors import ModelError, SettingError
+from compresskit.base.errors import DataError, ModelError, SettingError
 from compresskit.base.files import atomic
 from compresskit.base.fingerprint import describe
+from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import as_python
-from compresskit.base.task import Task, accuracy
+from compresskit.base.task import Task, accuracy, batch_size
 from compresskit.graph.surgery import copy_model
+from compresskit.measure import evaluate
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.recipe import Recipe
 from compresskit.search.candidate import UNCOMPRESSED
@@ -36,11 +41,15 @@ from compresskit.search.proxy import Workshop, held_out
 from compresskit.search.source import as_script
 from compresskit.search.study import import_optuna
 from compresskit.search.workers import Worker
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train
+
+log = logging.getLogger(__name__)
 
 SCRIPT = "recipe.py"
 NOTABLY_SLOWER = 0.05  # fraction of the uncompressed file's latency
 NOTABLY_WORSE = 0.1  # fraction of what was lost after a short training
+NOTABLY_BETTER = 0.1  # fraction of the uncompressed model's metric
 
 
 def compress(
@@ -126,6 +135,7 @@ def _search_and_run(
         dense = workshop.dense()
         stopwatch = workshop.stopwatch(strict=budget.latency is not None)
         dense = replace(dense, latency=stopwatch.milliseconds)
+        _warn_of_statistics(workshop, dense)
         ceilings = budget.absolute(dense)
         minimise, order = free_quantity(ceilings), workshop.removable(stopwatch.milliseconds)
         check_objective_of_candidates(train, workshop, order)
@@ -268,6 +278,24 @@ def _none_within(tried: Sequence[Tried], budget: Ceilings, ceilings: dict[str, f
 def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
     """What a user should know of the chosen one besides why it was chosen."""
     return _slower(chosen, dense, ceilings) + _rate_too_high(chosen) + _unsteady(chosen)
+
+
+def _warn_of_statistics(workshop: Workshop, dense: Figures) -> None:
+    """Warn of a model whose BatchNorm has statistics that do not fit the task's data: candidates are fitted to what it gives."""
+    model, task = copy_model(workshop.model), workshop.held
+    with suppress(DataError):  # batches of one row have no statistics
+        if reestimate_batchnorm_(model, calibration_inputs(workshop.task, workshop.samples, "re-estimate BatchNorm")):
+            metric = evaluate(model, task)
+            samples = sum(batch_size(task.inputs(batch)) for batch in task.batches("val"))
+            notable = max(NOTABLY_BETTER, 3 / math.sqrt(samples)) * abs(dense.metric)  # more than few samples vary by
+            if (metric - dense.metric) * (1 if task.prefers_higher else -1) > notable:
+                log.warning(
+                    "compress: the statistics of BatchNorm in %s do not fit the data of the task: its metric is %.4f, and %.4f"
+                    " with those of the calibration data; compresskit.prune.reestimate_batchnorm_(model, inputs) sets them",
+                    type(model).__name__,
+                    dense.metric,
+                    metric,
+                )
 
 
 def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:

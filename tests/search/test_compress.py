@@ -389,3 +389,14 @@ def test_the_command_line_says_what_is_missing(tmp_path, capsys) -> None:
     file.write_text("model = 1\n")
     assert main(["compress", str(file), "--size", "1MB"]) == 2
     assert "defines no task" in capsys.readouterr().err
+
+
+def test_statistics_that_do_not_fit_the_data_are_warned_of(model, task, tmp_path, caplog) -> None:
+    stale = copy.deepcopy(model)
+    with torch.no_grad():
+        stale.a[1].running_mean += 3
+    ck.compress(stale, task, ck.at_most(bytes="0.5x"), out=tmp_path / "stale", **QUICK)
+    assert "the statistics of BatchNorm in WideChain do not fit the data" in caplog.text
+    caplog.clear()
+    ck.compress(model, task, ck.at_most(bytes="0.5x"), out=tmp_path / "good", **QUICK)
+    assert "BatchNorm" not in caplog.text
