@@ -6,7 +6,8 @@ of the MACs stays, of channels by random scores or by magnitude, in some after r
 timed in turn with all other files, every other one in int8. Beside it, a line through the MACs of the same files for each
 precision. Weights are random.
 
-Writes `latency_model.json` and `latency_model.md` beside this file (`--out`). `--quick`: three candidates of one network.
+Writes `latency_model.json` and `latency_model.md` beside this file (`--out`); `latency_model_amx.*` are those of a processor with
+AMX. `--quick`: three candidates of one network.
 """
 
 from __future__ import annotations
