@@ -6,7 +6,7 @@ FOLDER: as for `real_networks.py`. `narrow(width=...)` makes every layer so narr
 nothing is trained, so that these rows say what such files take, not what they find. Each width in float, in integers by the
 rules of `X86`, and as measured (`choose="measure"`). 320 x 240, one image, one thread, all files in turn, three rounds, medians.
 
-Writes `face_widths.json` and `face_widths.md` beside this file.
+Writes `face_widths.json` and `face_widths.md` beside this file, whose rows are of a processor with AMX.
 """
 
 from __future__ import annotations

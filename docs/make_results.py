@@ -371,8 +371,8 @@ chosen. {source("budgets")}
 
 {table(head, kept_budgets(found))}
 
-No width of the face detector comes to 0.35 on the machine of this measurement (with AMX): {narrowest["width"]:g} of all widths, {narrowest["parameters"] // 1000} k of
-its parameters, untrained, takes {narrowest["latency"]:.2f}. [face_widths.py](../benchmarks/face_widths.py), [all rows](../benchmarks/face_widths.md).
+On a processor with AMX the face detector does not come to 0.35 by width: with {narrowest["width"]:g} of all widths, {narrowest["parameters"] // 1000} k parameters, its
+fastest form, untrained, takes {narrowest["latency"]:.2f}. {source("face_widths")}
 
 On a processor with AVX2 alone, where integers save little time, training in fp32, {without["about"]["trials"]} candidates:
 [all rows](../benchmarks/budgets_avx2.md). The row within half a point was chosen while half of what is lost after a short training was expected to stay, not
@@ -898,13 +898,13 @@ def predicted_latencies() -> str:
         for kind in ("fp32", "int8")
     ]
     named.append(("all", "both", [row for found in networks.values() for row in found["rows"]]))
-    others = [row for found in load("latency_model_amx")["networks"].values() for row in found["rows"]]
-    elsewhere = sorted(abs(row["predicted"] / row["milliseconds"] - 1) for row in others)
-    rows = []
-    for name, kind, some in named:
-        errors = {column: sorted(abs(r[column] / r["milliseconds"] - 1) for r in some) for column in ("predicted", "by_macs")}
-        cells = [f"{found[len(found) // 2]:.1%} ({found[int(0.9 * (len(found) - 1))]:.1%})" for found in errors.values()]
-        rows.append((name, kind, len(some), *cells))
+    elsewhere = [row for found in load("latency_model_amx")["networks"].values() for row in found["rows"]]
+
+    def errors(rows: list[dict[str, Any]], column: str) -> str:
+        found = sorted(abs(row[column] / row["milliseconds"] - 1) for row in rows)
+        return f"{found[len(found) // 2]:.1%} ({found[int(0.9 * (len(found) - 1))]:.1%})"
+
+    rows = [(name, kind, len(some), errors(some, "predicted"), errors(some, "by_macs")) for name, kind, some in named]
     return f"""\
 ## Latencies that are predicted
 
@@ -913,7 +913,7 @@ the one that nine of ten do not exceed; beside it, a line through the MACs of th
 
 {table(("network", "precision", "files", "predicted", "by MACs"), rows)}
 
-On a processor with AMX all {len(elsewhere)} are predicted to {elsewhere[len(elsewhere) // 2]:.1%} ({elsewhere[int(0.9 * (len(elsewhere) - 1))]:.1%}): \
+On a processor with AMX all {len(elsewhere)} are predicted to {errors(elsewhere, "predicted")}: \
 [all rows](../benchmarks/latency_model_amx.md).
 """
 

@@ -27,10 +27,11 @@ from torch.utils import _pytree as pytree
 
 from compresskit.base.errors import CompressError, ModelError, SettingError, named_first_line
 from compresskit.base.inputs import AnyInputs, as_inputs, check_has_rows
-from compresskit.base.task import Inputs, first_rows, misfit, shapes_of
+from compresskit.base.task import Inputs, batch_size, call, first_rows, misfit, shapes_of
 from compresskit.graph.constant_dimensions import constant_dimensions
 from compresskit.graph.exportable import make_exportable_
 from compresskit.graph.interpreter import run_graph
+from compresskit.graph.layers.packed_sequences import check_cell_states_, check_padded_outputs
 from compresskit.graph.layers.value_ranges import drop_idle_activations_
 from compresskit.graph.normalize import Node, fold_written_constants_, mutates_a_view, normalize_
 from compresskit.graph.recurrent import KeepRecurrent, restore_recurrent_
@@ -196,14 +197,17 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         ModelError, SettingError: as `capture` does.
     """
     check_dynamic(dynamic, "dynamic")
+    given = example
     if _has_dynamic_batch(dynamic):
         check_has_rows(example, "the example")
         example = _two_rows(model, example, dynamic)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     dims = dynamic_dims(model, example, dynamic)
 
+    recurrent = KeepRecurrent()
+
     def export() -> torch.export.ExportedProgram:
-        with KeepRecurrent(), warnings.catch_warnings():
+        with recurrent, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of its own internals
             return torch.export.export(model, args, kwargs, dynamic_shapes=dims)
 
@@ -218,6 +222,12 @@ def trace(model: nn.Module, example: Inputs, dynamic: Dynamic) -> tuple[torch.ex
         raise ModelError(
             f"{type(model).__name__} cannot be captured as a graph: {named_first_line(error)}{_blame(error)}\n  {_advice(error)}"
         ) from error
+    if recurrent.packs:
+        check_cell_states_(program.graph_module.graph)
+        compared = given if batch_size(given) > 1 else example  # a graph with a dynamic batch may want two rows
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of projections
+            check_padded_outputs(call_unmoved(model, compared)[0], call(program.module(), compared))
     rename_reserved_(program, reserved_names(model))
     make_exportable_(program.graph_module)
     return program, example
@@ -358,7 +368,7 @@ def _blame(error: BaseException) -> str:
     r"""`\n  at file.py:12 in forward: if x.sum() > 0:` for the innermost line of code that is not torch's."""
     where = ""
     trace = error.__traceback__
-    ours = (torch.__file__.rsplit("/", 1)[0], __file__, KeepRecurrent.__torch_function__.__code__.co_filename, "<")
+    ours = (torch.__file__.rsplit("/", 1)[0], __file__.rsplit("/", 1)[0], "<")
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(ours) and "torch/" not in code.co_filename:

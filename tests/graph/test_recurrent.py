@@ -179,19 +179,63 @@ def test_a_quantized_model_of_packed_sequences_is_read_back(kind, tmp_path) -> N
 
 
 class Whole(nn.Module):
-    """An encoder whose cell states are read, or the sizes of whose steps."""
+    """An encoder, of whose packed sequence something is read that only packing knows."""
 
-    def __init__(self, *, sizes: bool) -> None:
+    def __init__(self, read: str) -> None:
         super().__init__()
-        self.cells, self.sizes = nn.LSTM(5, 6, batch_first=True), sizes
+        self.cells, self.read = nn.LSTM(5, 6, batch_first=True), read
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True)
-        _, (_, cells) = self.cells(packed)
-        return cells[-1] * torch.sum(packed.batch_sizes) if self.sizes else cells[-1]
+        outputs, (last, cells) = self.cells(packed)
+        if self.read == "cells":
+            return cells[-1]
+        if self.read == "sum of sizes":
+            return last[-1] * torch.sum(packed.batch_sizes)
+        if self.read == "each size":
+            return last[-1] * sum(size for size in packed.batch_sizes)
+        return last[-1] * outputs.data.mean()
 
 
-@pytest.mark.parametrize(("sizes", "message"), [(False, "last cell states of an LSTM"), (True, r"batch_sizes are read \(sum\)")])
-def test_what_no_graph_knows_of_a_packed_sequence_is_refused(sizes, message) -> None:
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        ("cells", "last cell states of an LSTM"),
+        ("sum of sizes", r"batch_sizes are read \(sum\)"),
+        ("each size", r"batch_sizes are read \(\[1\]\)"),
+        (
+            "mean of data",
+            r"gives other outputs than the model, by .*; .* compute nothing over several steps of PackedSequence\.data",
+        ),
+    ],
+)
+@pytest.mark.parametrize("way", ["capture", "export"])
+def test_what_no_graph_knows_of_a_packed_sequence_is_refused(way, read, message, tmp_path) -> None:
+    torch.manual_seed(0)
+    model, example = Whole(read).eval(), (torch.randn(3, 4, 5), torch.tensor([4, 2, 1]))
     with pytest.raises(ck.ModelError, match=message):
-        capture(Whole(sizes=sizes).eval(), (torch.randn(3, 4, 5), torch.tensor([4, 2, 1])))
+        capture(model, example) if way == "capture" else ck.export_onnx(model, tmp_path / "model.onnx", example)
+
+
+class Highest(nn.Module):
+    """The largest outputs of each row, with zeros for padding: more padding counts where all are below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(5, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        outputs, _ = self.cells(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(outputs, batch_first=True)[0].amax(1)
+
+
+def test_padding_behind_the_longest_row_is_refused_where_it_counts(tmp_path) -> None:
+    torch.manual_seed(0)
+    model, x = Highest().eval(), torch.randn(3, 7, 5)
+    longest_last = (x, torch.tensor([2, 2, 7]))  # of the two rows that are traced, none has seven steps
+    file = ck.export_onnx(model, tmp_path / "model.onnx", longest_last)
+    assert ck.verify_onnx(file, model, [longest_last]).passed
+    with pytest.raises(
+        ck.ModelError, match=r"; pad the example to its longest row alone, or set pad_packed_sequence\(total_length=\)"
+    ):
+        capture(model, (x, torch.tensor([2, 2, 2])))

@@ -2,7 +2,7 @@
 
 The depthwise kernel computes 16 channels at a time, or 8, and what is left one by one; a convolution with 8 or 12 filters costs
 more than one with 16. Blocks of 1x1, depthwise and 1x1 convolutions take 0.48 to 0.85 of their time so, 3x3 convolutions to 8 and
-12 channels and back 0.87 and 0.82 (benchmarks/quantize_kernels.md, AVX512-VNNI).
+12 channels and back 0.87 and 0.82 (benchmarks/quantize_kernels.md; AVX512-VNNI, with 8 depthwise channels AMX).
 
 Channels are widened where they begin and end: the filters that make them, what works on each alone, and the filters that read
 them, whose new weights are zero. So whatever is in a new channel, no output changes by a bit.
@@ -133,7 +133,9 @@ class SharedChannels:
         extra = -self.count % LANES_OF_KERNEL
         makes = sum(extra * _taps(conv) * _shape(conv)[1] * (_map_positions(conv) or 1) for conv in self.made)
         reads = sum(extra * _taps(conv) * _shape(conv)[0] * (_map_positions(conv) or 1) for conv in self.read)
-        few = LEAST_CHANNELS <= self.count < LANES_OF_KERNEL
+        few = (
+            LEAST_CHANNELS <= self.count < LANES_OF_KERNEL
+        )  # whose filters cost more than 16 do, however many channels they read
         saved: float = sum(FOR_FEW_FILTERS * _taps(conv) * (_map_positions(conv) or 1) for conv in self.made) if few else 0
         if self.each:
             affordable = FOR_A_CHANNEL * self.count + (FOR_A_REST if self.count % 8 else 0)
