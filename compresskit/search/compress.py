@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -16,14 +15,12 @@ from typing import Unpack
 from torch import nn
 
 from compresskit.base.distributed import world_size
-from compresskit.base.errors import DataError, ModelError, SettingError
+from compresskit.base.errors import ModelError, SettingError
 from compresskit.base.files import atomic
 from compresskit.base.fingerprint import describe
-from compresskit.base.inputs import calibration_inputs
 from compresskit.base.settings import as_python
 from compresskit.base.task import Task, accuracy, batch_size
 from compresskit.graph.surgery import copy_model
-from compresskit.measure import evaluate
 from compresskit.recipe.preflight import preflight_check
 from compresskit.recipe.recipe import Recipe
 from compresskit.search.candidate import UNCOMPRESSED
@@ -41,7 +38,6 @@ from compresskit.search.proxy import Workshop, held_out
 from compresskit.search.source import as_script
 from compresskit.search.study import import_optuna
 from compresskit.search.workers import Worker
-from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
@@ -282,20 +278,19 @@ def _caveats(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:
 
 def _warn_of_statistics(workshop: Workshop, dense: Figures) -> None:
     """Warn of a model whose BatchNorm has statistics that do not fit the task's data: candidates are fitted to what it gives."""
-    model, task = copy_model(workshop.model), workshop.held
-    with suppress(DataError):  # batches of one row have no statistics
-        if reestimate_batchnorm_(model, calibration_inputs(workshop.task, workshop.samples, "re-estimate BatchNorm")):
-            metric = evaluate(model, task)
-            samples = sum(batch_size(task.inputs(batch)) for batch in task.batches("val"))
-            notable = max(NOTABLY_BETTER, 3 / math.sqrt(samples)) * abs(dense.metric)  # more than few samples vary by
-            if (metric - dense.metric) * (1 if task.prefers_higher else -1) > notable:
-                log.warning(
-                    "compress: the statistics of BatchNorm in %s do not fit the data of the task: its metric is %.4f, and %.4f"
-                    " with those of the calibration data; compresskit.prune.reestimate_batchnorm_(model, inputs) sets them",
-                    type(model).__name__,
-                    dense.metric,
-                    metric,
-                )
+    if (metric := workshop.metric_with_new_statistics()) is None:
+        return
+    task = workshop.held
+    samples = sum(batch_size(task.inputs(batch)) for batch in task.batches("val"))
+    notable = max(NOTABLY_BETTER, 3 / math.sqrt(samples)) * abs(dense.metric)  # more than few samples vary by
+    if (metric - dense.metric) * (1 if task.prefers_higher else -1) > notable:
+        log.warning(
+            "compress: the statistics of BatchNorm in %s do not fit the data of the task: its metric is %.4f, and %.4f with those"
+            " of the calibration data; compresskit.prune.reestimate_batchnorm_(model, inputs) sets them",
+            type(workshop.model).__name__,
+            dense.metric,
+            metric,
+        )
 
 
 def _slower(chosen: Tried, dense: Figures, ceilings: dict[str, float]) -> str:

@@ -8,7 +8,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compresskit.base.budget import keep
-from compresskit.base.errors import CheckpointError, CompressError, SettingError
+from compresskit.base.errors import CheckpointError, CompressError, DataError, SettingError
 from compresskit.base.files import read_json, write_json
 from compresskit.base.fingerprint import describe
-from compresskit.base.inputs import some_batches
+from compresskit.base.inputs import calibration_inputs, some_batches
 from compresskit.base.progress import announce
 from compresskit.base.randomness import seed_generators_
 from compresskit.base.stage import Stage
@@ -31,6 +31,7 @@ from compresskit.export.onnx import export_onnx
 from compresskit.graph.capture import Dynamic
 from compresskit.graph.quantized import quantized_parts
 from compresskit.graph.surgery import copy_model, frozen_copy
+from compresskit.measure import evaluate
 from compresskit.prune import Prune
 from compresskit.prune.depth import Depth
 from compresskit.prune.depth.costs import milliseconds, parameters, times_alone
@@ -51,12 +52,14 @@ from compresskit.search.figures import Figures
 from compresskit.search.latency.stopwatch import Stopwatch, start_stopwatch
 from compresskit.search.study import STEP_OF_RANK
 from compresskit.search.workers import LOCKS, timing_alone
+from compresskit.train.batchnorm import reestimate_batchnorm_
 from compresskit.train.train import Train
 
 log = logging.getLogger(__name__)
 
 IDENTITY, FIGURES, ORDER, LATENCY = "search.json", "figures.json", "order.json", "latency.json"
-FOLDER_VERSION = 5  # another where candidates of one name are made in another way
+STATISTICS = "statistics.json"
+FOLDER_VERSION = 6  # another where candidates of one name are made in another way
 CANDIDATES, DENSE = "candidates", "uncompressed"
 #: What the plan of named blocks says of them, which nobody reads here; by default that is measured, block by block.
 BRIEFLY: dict[str, Any] = {"importance": influence, "cost": parameters, "samples": 1}
@@ -148,6 +151,18 @@ class Workshop:
         figures = self._export(copy_model(self.model), folder, None, settings=[])
         write_json(folder / FIGURES, asdict(figures))
         return figures
+
+    def metric_with_new_statistics(self) -> float | None:
+        """The uncompressed model's metric with BatchNorm statistics of calibration data; None without any. Once for a folder."""
+        path = self.out / DENSE / STATISTICS
+        if not path.exists():
+            model, metric = copy_model(self.model), None
+            with suppress(DataError):  # batches of one row have no statistics
+                if reestimate_batchnorm_(model, calibration_inputs(self.task, self.samples, "re-estimate BatchNorm")):
+                    metric = evaluate(model, self.held)
+            write_json(path, {"metric": metric})
+        found: float | None = read_json(path, "the metric with new BatchNorm statistics")["metric"]
+        return found
 
     def stopwatch(self, *, strict: bool) -> Stopwatch:
         """Measures latencies beside that of the uncompressed file, which the first process of a search measures for all others.

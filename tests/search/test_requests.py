@@ -428,55 +428,46 @@ def test_the_written_recipe_says_how_it_is_called(tmp_path, monkeypatch) -> None
         runpy.run_path(str(found.code), run_name="__main__")
 
 
+NOT_PROVED, NOT_TRAINED = ck.ExportError("it DISAGREES with its model"), ck.TrainingError("batch 5: the loss is not finite")
+
+
+@pytest.mark.parametrize(
+    ("error", "within", "all_fail"),
+    [
+        (NOT_PROVED, "no: not proved", r"the files of 2 finalists were not proved.*: it DISAGREES with its model"),
+        (NOT_TRAINED, "no: not trained", r"the trainings of 2 finalists failed.*: batch 5: the loss is not finite"),
+    ],
+    ids=["not proved", "not trained"],
+)
 @pytest.mark.usefixtures("by_formula")
-def test_a_finalist_whose_file_is_not_proved_gives_its_place(model, task, tmp_path, monkeypatch, caplog) -> None:
+def test_a_finalist_whose_run_fails_gives_its_place(error, within, all_fail, model, task, tmp_path, monkeypatch, caplog) -> None:
     run, asked = Finals._run, []
 
-    def refusing(self, candidate, recipe, **settings):
+    def failing(self, candidate, recipe, **settings):
         asked.append(candidate.name)
-        if len(set(asked)) <= refused:
-            raise ck.ExportError("it DISAGREES with its model")
+        if len(set(asked)) <= failures:
+            raise error
         return run(self, candidate, recipe, **settings)
 
-    monkeypatch.setattr(Finals, "_run", refusing)
-    refused, budget, many = 1, ck.at_most(bytes="0.9x"), {**QUICK, "trials": 3}
+    monkeypatch.setattr(Finals, "_run", failing)
+    failures, budget, many = 1, ck.at_most(bytes="0.9x"), {**QUICK, "trials": 3}
     found = ck.compress(model, task, budget, out=tmp_path / "s", **many)
     first, second = asked[:2]
     assert found.chosen.candidate.name == second != first
-    assert f"{first} is no finalist: it DISAGREES with its model" in str(found)
-    assert "no: not proved" in str(found)
+    assert f"{first} is no finalist: {error}" in str(found)
+    assert within in str(found)
     assert f"compress: {first} is no finalist" in caplog.text
     assert ck.compress(model, task, budget, out=tmp_path / "s", **many).chosen.candidate.name == second
-    assert asked.count(first) == 1  # a search that goes on knows it
+    assert asked.count(first) == 1  # there is one that is finished
 
     asked.clear()
-    refused = 9
-    with pytest.raises(ck.ModelError, match=r"the files of 2 finalists were not proved.*: it DISAGREES with its model"):
+    failures = 9
+    with pytest.raises(ck.ModelError, match=all_fail):
         ck.compress(model, task, budget, out=tmp_path / "none", **many)
     assert len(asked) == 2  # one more than there may be finalists
-
-
-@pytest.mark.usefixtures("by_formula")
-def test_a_finalist_whose_training_fails_gives_its_place(model, task, tmp_path, monkeypatch) -> None:
-    run, asked = Finals._run, []
-
-    def diverging(self, candidate, recipe, **settings):
-        asked.append(candidate.name)
-        if len(set(asked)) <= failing:
-            raise ck.TrainingError("epoch 1, batch 5: the loss is not finite")
-        return run(self, candidate, recipe, **settings)
-
-    monkeypatch.setattr(Finals, "_run", diverging)
-    failing, budget, many = 1, ck.at_most(bytes="0.9x"), {**QUICK, "trials": 3}
-    found = ck.compress(model, task, budget, out=tmp_path / "s", **many)
-    first, second = asked[:2]
-    assert found.chosen.candidate.name == second != first
-    assert f"{first} is no finalist: epoch 1, batch 5: the loss is not finite" in str(found)
-    assert "no: not trained" in str(found)
-
-    asked.clear()
-    failing = 9
-    with pytest.raises(ck.ModelError, match=r"the trainings of 2 finalists failed.*: epoch 1, batch 5"):
-        ck.compress(model, task, budget, out=tmp_path / "none", **many)
-    failing = 0  # the user has mended what failed, and asks again
-    assert ck.compress(model, task, budget, out=tmp_path / "none", **many).chosen.candidate.name == first
+    failures = 0
+    if error is NOT_PROVED:  # a search that goes on knows it
+        with pytest.raises(ck.ModelError, match=all_fail):
+            ck.compress(model, task, budget, out=tmp_path / "none", **many)
+    else:  # the user may have mended what failed
+        assert ck.compress(model, task, budget, out=tmp_path / "none", **many).chosen.candidate.name == first

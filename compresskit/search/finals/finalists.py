@@ -39,7 +39,7 @@ RUNGS = 4  # measurements of the metric in a training, after which it may be giv
 #: one. ResNet-56 lost 7.5, 3.9 and 0.8 points after short ones, and 1.7, 0.9 and 0.04 in the end (`benchmarks/budgets_avx2.md`).
 LEFT_AFTER_SHORT, LEFT = 0.3, 0.5
 LEAST_LEFT = 0.1  # the same of what was seen, at least: one that lost nothing in the end says little of deeper cuts
-OF_SETTINGS = 1024  # bytes in a file that tell how it was trained, at most
+OF_SETTINGS = 1024  # bytes that are left for what a file tells of its training
 TRAINED = "trained"
 
 
@@ -223,7 +223,7 @@ class Finals:
             trial.set_user_attr("seconds", time.perf_counter() - begin)
             self.study.tell(trial, state=self.states.PRUNED)
             return
-        except (ExportError, TrainingError) as error:  # of this candidate, whose file was not proved, or whose loss overflowed
+        except (ExportError, TrainingError) as error:  # of this candidate; others may do
             log.warning("compress: %s is no finalist: %s", candidate.name, error)
             trial.set_user_attr("rejected" if isinstance(error, ExportError) else "untrainable", str(error))
             self.study.tell(trial, state=self.states.FAIL)
