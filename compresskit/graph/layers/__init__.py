@@ -1,1 +1,1 @@
-"""Convolutions and linear layers of a captured graph: folding into them, merging them, and one in the form of another."""
+"""Layers of a captured graph: folding into them, merging them, one in the form of another, and what recurrent ones read."""

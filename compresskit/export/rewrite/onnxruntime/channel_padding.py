@@ -133,9 +133,8 @@ class SharedChannels:
         extra = -self.count % LANES_OF_KERNEL
         makes = sum(extra * _taps(conv) * _shape(conv)[1] * (_map_positions(conv) or 1) for conv in self.made)
         reads = sum(extra * _taps(conv) * _shape(conv)[0] * (_map_positions(conv) or 1) for conv in self.read)
-        few = (
-            LEAST_CHANNELS <= self.count < LANES_OF_KERNEL
-        )  # whose filters cost more than 16 do, however many channels they read
+        # So few filters cost more than 16 do, however many channels they read.
+        few = LEAST_CHANNELS <= self.count < LANES_OF_KERNEL
         saved: float = sum(FOR_FEW_FILTERS * _taps(conv) * (_map_positions(conv) or 1) for conv in self.made) if few else 0
         if self.each:
             affordable = FOR_A_CHANNEL * self.count + (FOR_A_REST if self.count % 8 else 0)
