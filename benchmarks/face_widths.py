@@ -6,7 +6,8 @@ FOLDER: as for `real_networks.py`. `narrow(width=...)` makes every layer so narr
 nothing is trained, so that these rows say what such files take, not what they find. Each width in float, in integers by the
 rules of `X86`, and as measured (`choose="measure"`). 320 x 240, one image, one thread, all files in turn, three rounds, medians.
 
-Writes `face_widths.json` and `face_widths.md` beside this file, whose rows are of a processor with AMX.
+Writes `face_widths.json` and `face_widths.md` beside this file (`--out`), whose rows are of a processor with AMX;
+`face_widths_vnni.*` are those of one with VNNI alone.
 """
 
 from __future__ import annotations
@@ -73,13 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="networks.py, images/")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each file is timed in each round, at most")
+    parser.add_argument("--out", type=Path, default=HERE, help="the folder of the figures")
     args = parser.parse_args()
     ((_, network),) = networks(argparse.Namespace(data=args.data, networks=["face"], cifar=None, checkpoints=None))
     rows = measure(network.model.eval(), network.draws[0][0][:2], args.seconds)
     about = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__, "machine": platform.machine()}
     found = {"about": about, "rows": rows}
-    (HERE / "face_widths.json").write_text(json.dumps(found, indent=1) + "\n")
-    (HERE / "face_widths.md").write_text(table(found))
+    (args.out / "face_widths.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / "face_widths.md").write_text(table(found))
     print(table(found))
 
 

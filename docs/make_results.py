@@ -360,7 +360,7 @@ def every_placement() -> list[tuple[str, ...]]:
 def budgets() -> str:
     """`compress` at several budgets."""
     found, without = load("budgets"), load("budgets_avx2")
-    narrowest = min(load("face_widths")["rows"], key=lambda row: row["latency"])
+    narrowest, on_vnni = (min(load(name)["rows"], key=lambda row: row["latency"]) for name in ("face_widths", "face_widths_vnni"))
     head = ("network", "at most", "chosen", "float", "quality", "latency", "size", "time")
     return f"""\
 ## From a budget to a file
@@ -372,7 +372,8 @@ chosen. {source("budgets")}
 {table(head, kept_budgets(found))}
 
 On a processor with AMX the face detector does not come to 0.35 by width: with {narrowest["width"]:g} of all widths, {narrowest["parameters"] // 1000} k parameters, its
-fastest form, untrained, takes {narrowest["latency"]:.2f}. {source("face_widths")}
+fastest form, untrained, takes {narrowest["latency"]:.2f}. {source("face_widths")} With VNNI alone the same width takes {on_vnni["latency"]:.3f}:
+[all rows](../benchmarks/face_widths_vnni.md).
 
 On a processor with AVX2 alone, where integers save little time, training in fp32, {without["about"]["trials"]} candidates:
 [all rows](../benchmarks/budgets_avx2.md). The row within half a point was chosen while half of what is lost after a short training was expected to stay, not
