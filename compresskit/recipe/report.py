@@ -23,6 +23,7 @@ FIELD_TYPES: dict[str, Any] = {
     "bool | None": bool | None,
 }
 MASK_COLUMNS = ("zeros", "zipped")
+LATENCY_NOISE = 1.1  # times another latency: less is no difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,11 @@ def table(rows: Sequence[StageReport]) -> str:
 
 
 def remarks(rows: Sequence[StageReport]) -> list[str]:
-    """What the table does not say by itself, a sentence each: whether a file before the last one is smaller."""
+    """What the table does not say by itself, a sentence each: whether a file before the last one is smaller, or faster."""
+    return [*_size_remark(rows), *_time_remark(rows)]
+
+
+def _size_remark(rows: Sequence[StageReport]) -> list[str]:
     sizes = [(row.bytes, row.stage) for row in rows if row.bytes]
     if not sizes or sizes[-1][0] == min(sizes)[0]:
         return []
@@ -87,6 +92,18 @@ def remarks(rows: Sequence[StageReport]) -> list[str]:
     return [
         f"The file of {stage} ({size:,} bytes) is larger than that of {before} ({smallest:,} bytes): what its rounding or masks"
         " add to the graph is more than they save in a model of this size."
+    ]
+
+
+def _time_remark(rows: Sequence[StageReport]) -> list[str]:
+    times = [(row.latency_ms, row.stage) for row in rows if row.latency_ms]
+    if not times or times[-1][0] <= LATENCY_NOISE * min(times)[0]:
+        return []
+    (time, stage), (least, before) = times[-1], min(times)
+    return [
+        f"The file of {stage} ({time:.3f} ms) is slower than that of {before} ({least:.3f} ms) on this machine; `compresskit"
+        " audit --profile --against` says which layers are. Narrow layers often are slower in integers: `StaticQuant` and `QAT` "
+        'leave those float with choose="measure".'
     ]
 
 

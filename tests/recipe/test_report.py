@@ -62,3 +62,15 @@ def test_a_last_file_that_is_not_the_smallest_is_remarked_upon() -> None:
     ]
     assert remarks(rows)[0] in str(Result(model=nn.Identity(), onnx=None, rows=tuple(rows), out=Path("run")))
     assert remarks(rows[:2]) == remarks(rows[::-1]) == remarks([row("1-train", None)]) == []
+
+
+def test_a_last_file_that_is_slower_is_remarked_upon() -> None:
+    def row(stage: str, milliseconds: float | None) -> StageReport:
+        return StageReport(stage=stage, metric=1.0, parameters=1, nonzero=1, macs=1, seconds=0.0, latency_ms=milliseconds)
+
+    slower = [row("1-train", 1.1), row("2-prune", 0.8), row("3-quant", 1.0)]
+    (remark,) = remarks(slower)
+    assert remark.startswith("The file of 3-quant (1.000 ms) is slower than that of 2-prune (0.800 ms) on this machine")
+    assert remark in str(Result(model=nn.Identity(), onnx=None, rows=tuple(slower), out=Path("run")))
+    within_noise = [row("1-train", 1.0), row("2-quant", 1.09)]
+    assert remarks(within_noise) == remarks(slower[:2]) == remarks([row("1-train", None)]) == []
