@@ -22,14 +22,20 @@ KEY = "compresskit"  # of the JSON object among a file's key-value pairs
 
 
 def data_path(path: str | Path) -> Path:
-    """Path of the external data: the weights that do not fit into the file."""
+    """Where this library writes external data: the weights that do not fit into the file."""
     path = Path(path)
     return path.with_name(f"{path.name}.data")
 
 
+def external_files(path: str | Path) -> list[Path]:
+    """The files beside an ONNX file in which weights of it lie, whatever tool wrote them; raises ExportError as `read_proto`."""
+    places = {PurePosixPath(place) for _, place in _external_locations(read_proto(path))}
+    return [Path(path).parent / place for place in sorted(places)]
+
+
 def file_bytes(path: str | Path) -> int:
-    """Bytes of an ONNX file, with those of its external data."""
-    return sum(p.stat().st_size for p in (Path(path), data_path(path)) if p.exists())
+    """Bytes of an ONNX file, with those of its external data; raises ExportError as `read_proto`."""
+    return sum(p.stat().st_size for p in (Path(path), *external_files(path)))
 
 
 def write_model(model: Any, path: Path) -> None:
@@ -59,13 +65,14 @@ def copy_model(source: Path, to: Path, *, without: Collection[str] = ()) -> None
 
     without: entries of its metadata that the copy lacks, of those that `annotate` wrote.
     """
-    pairs = [(data_path(source), data_path(to))] if without else [(data_path(source), data_path(to)), (source, to)]
-    for old, new in pairs:
-        if old.exists() and not (new.exists() and filecmp.cmp(old, new, shallow=False)):
+    pairs = [(file, to.parent / file.relative_to(source.parent)) for file in external_files(source)]
+    for old, new in pairs if without else [*pairs, (source, to)]:
+        if not (new.exists() and filecmp.cmp(old, new, shallow=False)):
+            new.parent.mkdir(parents=True, exist_ok=True)
             with atomic(new) as temporary, old.open("rb") as reader, temporary.open("wb") as writer:
                 while block := reader.read(2**24):
                     writer.write(block)
-    if without and source.exists():
+    if without:
         proto = read_proto(source)
         content = _with_record(proto, {name: value for name, value in _metadata_record(proto).items() if name not in without})
         if not to.exists() or to.read_bytes() != content:

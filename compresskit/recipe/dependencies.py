@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compresskit.base.fingerprint import Description, describe_by_value, fingerprint
 from compresskit.base.stage import Stage
@@ -131,6 +131,27 @@ def _without_memory(metric: Any) -> Any:
         return metric
     metric.reset()
     return metric
+
+
+def shows_training(model: nn.Module) -> bool:
+    """Whether a model cannot be new: what its layers are made with is another in one of them.
+
+    BatchNorm that counted a batch; a normalization whose weights or biases differ from one another; a linear layer or convolution
+    with biases beyond those that torch draws, 1 / sqrt(inputs of a filter). A model trained a little may show none of these.
+    """
+    for module in model.modules():
+        if int(getattr(module, "num_batches_tracked", None) or 0) > 0:
+            return True
+        weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+        if not isinstance(bias, Tensor) or not isinstance(weight, Tensor) or bias.numel() < 2 or bias.is_meta:
+            continue
+        if weight.shape == bias.shape and any(len(values.unique()) > 1 for values in (weight, bias)):
+            return True
+        bound = weight[0].numel() ** -0.5
+        drawn = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and not getattr(module, "transposed", False)
+        if drawn and len(bias.unique()) > 1 and bias.abs().max() > bound * (1 + 1e-3):
+            return True
+    return False
 
 
 def describe_model(model: nn.Module, *, trained: bool) -> Description:

@@ -26,7 +26,7 @@ from compresskit.base.files import read_json, unwritable, write_json
 from compresskit.base.fingerprint import fingerprint
 from compresskit.base.stage import Stage
 from compresskit.base.task import Task
-from compresskit.recipe.dependencies import structure_hash
+from compresskit.recipe.dependencies import shows_training, structure_hash
 from compresskit.recipe.locks import lock_open_file
 from compresskit.train.snapshots import SNAPSHOTS
 
@@ -189,18 +189,20 @@ class RunPlan:
         return "\n".join(f"{stage.name:<{width}}  {stage.action:<6}  {stage.why}" for stage in self.stages)
 
 
-def plan_run(out: Path, steps: Sequence[RunStep], record: dict[str, Any]) -> RunPlan:
+def plan_run(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> RunPlan:
     """What a run would do in a folder, which is only read.
 
     record: of the recipe, as `check_folder` writes it. Raises CheckpointError where a file is damaged.
     """
     old = read_json(out / "recipe.json", "a recipe") if (out / "recipe.json").exists() else None
+    others = old is not None and _begins_from_other_new_weights(old, model, steps)
+    done = "done, from other new weights" if others else "done, and nothing that it depends on has changed"
     plans = []
     for step in steps:
         folder = out / step.name
         mark = folder / PROGRESS / "stage.json"
         if read_finished_stage(folder, step) is not None:
-            action, why = "reuse", "done, and nothing that it depends on has changed"
+            action, why = "reuse", done
         elif mark.exists() and read_json(mark, "which stage its checkpoints are of").get("key") == step.key:
             newest = max((folder / PROGRESS).glob("*.safetensors"), key=lambda path: path.stat().st_mtime, default=mark)
             action, why = "resume", f"it was interrupted; from {PROGRESS}/{newest.name}"
@@ -226,7 +228,7 @@ def _what_changed(old: dict[str, Any], new: dict[str, Any], name: str) -> str:
             return f"{setting} has changed: {old.get(setting)} then, {new.get(setting)} now"
     before, after = old.get("task", {}), new["task"]
     if changed := [key for key in after if key in before and before[key] != after[key]]:
-        return f"of the task has changed: {', '.join(changed)}"
+        return f"the task has changed: {', '.join(changed)}"
     return "interrupted, or the model, or the weights it starts from, have changed"
 
 
@@ -241,11 +243,20 @@ def check_not_foreign(out: Path) -> None:
         raise CheckpointError(f"{out}: not empty, and not the folder of a run; choose another out=")
 
 
+def _begins_from_other_new_weights(old: dict[str, Any], model: nn.Module, steps: Sequence[RunStep]) -> bool:
+    """Whether a run that begins with the training of a new model did so from other weights than these.
+
+    old: the contents of its recipe.json.
+    """
+    trains_first = steps[0].stage is not None
+    return trains_first and not shows_training(model) and old.get("weights") != fingerprint(model)
+
+
 def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: dict[str, Any]) -> None:
     """Write recipe.json into a new or empty folder, or check that the one there is of the same recipe and model.
 
     Raises CheckpointError where the folder belongs to another recipe, holds other files, or cannot be written. If the recipe
-    begins with training, other initial weights only give a warning: finished stages do not depend on them any more.
+    begins with the training of a new model, other weights only give a warning: without a seed they are others in every process.
     """
     check_not_foreign(out)
     record = record | {"model": type(model).__name__, "structure": structure_hash(model), "weights": fingerprint(model)}
@@ -264,11 +275,11 @@ def check_folder(out: Path, model: nn.Module, steps: Sequence[RunStep], record: 
                 f"{out}: belongs to another recipe ({old.get('model')}: {', '.join(before)}), this one is {record['model']}:"
                 f" {', '.join(names)}{'' if same else ' of another model'}; choose another out=, or delete the folder"
             )
-        trains_first = steps[0].stage is not None
-        if trains_first and old.get("weights") != record["weights"]:
+        if _begins_from_other_new_weights(old, model, steps):
             warnings.warn(
-                f"{out}: the incoming weights are not those that this run started from; finished stages are kept. Seed before the"
-                " model is made to silence this, or choose another out= to start afresh",
+                f"{out}: the incoming weights are not those that this run started from, and are taken for those of a new model: a"
+                " stage that nothing else has changed for is kept as it is. Seed before the model is made to silence this, or"
+                " choose another out= to start from these weights",
                 stacklevel=3,
             )
             record["weights"] = old.get("weights")

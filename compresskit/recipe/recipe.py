@@ -33,7 +33,15 @@ from compresskit.graph.masks import masks_of
 from compresskit.graph.quantized import is_quantized
 from compresskit.graph.surgery import copy_model
 from compresskit.recipe.baselines import baselines, last_dense_float, with_new_weights
-from compresskit.recipe.dependencies import Dependencies, StageKey, describe_model, describe_stages, describe_task, versions
+from compresskit.recipe.dependencies import (
+    Dependencies,
+    StageKey,
+    describe_model,
+    describe_stages,
+    describe_task,
+    shows_training,
+    versions,
+)
 from compresskit.recipe.engine import RunSettings, report_baselines, run_steps
 from compresskit.recipe.folder import ROW, RunPlan, RunStep, locked, plan_run
 from compresskit.recipe.half_precision import HALF_DTYPES, half_precision_row
@@ -351,7 +359,7 @@ class Recipe:
         self._check_model(model)
         own = own_tasks(self.stages, task, tasks)
         record, keys = self._record_and_keys(model, task, own)
-        return plan_run(Path(out), self._steps(keys, own), record)
+        return plan_run(Path(out), model, self._steps(keys, own), record)
 
     @property
     def _reports_start(self) -> bool:
@@ -372,7 +380,7 @@ class Recipe:
         depends = Dependencies(
             stages=describe_stages(self.stages),
             task=describe_task(task),
-            model=describe_model(model, trained=self.stages[0].starts_from_trained),
+            model=describe_model(model, trained=self.stages[0].starts_from_trained or shows_training(model)),
             settings=settings,
             own={i: describe_task(each) for i, each in own.items()},
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import networks
@@ -60,6 +61,20 @@ def test_the_first_differing_layer_is_named_with_external_data(large, tmp_path) 
     proof = ck.verify_onnx(path, build(networks.Residual), [image(16)])
     assert "the first layer that differs is stem" in proof.reason
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("place", ["model.onnx_data", "weights/all.bin"], ids=["underscore", "folder"])
+def test_external_data_of_any_name_is_counted_and_copied(place, tmp_path) -> None:
+    """Other tools give their second file other names."""
+    plain = ck.export_onnx(build(networks.Chain), tmp_path / "plain.onnx", image(2))
+    path = tmp_path / "theirs" / "model.onnx"
+    (path.parent / place).parent.mkdir(parents=True)
+    onnx.save(onnx.load(plain), path, save_as_external_data=True, location=place, size_threshold=200)
+    assert files.external_files(path) == [path.parent / place]
+    assert files.file_bytes(path) == path.stat().st_size + (path.parent / place).stat().st_size > 0.9 * plain.stat().st_size
+    files.copy_model(path, tmp_path / "copy" / "model.onnx")
+    shutil.rmtree(path.parent)
+    assert session(tmp_path / "copy" / "model.onnx").get_inputs()[0].shape[0] == "batch"
 
 
 @pytest.mark.parametrize("place", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "C:\\secret.bin", "..\\secret.bin"])

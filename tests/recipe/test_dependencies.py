@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import json
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import compresskit as ck
-from compresskit.recipe.dependencies import Dependencies, describe_model, describe_stages, describe_task
+from compresskit.recipe.dependencies import Dependencies, describe_model, describe_stages, describe_task, shows_training
 
 X, Y = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 4
 BATCHES = list(zip(X.split(16), Y.split(16), strict=True))
@@ -352,7 +353,55 @@ def test_the_plan_names_what_changed(tmp_path) -> None:
     recipe = ck.Recipe(ck.Train(epochs=1), export="last")
     recipe.run(net(), task_with(), tmp_path / "run")
     changed = task_with(nn.CrossEntropyLoss(), train=loader())
-    assert recipe.plan(net(), changed, tmp_path / "run").stages[0].why == "of the task has changed: loss, train"
+    assert recipe.plan(net(), changed, tmp_path / "run").stages[0].why == "the task has changed: loss, train"
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """The model after two steps on noise."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(8, 8)).pow(2).mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, lambda n: nn.GroupNorm(2, n)], ids=["batch", "layer", "group"])
+def test_a_model_shows_that_it_was_trained(norm) -> None:
+    new = nn.Sequential(nn.Linear(8, 8), norm(8), nn.Linear(8, 4))
+    assert not shows_training(new)
+    assert shows_training(trained(new))
+
+
+def test_biases_beyond_what_torch_draws_show_a_training() -> None:
+    for new in (nn.Linear(64, 8), nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 3, 3), nn.Conv2d(8, 8, 3, groups=8), nn.LSTM(4, 8)):
+        assert not shows_training(new)
+    with torch.no_grad():
+        (far := nn.Linear(64, 8)).bias[3] = 0.2
+        nn.init.zeros_((drawn := nn.Linear(64, 8)).bias)
+        nn.init.xavier_normal_(drawn.weight)
+    assert shows_training(far)
+    assert not shows_training(drawn)
+
+
+def test_other_weights_that_were_trained_before_run_again(tmp_path) -> None:
+    """A training comes first: of new weights it keeps what is done, of trained ones its stages depend on them."""
+    recipe = ck.Recipe(ck.Train(steps=1, optimizer=partial(torch.optim.SGD, lr=1e-6)), export="last")
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    first, second = (trained(copy.deepcopy(model)) for _ in range(2))
+    recipe.run(first, task_with(), tmp_path / "run")
+    assert recipe.plan(first, task_with(), tmp_path / "run").stages[0].action == "reuse"
+    (planned,) = recipe.plan(second, task_with(), tmp_path / "run").stages
+    assert (planned.action, planned.why) == ("run", "interrupted, or the model, or the weights it starts from, have changed")
+    result = recipe.run(second, task_with(), tmp_path / "run")  # a warning would be an error
+    assert torch.allclose(result.model[0].weight, second[0].weight, atol=1e-4)
+    assert not torch.allclose(first[0].weight, second[0].weight, atol=1e-2)
+
+
+def test_the_plan_says_where_new_weights_are_others(tmp_path) -> None:
+    recipe = ck.Recipe(ck.Train(epochs=1), export="last")
+    recipe.run(net(), task_with(), tmp_path / "run")
+    (planned,) = recipe.plan(net(seed=1), task_with(), tmp_path / "run").stages
+    assert (planned.action, planned.why) == ("reuse", "done, from other new weights")
 
 
 def main() -> None:

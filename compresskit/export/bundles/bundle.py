@@ -28,7 +28,7 @@ from compresskit.base.files import atomic
 from compresskit.base.task import Inputs
 from compresskit.export.bundles.preprocess import PIXELS, Preprocess
 from compresskit.export.check.benchmark import open_session
-from compresskit.export.files import copy_model, read_metadata
+from compresskit.export.files import copy_model, external_files, read_metadata
 from compresskit.measure import numpy_inputs, run_session
 
 #: Where a page loads onnxruntime-web from, unless `web_runtime` names another place. The release that the tests run.
@@ -169,7 +169,7 @@ def _with_graph(run: _Example, preprocess: Preprocess, path: Path) -> _Example:
 def _write_shared(folder: Path, file: str, run: _Example, web: Mapping[str, Any]) -> None:
     """Write the page and the C++ lines, with the example as they read it; where they cannot run the file, remove old ones."""
     parts = [run.feed, run.shown if run.prepared else {}, run.outputs]
-    if any(str(v.dtype) not in SHARED_TYPES for part in parts for v in part.values()) or (folder / f"{file}.data").exists():
+    if any(str(v.dtype) not in SHARED_TYPES for part in parts for v in part.values()) or external_files(folder / file):
         for name in ("index.html", "infer.mjs", "infer.cpp", "example.json", "example.bin"):
             (folder / name).unlink(missing_ok=True)
         return
