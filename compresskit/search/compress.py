@@ -180,6 +180,7 @@ def _search_and_run(
         ceilings=ceilings,
         seconds=time.perf_counter() - begin,
         latency_error=None if slow is None else slow.error(),
+        trains=train is not None,
     )
 
 

@@ -106,6 +106,7 @@ class Search:
         ceilings: the budget in milliseconds, bytes, MACs and the unit of the metric.
         seconds: of this call; what an earlier one did is not in it.
         latency_error: what latencies that were predicted are worth; None where none could be.
+        trains: whether finalists were trained.
     """
 
     budget: Ceilings
@@ -120,6 +121,7 @@ class Search:
     ceilings: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     latency_error: PredictionError | None = None
+    trains: bool = True
 
     @property
     def model(self) -> nn.Module:
@@ -220,6 +222,7 @@ class Search:
         if (figures := tried.best) is None:
             return (mark + tried.candidate.name, *["-"] * (len(SEARCH_COLUMNS) - 1))
         done = "0" if tried.untrained else "1" if tried.trained else "0" if tried.stopped is None else f"{tried.stopped:.2f}"
+        done = done if self.trains else ""
         short = "" if tried.short is None else f"{tried.short:+.4f}"
         misses = figures.excesses(self.ceilings)
         failed = "not proved" if tried.rejected else "not trained" if tried.untrainable else ""

@@ -45,6 +45,7 @@ recipe = {recipe}
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
+    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # as if the file were run
     given = runpy.run_path(sys.argv[1])
     print(recipe.run(given["model"], given["task"], out="{out}"))
 '''
@@ -72,6 +73,7 @@ class SourceWriter:
             [
                 "import runpy",
                 "import sys",
+                "from pathlib import Path",
                 *(f"from {module} import {name}" for name, module in names),
                 "",
                 "import compresskit as ck",

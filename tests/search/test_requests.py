@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import runpy
 from functools import partial
 
 import networks
@@ -417,15 +416,6 @@ def test_a_latency_that_was_another_before_is_remarked_on(tmp_path, monkeypatch)
     found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "t", **QUICK)
     assert found.noise >= 0.0999
     assert "same operators" not in found.reason
-
-
-@pytest.mark.usefixtures("by_formula")
-def test_the_written_recipe_says_how_it_is_called(tmp_path, monkeypatch) -> None:
-    model, task = regression()
-    found = ck.compress(model, task, ck.at_most(bytes="2x"), out=tmp_path / "s", **QUICK)
-    monkeypatch.setattr("sys.argv", [str(found.code)])
-    with pytest.raises(SystemExit, match=r"python recipe.py FILE.py"):
-        runpy.run_path(str(found.code), run_name="__main__")
 
 
 NOT_PROVED, NOT_TRAINED = ck.ExportError("it DISAGREES with its model"), ck.TrainingError("batch 5: the loss is not finite")
