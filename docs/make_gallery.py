@@ -16,7 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, PICTURES = ROOT / "recipes" / "README.md", ROOT / "recipes" / "pictures"
 BUNDLED, DRAWN = "part of scikit-learn", "drawn in the script, or `--data DIR` with pictures"
 CIFAR = "`--data DIR`: torchvision's CIFAR-10, or `train/<class>/*` and `test/<class>/*`"
-SENTENCES = "`--data DIR`: `train.tsv` and `dev.tsv`, a sentence, a tab and 0 or 1 a line"
+FOLDER = "`--data DIR`: `train/<class>/*` and `val/<class>/*` or `test/<class>/*`"
+SENTENCES = (
+    "`--data DIR` (`data/sst2` where it is not given): `train.tsv` and `dev.tsv`, a sentence, a tab and 0 or 1 a line;"
+    " nothing is downloaded"
+)
 #: Recipe -> what it shows, its data.
 SHOWS = {
     "digits.py": (
@@ -40,11 +44,11 @@ SHOWS = {
     ),
     "imagenette.py": (
         "a plain network on any image folder, one epoch under three precision policies; accuracy, time, memory",
-        "`--data DIR`: `train/<class>/*` and `val/<class>/*` or `test/<class>/*`",
+        FOLDER,
     ),
     "transfer.py": (
         "a torchvision network with a new head: freeze, train, unfreeze, static int8, and QAT where that loses too much",
-        "the same",
+        FOLDER,
     ),
     "semi_supervised.py": (
         "100 labels and 1,157 images without: a cheap student of a few networks' soft predictions, beside the labels alone",
@@ -60,8 +64,8 @@ SHOWS = {
         DRAWN,
     ),
     "face_detector.py": (
-        "the same for a detector of separable convolutions, whose metric is the F1 of boxes; `--choose measure --threads 2` leaves"
-        " float what is faster so",
+        "train (or load, `--from`) a detector of separable convolutions, quantize it with label-free remedies; the metric is the F1 of"
+        " boxes; `--choose measure --threads 2` leaves float what is faster so",
         DRAWN,
     ),
     "sst2_text.py": (
@@ -70,7 +74,7 @@ SHOWS = {
     ),
     "pretrained_distillation.py": (
         "three stages for a compact transformer: masked words, imitation without labels, fine-tuning; beside fine-tuning alone",
-        "the same",
+        SENTENCES,
     ),
     "paraphrase.py": (
         "whether two sentences say the same, by a transformer in bf16, quantized dynamically; the metric is an F1",
@@ -78,14 +82,17 @@ SHOWS = {
     ),
     "word_lm.py": (
         "a word-level LSTM language model; `--precision`; perplexity of the dynamic int8 file",
-        "the same, labels are not read",
+        f"{SENTENCES}; labels are not read",
     ),
     "text_transformer.py": (
         "train a transformer in bf16, distil it into a smaller one, quantize that dynamically; files take any batch size and"
         " length",
-        "the same",
+        SENTENCES,
     ),
-    "text_lstm.py": ("the same into an LSTM, which ONNX Runtime runs in int8", "the same"),
+    "text_lstm.py": (
+        "train a transformer in bf16, distil it into an LSTM, which ONNX Runtime runs in int8, and quantize that dynamically",
+        SENTENCES,
+    ),
 }
 HEAD = """\
 # Recipes

@@ -31,6 +31,9 @@ Accuracy on the 10,000 test images, executed in ONNX Runtime on one thread; late
 trains to be compressed imitates the network as it was for one epoch. The small networks train for three epochs from the same start: compare
 them with each other. One seed, so a tenth of a point means nothing; the machine was shared, so times are rough. {linked("one_network")}
 
+`Depth` and `LowRank` are `compresskit.prune.depth.Depth` and `compresskit.prune.low_rank.LowRank`; the other stages of the first table are in
+`compresskit` itself (`ck.StaticQuant`).
+
 {tables}
 """
 
@@ -216,7 +219,8 @@ Written by `python docs/make_guide.py`. A gain is what was measured on the netwo
 | labels, and time for whole trainings | `Distill` into a smaller network, `Prune`, `QAT` | a larger student |
 | no data at all | `quantize_dynamic` (linear layers) with one made-up input of the right shape | any real inputs |
 | a model that cannot be captured whole | [`inside="backbone"`](detection.md) | |
-| a deadline in milliseconds | `Prune(budget=ck.keep(latency=0.5))`, measured on this machine | `choose="measure"` |
+| a deadline in milliseconds, or a largest size | `ck.compress(model, task, ck.at_most(latency="5ms"), out="runs/fast")`, [from a budget to a file](../compress.md) | `train=` or `minutes=`, so that candidates are trained |
+| a fraction of the latency that may stay | `Prune(budget=ck.keep(latency=0.5))`: half of it, measured on this machine | `StaticQuant(choose="measure")` |
 
 ## By where it runs
 

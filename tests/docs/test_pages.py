@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 
 import checkout
@@ -54,20 +55,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
     "compress": "",
     "parts": "",
-    "pruning": """
-from pathlib import Path
-from torch import Tensor
-from compresskit import prune
-from compresskit.prune import *
-from compresskit.prune.criteria import wanda
-from compresskit.prune.patterns import NM
-from convolution_runs import Narrow
-from residual import ResNet
-model, example, blocks_model = networks.build(networks.Residual), networks.image(), networks.build(ResNet)
-mobile = networks.build(Narrow)
-""",
+    "pruning": "",
     "quantization": """
-from compresskit.quant import *
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -103,6 +92,17 @@ loader = [(x, torch.arange(8) % 10) for x in batches]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 x, y = loader[0]
 """
+#: Names that a page does not define, by the page's name: what stands for the reader's own, such as a trained model.
+OF_THE_READER = {
+    "accuracy": {"model", "batches"},
+    "devices": {"model", "batches"},
+    "distillation": {"ResNet20", "resnet56", "student_logits", "teacher_logits"},
+    "mixed": {"model", "optimizer", "loader", "loss_fn"},
+    "nan": {"model", "images", "batches"},
+    "quantization": {"model", "example", "batches"},
+    "runs": {"ck", "model", "recipe", "stages", "task"},
+    "speed": {"model", "batches"},
+}
 #: Packages of which a page shows the use, and without which it is skipped. The extra `dev` has none of them, so they are slow.
 NEEDS = {"loops": ["lightning", "transformers", "accelerate"], "tracking": ["tensorboard", "mlflow"]}
 SLOW = {"quantization", *NEEDS}
@@ -110,6 +110,32 @@ SLOW = {"quantization", *NEEDS}
 
 def blocks(page) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+def unknown_names(written: list[str]) -> set[str]:
+    """Names that blocks read and that no block up to there defines or imports."""
+    known, unknown = set(dir(builtins)), set()
+    for block in written:
+        nodes = list(ast.walk(ast.parse(block)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        known |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+        known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        known |= {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+        unknown |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - known
+    return unknown
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: page.stem)
+def test_a_page_imports_and_defines_what_its_blocks_read(page) -> None:
+    """So that a reader can paste them. What is given to the script of a page may stand for the reader's own alone."""
+    assert unknown_names(blocks(page)) <= OF_THE_READER.get(page.stem, set())
+
+
+def test_a_name_that_no_block_defines_is_seen() -> None:
+    assert unknown_names(["import torch\nx = torch.ones(1)", "y = [f(a) for a in x]", "f = y"]) == {"f"}
+    assert unknown_names(["def g(x):\n    return x + z\n\n\nclass A(B): ..."]) == {"z", "B"}
 
 
 def test_there_are_pages() -> None:
