@@ -32,6 +32,7 @@ def make_exportable_(module: fx.GraphModule) -> None:
         _replace_divisors_,
         _replace_bounds_,
         _replace_adaptive_max_pools_,
+        _replace_adaptive_averages_,
         _replace_attention_ranks_,
         write_bags_,
         write_cells_,
@@ -194,33 +195,36 @@ _ADAPTIVE_MAX_POOLS = {
     aten.adaptive_max_pool1d.default: aten.max_pool1d.default,
     aten.adaptive_max_pool2d.default: aten.max_pool2d.default,
 }
+_ADAPTIVE_AVERAGES = frozenset(
+    {aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default}
+)
 
 
 def _replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
     """Replace adaptive max pooling: by pooling where all windows have one size, else by the largest value of each window.
 
-    Raises ModelError where the positions of the largest values are read, or a size is not known.
+    Raises ModelError where the positions of the largest values are read and not all windows have one known size.
     """
     for node in list(module.graph.nodes):
         if node.target not in _ADAPTIVE_MAX_POOLS:
             continue
         x, sizes = node.args
         shape = list(x.meta["val"].shape[-len(sizes) :])
-        even = all(isinstance(n, int) and n % size == 0 for n, size in zip(shape, sizes, strict=True))
+        even = all(type(n) is int and type(size) is int and n % size == 0 for n, size in zip(shape, sizes, strict=True))
         positions_are_read = any(user.args[1] != 0 and user.users for user in node.users)
         if even and positions_are_read:
             continue  # the exporter of newer releases of torch writes it
-        if positions_are_read or not all(isinstance(n, int) for n in shape):
+        if positions_are_read:
             raise ModelError(
-                f"{node.target} to {list(sizes)} of {shape} positions has no form in ONNX where its indices are read or its input"
-                " varies in size: pool with nn.MaxPool2d, or leave the dimension out of dynamic="
+                f"{node.target} to {list(sizes)} of {shape} positions has no form in ONNX where its indices are read: pool with"
+                " nn.MaxPool2d, or leave the dimension out of dynamic="
             )
         with module.graph.inserting_before(node):
             if even:
                 windows = [n // size for n, size in zip(shape, sizes, strict=True)]
                 pooled = module.graph.call_function(_ADAPTIVE_MAX_POOLS[node.target], (x, windows, windows))
             else:
-                pooled = _largest_of_windows(module.graph, x, shape, sizes)
+                pooled = _pooled_in_windows(module.graph, x, sizes, aten.amax.default)
         for user in list(node.users):
             if user.args[1] == 0:
                 pooled.meta = {**user.meta}
@@ -229,17 +233,55 @@ def _replace_adaptive_max_pools_(module: fx.GraphModule) -> None:
         module.graph.erase_node(node)
 
 
-def _largest_of_windows(graph: fx.Graph, x: Node, shape: list[int], sizes: list[int]) -> Node:
-    """The largest value of each of `sizes` windows over `shape` positions of the last dimensions, one dimension at a time."""
+def _replace_adaptive_averages_(module: fx.GraphModule) -> None:
+    """Replace adaptive average pooling of an input that varies in size by the mean of each window, and any over three dimensions.
+
+    The exporter would write a pooling whose windows are those of the example.
+    """
+    for node in list(module.graph.nodes):
+        if node.target not in _ADAPTIVE_AVERAGES:
+            continue
+        x, sizes = node.args
+        sizes = list(sizes)
+        shape = x.meta["val"].shape[-len(sizes) :]
+        known = all(type(n) is int for n in shape) and len(sizes) < 3
+        if known or all(type(size) is int and size == 1 for size in sizes):
+            continue
+        with module.graph.inserting_before(node):
+            pooled = _pooled_in_windows(module.graph, x, sizes, aten.mean.dim)
+        pooled.meta = {**node.meta}
+        node.replace_all_uses_with(pooled)
+        module.graph.erase_node(node)
+
+
+def _pooled_in_windows(graph: fx.Graph, x: Node, sizes: list[Any], reduce: Any) -> Node:
+    """Each of `sizes` windows over the last dimensions reduced to one value, one dimension at a time.
+
+    sizes: integers, or nodes, of dimensions that stay as they are.
+    """
 
     def add(target: Any, *args: Any) -> Node:
         made = graph.call_function(target, args)
         made.meta = {**x.meta, "val": target(*fx.map_arg(args, lambda a: a.meta["val"]))}
         return made
 
-    for dim, n, size in zip(range(-len(sizes), 0), shape, sizes, strict=True):
-        windows = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
-        parts = [add(aten.amax.default, add(aten.slice.Tensor, x, dim, *window), [dim], True) for window in windows]
+    def boundary(length: Any, size: int, i: int, up: int) -> Any:
+        """The i-th of `size` boundaries, rounded down, or up with size - 1."""
+        if type(length) is int:
+            return (i * length + up) // size
+        return add(operator.floordiv, add(operator.add, add(operator.mul, length, i), up), size)
+
+    rank = x.meta["val"].ndim
+    for dim, size in zip(range(rank - len(sizes), rank), sizes, strict=True):
+        if isinstance(size, fx.Node):
+            continue
+        if size == 1:
+            x = add(reduce, x, [dim], True)
+            continue
+        length = x.meta["val"].shape[dim]
+        length = length if type(length) is int else add(aten.sym_size.int, x, dim)
+        windows = [(boundary(length, size, i, 0), boundary(length, size, i + 1, size - 1)) for i in range(size)]
+        parts = [add(reduce, add(aten.slice.Tensor, x, dim, *window), [dim], True) for window in windows]
         x = add(aten.cat.default, parts, dim)
     return x
 

@@ -136,4 +136,6 @@ def parse_ceiling(name: str, value: Any) -> Ceiling:
     least_is_zero = name == "drop"
     if not math.isfinite(result.value) or result.value < 0 or (result.value == 0 and not least_is_zero):
         raise refusal
+    if name in ("bytes", "macs") and not result.relative and result.value < 1:
+        raise SettingError(f'{refusal}; for a share of the uncompressed one write "{result.value:g}x"')
     return result

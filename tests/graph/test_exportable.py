@@ -30,6 +30,52 @@ def test_mixed_bounds_and_adaptive_max_pooling_are_written(tmp_path: Path) -> No
     assert ck.verify_onnx(path, model, [x]).passed
 
 
+class Pyramid(nn.Module):
+    """Pools to several sizes, as PSPNet and spatial pyramid pooling do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        levels = [F.interpolate(F.adaptive_avg_pool2d(y, k), size=y.shape[2:], mode="bilinear") for k in (1, 2, 3)]
+        return self.out(torch.cat([y, *levels], 1))
+
+
+class Area(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x * 2, size=(4, 5), mode="area")
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes", "dynamic"),
+    [
+        (nn.AdaptiveAvgPool2d(3), [(2, 3, 8, 8), (1, 3, 33, 20), (7, 3, 5, 31)], (0, 2, 3)),
+        (nn.AdaptiveAvgPool2d((2, None)), [(2, 3, 8, 8), (1, 3, 33, 20)], (0, 2, 3)),
+        (nn.AdaptiveAvgPool2d(3), [(2, 3, 8, 8), (1, 3, 33, 8)], (0, 2)),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(147, 5)), [(2, 3, 8, 8), (1, 3, 33, 20)], (0, 2, 3)),
+        (nn.AdaptiveAvgPool1d(4), [(2, 3, 10), (1, 3, 15), (5, 3, 6)], (0, 2)),
+        (nn.AdaptiveAvgPool3d(2), [(2, 3, 6, 6, 6), (1, 3, 6, 6, 6)], (0,)),
+        (nn.AdaptiveAvgPool3d((2, 1, 3)), [(2, 3, 6, 6, 6), (1, 3, 7, 8, 9)], (0, 2, 3, 4)),
+        (nn.AdaptiveMaxPool2d(1), [(2, 3, 8, 8), (1, 3, 33, 20)], (0, 2, 3)),
+        (nn.AdaptiveMaxPool2d((3, 1)), [(2, 3, 8, 8), (1, 3, 33, 20)], (0, 2, 3)),
+        (Pyramid(), [(2, 3, 12, 12), (1, 3, 33, 20)], (0, 2, 3)),
+        (Area(), [(2, 3, 12, 12), (1, 3, 33, 20)], (0, 2, 3)),
+    ],
+    ids=["3", "2 and as it is", "height", "head", "1d", "3d", "3d varies", "max 1", "max 3, 1", "pyramid", "area"],
+)  # fmt: skip
+def test_adaptive_pooling_of_other_sizes_than_the_examples(model, shapes, dynamic, tmp_path: Path) -> None:
+    """The exporter writes the windows of the example; they follow the input."""
+    model, inputs = model.eval(), [torch.randn(shape) for shape in shapes]
+    graph = capture(model, inputs[0], dynamic=dynamic).module
+    run = session(ck.export_onnx(model, tmp_path / "f.onnx", inputs[0], dynamic=dynamic))
+    for x in inputs:
+        wanted = model(x)
+        for got in (graph(x), torch.from_numpy(run.run(None, {run.get_inputs()[0].name: x.numpy()})[0])):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_indices_of_adaptive_max_pooling_are_refused() -> None:
     class Indices(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ def test_fractions_are_of_the_uncompressed_file() -> None:
         ({"drop": "0.1x"}, "got '0.1x'"),
         ({"drop": float("nan")}, "got nan"),
         ({"macs": True}, "got True"),
+        ({"macs": 0.5}, 'got 0.5; for a share of the uncompressed one write "0.5x"'),
+        ({"bytes": "0.1"}, 'got .0.1.; for a share of the uncompressed one write "0.1x"'),
         ({"latency": 1, "threads": 0}, r"at_most\(threads=...\): wanted a whole number >= 1, got 0"),
     ],
 )

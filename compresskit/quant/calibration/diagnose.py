@@ -231,7 +231,9 @@ class _NoiseMeter:
 
         def visit(node: Node, pair: Pair, pair_of: Callable[[Node], Pair]) -> None:
             if node.op == "output":
-                for a, b in zip(*(pytree.tree_leaves(side) for side in pair), strict=True):
+                outputs = zip(*(pytree.tree_leaves(side) for side in pair), strict=True)
+                tensors = [(a, b) for a, b in outputs if isinstance(a, Tensor)]  # an output may be None, or a number
+                for a, b in [(a, b) for a, b in tensors if a.is_floating_point()] or tensors:
                     self._add("", "all", a, b)
             elif node.name in self.named and isinstance(pair[0], Tensor):
                 self._add(node.name, "all", *pair)

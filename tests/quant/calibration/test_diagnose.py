@@ -97,3 +97,33 @@ def test_sqnr_without_noise_is_infinite() -> None:
     found = diagnose(quantized, [image(4)])
     assert math.isinf(found.sqnr)
     assert found.to_json()["sqnr"] is None
+
+
+class Head(nn.Module):
+    def __init__(self, outputs) -> None:
+        super().__init__()
+        self.layer, self.outputs = nn.Linear(8, 3), outputs
+
+    def forward(self, x):
+        return self.outputs(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [lambda y: (y, None), lambda y: {"logits": y, "loss": None}, lambda y: (y, 3, "name"), lambda y: (y, y.argmax(1))],
+    ids=["none", "dict", "number and text", "classes"],
+)
+def test_outputs_that_are_no_numbers_are_left_out(outputs) -> None:
+    """A model of Hugging Face gives None for a loss that nobody asked for."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 8),) for _ in range(2)]
+    plain = Head(lambda y: y).eval()
+    (model := Head(outputs).eval()).layer.load_state_dict(plain.layer.state_dict())
+    found, wanted = (diagnose(quantize_static(m, batches), batches) for m in (model, plain))
+    assert found.sqnr == pytest.approx(wanted.sqnr)
+
+
+def test_a_model_that_gives_classes_alone_is_diagnosed() -> None:
+    batches = [(torch.randn(16, 8),) for _ in range(2)]
+    model = Head(lambda y: y.argmax(1)).eval()
+    assert diagnose(quantize_static(model, batches), batches).sqnr > 10
